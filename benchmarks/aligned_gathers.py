@@ -1,7 +1,8 @@
 """What a rank gives to each gather, in bytes modulo 16: `python benchmarks/aligned_gathers.py`.
 
-NCCL copies 16 bytes at a time if this is 0, else one (pytorch#195450). Every model that the plan knows, with qlora on 2
-to 8 ranks: its FSDP2 groups as they are, and without what fills them up. No weight is read, nothing is communicated.
+NCCL copies 16 bytes at a time if this is 0, else one (pytorch#195450). Every model that the plan
+knows, with qlora on 2 to 8 ranks: its FSDP2 groups as they are, and without what fills them up. No
+weight is read, nothing is communicated.
 """
 
 import json
@@ -35,7 +36,9 @@ NUM_RANKS = range(2, 9)
 _GROUPS = ["root", "block", "adapters"]  # as `parts_of_gathers` finds them in a model of one block
 
 
-def sharded_model(config: PretrainedConfig, num_ranks: int, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+def sharded_model(
+    config: PretrainedConfig, num_ranks: int, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
     """A model in FSDP2's groups on the meta device, and the names of its parameters before."""
     settings = TrainConfig(precision="bf16", device="cpu", **options)
     ranks = Ranks(0, 0, num_ranks, num_ranks, torch.device("cpu"))
@@ -55,16 +58,20 @@ def sharded_model(config: PretrainedConfig, num_ranks: int, **options: Any) -> t
 
 
 def parts_of_gathers(model: PreTrainedModel) -> Iterator[tuple[int, int]]:
-    """For each group the bytes that a rank gives to its gather, as FSDP2 has it, and those of the model's own."""
+    """For each group the bytes that a rank gives to its gather, as FSDP2 has it, and those of the
+    model's own.
+    """
     own = {*model.modules()}
     for module in fsdp_modules(model):
         state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
+        # before torch 2.13
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in filter(None, groups):
             dtype = group.mp_policy.param_dtype
             sizes = [
                 (
-                    math.prod(each.padded_sharded_param_size) * (dtype or each.sharded_param.dtype).itemsize,
+                    math.prod(each.padded_sharded_param_size)
+                    * (dtype or each.sharded_param.dtype).itemsize,
                     each._module_info.module in own,
                 )
                 for each in group.fsdp_params
@@ -88,15 +95,24 @@ def main() -> int:
             "after": [[part % 16 for part, _ in groups] for groups in found],
         }
     lines = [f'  "{name}": {json.dumps(row)}' for name, row in rows.items()]
-    head = {"command": "python benchmarks/aligned_gathers.py", "ranks": [*NUM_RANKS], "groups": _GROUPS}
-    RESULTS.write_text(json.dumps(head)[:-1] + ',\n "models": {\n' + ",\n".join(lines) + "\n }\n}\n")
+    head = {
+        "command": "python benchmarks/aligned_gathers.py",
+        "ranks": [*NUM_RANKS],
+        "groups": _GROUPS,
+    }
+    RESULTS.write_text(
+        json.dumps(head)[:-1] + ',\n "models": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    )
     print("\n".join(table(rows)))
     return int(any(sum(map(sum, row["after"])) for row in rows.values()))
 
 
 def table(rows: dict[str, dict[str, list[Any]]]) -> list[str]:
     """The rows as a Markdown table: of a block's base before, and of all groups after."""
-    lines = [f"| model | {' | '.join(map(str, NUM_RANKS))} | filled up |", "|---" * (len(NUM_RANKS) + 2) + "|"]
+    lines = [
+        f"| model | {' | '.join(map(str, NUM_RANKS))} | filled up |",
+        "|---" * (len(NUM_RANKS) + 2) + "|",
+    ]
     for name, row in rows.items():
         before = [str(groups[_GROUPS.index("block")]) for groups in row["before"]]
         lines.append(f"| {name} | {' | '.join(before)} | {max(map(max, row['after']))} |")

@@ -1,8 +1,10 @@
-"""How soon the program answers, beside an earlier commit: `python benchmarks/answers.py --before 33ae322`.
+"""How soon the program answers, beside an earlier commit: `python benchmarks/answers.py --before
+33ae322`.
 
-Help, wrong names, columns and options, and a dry run of 64 rows on a tiny model, each with it and HEAD in turn, in
-processes of their own. CPU seconds of a process, user and system, which depend less on other programs; medians of the
-rounds, and quartiles of the ratio to the other commit in the same round.
+Help, wrong names, columns and options, and a dry run of 64 rows on a tiny model, each with it and
+HEAD in turn, in processes of their own. CPU seconds of a process, user and system, which depend
+less on other programs; medians of the rounds, and quartiles of the ratio to the other commit in the
+same round.
 """
 
 import argparse
@@ -46,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        clones = [copy_of(commit, folder / name) for commit, name in ((options.before, "before"), ("HEAD", "after"))]
+        clones = [
+            copy_of(commit, folder / name)
+            for commit, name in ((options.before, "before"), ("HEAD", "after"))
+        ]
         (folder / "model").mkdir()
         make_model(folder / "model")
         write_rows(folder / "rows.jsonl", make_rows(64))
@@ -58,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
             medians = " -> ".join(f"{np.median(answer[when]):.2f}" for when in ("before", "after"))
             print(f"{name:24} {medians} CPU s, {middle:.2f} ({low:.2f} to {high:.2f})", flush=True)
     command = f"python benchmarks/answers.py {' '.join(sys.argv[1:] if argv is None else argv)}"
-    result = {"machine": describe_machine(torch.device("cpu")), "before": options.before, "answers": answers}
+    result = {
+        "machine": describe_machine(torch.device("cpu")),
+        "before": options.before,
+        "answers": answers,
+    }
     write_results(options.output, command, result)
     return 0
 
@@ -66,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
 def copy_of(commit: str, folder: Path) -> Path:
     """A folder with the files of a commit, compiled."""
     folder.mkdir()
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    archive = subprocess.run(
+        ["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
     subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
     compileall.compile_dir(folder / "fsdp_qlora", quiet=1)
     return folder
@@ -76,7 +87,9 @@ def ask(words: tuple[str, ...], clones: list[Path], folder: Path, rounds: int) -
     """CPU seconds of both clones in each round, and the ratios' quartiles."""
     seconds = [[cpu_seconds(words, clone, folder) for clone in clones] for _ in range(rounds)]
     ratios = [after[1] / earlier[1] for earlier, after in seconds]
-    assert {earlier[0] for earlier, _ in seconds} == {after[0] for _, after in seconds}, "the exit statuses differ"
+    assert {earlier[0] for earlier, _ in seconds} == {after[0] for _, after in seconds}, (
+        "the exit statuses differ"
+    )
     return {
         "status": seconds[0][0][0],
         "before": [earlier[1] for earlier, _ in seconds],
@@ -87,10 +100,17 @@ def ask(words: tuple[str, ...], clones: list[Path], folder: Path, rounds: int) -
 
 def cpu_seconds(words: tuple[str, ...], clone: Path, folder: Path) -> tuple[int, float]:
     """The exit status of a command of a clone, and its CPU seconds."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(clone)}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(clone),
+    }
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "fsdp_qlora", *words]
-    status = subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True).returncode
+    status = subprocess.run(
+        command, cwd=folder, env=os.environ | offline, capture_output=True
+    ).returncode
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     return status, end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 

@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: our trainer, built as in train.py, random weights, and a description of the machine."""
+"""Shared by the benchmarks: our trainer, built as in train.py, random weights, and a description of
+the machine.
+"""
 
 import contextlib
 import ctypes
@@ -44,14 +46,21 @@ _CHUNK = 2**24  # random weights generated at a time
 
 
 class RandomWeights(WeightFiles):
-    """Replaces a model's files: normally distributed weights generated on the device from name and seed.
+    """Replaces a model's files: normally distributed weights generated on the device from name and
+    seed.
 
-    Like a file it returns any part of any tensor, so the package's loader works unchanged and the whole model is
-    never in memory. Vectors (the scales of norms) are ones.
+    Like a file it returns any part of any tensor, so the package's loader works unchanged and the
+    whole model is never in memory. Vectors (the scales of norms) are ones.
     """
 
     def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, std: float = 0.02, seed: int = 0
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        std: float = 0.02,
+        seed: int = 0,
     ) -> None:
         self.config = config
         self.made_dtype = dtype
@@ -82,7 +91,9 @@ class RandomWeights(WeightFiles):
         return values
 
     def _chunk(self, name: str, chunk: int) -> torch.Tensor:
-        generator = torch.Generator(self.device).manual_seed(derive_seed("random weights", self.seed, name, chunk))
+        generator = torch.Generator(self.device).manual_seed(
+            derive_seed("random weights", self.seed, name, chunk)
+        )
         size = min(_CHUNK, self.shape(name).numel() - chunk * _CHUNK)
         empty = torch.empty(size, dtype=self.made_dtype, device=self.device)
         return empty.normal_(0.0, self.std, generator=generator)
@@ -114,8 +125,8 @@ def build_run(
     """Load a model and build its trainer as train.py does; all rows belong to one step.
 
     Args:
-        lengths: tokens of the rows that memory is planned for; None for the most that the options allow.
-        on_phase: called with a name after each phase. of_targets: as of the collator.
+        lengths: tokens of the rows that memory is planned for; None for the most that the options
+        allow. on_phase: called with a name after each phase. of_targets: as of the collator.
     """
     configure_kernels()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
@@ -125,8 +136,13 @@ def build_run(
     model = built.meta.model
     weights = match_tensors(model, weight_files)
     on_phase("planned")
-    # The byte account is of sizes that ranks exchange, which is nothing where kernels compute nothing.
-    unchecked = mock.patch.object(load_model, "check_byte_account") if is_stand_in() else contextlib.nullcontext()
+    # The byte account is of sizes that ranks exchange, which is nothing where kernels compute
+    # nothing.
+    unchecked = (
+        mock.patch.object(load_model, "check_byte_account")
+        if is_stand_in()
+        else contextlib.nullcontext()
+    )
     with unchecked:
         mesh = load_model.load_model(config, placed, weights, ranks)
     release_cached_memory(ranks.device)
@@ -151,12 +167,16 @@ def is_stand_in() -> bool:
     return hasattr(ctypes.CDLL(None), "phantom_start")
 
 
-def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:
+def random_rows(
+    num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int
+) -> TokenizedRows:
     """Rows of random tokens; the first `masked` of each are not learned, like a prompt."""
     return random_rows_of([length] * num_rows, vocab_size, masked=masked, seed=seed)
 
 
-def random_rows_of(lengths: Sequence[int], vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:
+def random_rows_of(
+    lengths: Sequence[int], vocab_size: int, *, masked: int, seed: int
+) -> TokenizedRows:
     """The same of these lengths."""
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     ids = np.random.default_rng(seed).integers(vocab_size, size=int(offsets[-1]), dtype=np.int32)
@@ -174,10 +194,14 @@ def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """Peak bytes of tensors alive at once during `work`, beyond those alive before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
     alive = peak = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
@@ -189,7 +213,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
     machine: dict[str, Any] = {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -202,7 +228,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(device)
-        machine["gpu_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+        machine["gpu_memory_gib"] = round(
+            torch.cuda.get_device_properties(device).total_memory / 2**30, 1
+        )
         machine["cuda"] = torch.version.cuda
     return machine
 

@@ -1,20 +1,22 @@
 """Parts of a step and a whole step against others' on one CPU core: `python benchmarks/cpu.py`.
 
-fp32, one thread, interleaved: in each round everyone takes one turn. What counts is the CPU time of a turn, ours
-divided by the other's in the same round: median and quartiles over the rounds. Memory is the peak of tensors alive
-during a turn beyond those alive before, counted by torch's profiler.
+fp32, one thread, interleaved: in each round everyone takes one turn. What counts is the CPU time of
+a turn, ours divided by the other's in the same round: median and quartiles over the rounds. Memory
+is the peak of tensors alive during a turn beyond those alive before, counted by torch's profiler.
 
-- lora linear: forward and backward of a 4-bit layer with LoRA, 512 tokens, 5632 x 2048, rank 16, against PEFT on
-  bitsandbytes' Linear4bit;
+- lora linear: forward and backward of a 4-bit layer with LoRA, 512 tokens, 5632 x 2048, rank 16,
+  against PEFT on bitsandbytes' Linear4bit;
 - dora linear: the same with DoRA, against our LoRA too;
-- head and loss: of 2,048 tokens of which 60% are a prompt, vocabulary 128 Ki, hidden size 256, against all logits and
-  cross entropy; the head is frozen;
-- small model: a training step of a llama (hidden size 768, 6 layers, vocabulary 8,192; rows of 256 tokens, 60% of them
-  prompt, 2 micro-batches of 4) against transformers' Trainer with PEFT and bitsandbytes, and TRL's where installed;
-- dpo: a step of the same model on 4 pairs of rows of 128 tokens, 60% of them prompt, 2 micro-batches of 2, against
-  TRL's DPOTrainer;
-- distill: a step of the same model, in fp32, on the 64 likeliest tokens of a teacher of 12 layers, which were found
-  before, and the same with finding them, against TRL's GKDTrainer, whose teacher passes in each step.
+- head and loss: of 2,048 tokens of which 60% are a prompt, vocabulary 128 Ki, hidden size 256,
+  against all logits and cross entropy; the head is frozen;
+- small model: a training step of a llama (hidden size 768, 6 layers, vocabulary 8,192; rows of 256
+  tokens, 60% of them prompt, 2 micro-batches of 4) against transformers' Trainer with PEFT and
+  bitsandbytes, and TRL's where installed;
+- dpo: a step of the same model on 4 pairs of rows of 128 tokens, 60% of them prompt, 2
+  micro-batches of 2, against TRL's DPOTrainer;
+- distill: a step of the same model, in fp32, on the 64 likeliest tokens of a teacher of 12 layers,
+  which were found before, and the same with finding them, against TRL's GKDTrainer, whose teacher
+  passes in each step.
 
 Exits with 1 if a limit of LIMITS is not held.
 """
@@ -29,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +101,16 @@ Step = Callable[[], float]  # runs one turn, returns its loss
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=20, help="measured rounds, after two that warm up")
-    parser.add_argument("--tiny", action="store_true", help="shapes too small to measure anything, for tests")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="measured rounds, after two that warm up"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="shapes too small to measure anything, for tests"
+    )
     parser.add_argument("--output", default="", help="JSON file to write")
     return parser.parse_args(argv)
 
@@ -155,8 +164,12 @@ def our_layer(kind: type[LoraLinear | DoraLinear], base: QuantizedLinear, rank: 
 
 
 def peft_layer(linear: nn.Linear, rank: int, *, use_dora: bool) -> nn.Module:
-    base = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
-    base.weight = bnb.nn.Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+    base = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32
+    )
+    base.weight = bnb.nn.Params4bit(
+        linear.weight.detach().clone(), requires_grad=False, quant_type="nf4"
+    )
     model = nn.Sequential(base.to("cpu"))
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"], use_dora=use_dora)
     return peft.get_peft_model(model, config)
@@ -177,7 +190,9 @@ def head_and_loss(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
 
     def ours() -> float:
         rows = (labels != -100).nonzero().flatten()
-        return backward(chunked_loss(hidden.index_select(0, rows), weight, None, labels[rows], LogitForm()))
+        return backward(
+            chunked_loss(hidden.index_select(0, rows), weight, None, labels[rows], LogitForm())
+        )
 
     def all_logits() -> float:
         logits = F.linear(hidden, weight)
@@ -193,7 +208,9 @@ def head_and_loss(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
 
 def small_shape(args: argparse.Namespace) -> argparse.Namespace:
     hidden, layers, vocab, length = (128, 1, 256, 20) if args.tiny else (768, 6, 8192, 256)
-    return argparse.Namespace(hidden=hidden, layers=layers, vocab=vocab, length=length, batch_size=4, micro_batches=2)
+    return argparse.Namespace(
+        hidden=hidden, layers=layers, vocab=vocab, length=length, batch_size=4, micro_batches=2
+    )
 
 
 def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
@@ -201,13 +218,20 @@ def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     config = make_checkpoint(folder, shape)
     length = shape.length
     data = random_rows(8, length, shape.vocab, masked=int(MASKED * length), seed=SEED)
-    ids, learned = (torch.from_numpy(values).view(8, length) for values in (data.input_ids, data.learned))
+    ids, learned = (
+        torch.from_numpy(values).view(8, length) for values in (data.input_ids, data.learned)
+    )
     labels = torch.where(learned, ids, -100)
-    rows = [{"input_ids": row.tolist(), "labels": label.tolist()} for row, label in zip(ids, labels, strict=True)]
+    rows = [
+        {"input_ids": row.tolist(), "labels": label.tolist()}
+        for row, label in zip(ids, labels, strict=True)
+    ]
     steps = {"ours": our_step(folder, config, data, shape)}
-    trainers = {"HF Trainer": hf_trainer} | ({"TRL": trl_trainer} if importlib.util.find_spec("trl") else {})
+    trainers = {"HF Trainer": hf_trainer} | (
+        {"TRL": trl_trainer} if importlib.util.find_spec("trl") else {}
+    )
     for name, make in trainers.items():
-        steps[name] = StepByStep(lambda callback, make=make: make(folder, rows, args.rounds + 3, callback))  # type: ignore[misc]
+        steps[name] = StepByStep(partial(make, folder, rows, args.rounds + 3))
     return steps
 
 
@@ -222,15 +246,25 @@ def dpo(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     ids = answers.input_ids.reshape(4, 2, length)
     ids[:, 1, :prompt] = ids[:, 0, :prompt]
     data = TokenizedRows(
-        ids.ravel(), answers.learned, answers.offsets[::2], answers.row_numbers[:4], splits=np.full(4, length)
+        ids.ravel(),
+        answers.learned,
+        answers.offsets[::2],
+        answers.row_numbers[:4],
+        splits=np.full(4, length),
     )
     steps = {"ours": our_step(folder, config, data, shape, objective="dpo")}
     if importlib.util.find_spec("trl"):
         rows = [
-            {"prompt_ids": a[:prompt].tolist(), "chosen_ids": a[prompt:].tolist(), "rejected_ids": b[prompt:].tolist()}
+            {
+                "prompt_ids": a[:prompt].tolist(),
+                "chosen_ids": a[prompt:].tolist(),
+                "rejected_ids": b[prompt:].tolist(),
+            }
             for a, b in ids
         ]
-        steps["TRL"] = StepByStep(lambda callback: trl_dpo_trainer(folder, rows, args.rounds + 3, callback))
+        steps["TRL"] = StepByStep(
+            lambda callback: trl_dpo_trainer(folder, rows, args.rounds + 3, callback)
+        )
     return steps
 
 
@@ -243,14 +277,18 @@ def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     data = random_rows(8, shape.length, shape.vocab, masked=int(MASKED * shape.length), seed=SEED)
     wanted = Likeliest(TrainConfig.top_k, shape.vocab)
     plain: dict[str, Any] = {"train_type": "lora"}
-    forward = our_run(folder / "teacher", teacher, data, of_teacher, target_numbers, **plain).trainer.forward
+    forward = our_run(
+        folder / "teacher", teacher, data, of_teacher, target_numbers, **plain
+    ).trainer.forward
     found = likeliest_of_rows(forward, data, numbers, wanted)
 
     def told(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
         values = torch.from_numpy(found)[target_numbers(table, rows)["table_indices"]]
         return {"teacher_ids": values[:, : wanted.k].long(), "teacher_logps": values[:, wanted.k :]}
 
-    ours = our_step(folder, config, data, shape, told, objective="distill", teacher="another", **plain)
+    ours = our_step(
+        folder, config, data, shape, told, objective="distill", teacher="another", **plain
+    )
 
     def with_teacher() -> float:
         likeliest_of_rows(forward, data, numbers, wanted)
@@ -258,10 +296,17 @@ def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
 
     steps: dict[str, Step] = {"ours": ours, "ours, both": with_teacher}
     if importlib.util.find_spec("trl"):
-        learned = [int(MASKED * shape.length) * [0] + (shape.length - int(MASKED * shape.length)) * [1]] * 8
+        learned = [
+            int(MASKED * shape.length) * [0] + (shape.length - int(MASKED * shape.length)) * [1]
+        ] * 8
         ids = data.input_ids.reshape(8, -1).tolist()
-        rows = [{"prompt": "", "input_ids": a, "completion_mask": b} for a, b in zip(ids, learned, strict=True)]
-        steps["TRL"] = StepByStep(lambda callback: trl_gkd_trainer(folder, rows, args.rounds + 3, callback))
+        rows = [
+            {"prompt": "", "input_ids": a, "completion_mask": b}
+            for a, b in zip(ids, learned, strict=True)
+        ]
+        steps["TRL"] = StepByStep(
+            lambda callback: trl_gkd_trainer(folder, rows, args.rounds + 3, callback)
+        )
     return steps
 
 
@@ -282,7 +327,9 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> LlamaConfig:
     return config
 
 
-def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, *of_run: Any, **given: Any) -> Step:
+def our_step(
+    folder: Path, config: LlamaConfig, data: TokenizedRows, *of_run: Any, **given: Any
+) -> Step:
     trainer = our_run(folder, config, data, *of_run, **given).trainer
     rows = StepRows(0, data, torch.arange(len(data)).numpy())
     return lambda: float(trainer.train_step(rows)["loss"])
@@ -314,7 +361,9 @@ def our_run(
 
 
 def load_reference(folder: Path, *, quantized: bool = True) -> nn.Module:
-    """The model as a user of transformers, PEFT and bitsandbytes sets it up, with our adapters' initial values."""
+    """The model as a user of transformers, PEFT and bitsandbytes sets it up, with our adapters'
+    initial values.
+    """
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -328,7 +377,9 @@ def load_reference(folder: Path, *, quantized: bool = True) -> nn.Module:
         **({"quantization_config": quantization, "device_map": "cpu"} if quantized else {}),
     )
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lora = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(base, lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -358,13 +409,19 @@ def training_options(folder: Path, num_steps: int) -> dict[str, Any]:
     }
 
 
-def hf_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+def hf_trainer(
+    folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback
+) -> Trainer:
     options = TrainingArguments(**training_options(folder, num_steps))
     collate = transformers.default_data_collator
-    return Trainer(load_reference(folder), options, collate, train_dataset=rows, callbacks=[callback])
+    return Trainer(
+        load_reference(folder), options, collate, train_dataset=rows, callbacks=[callback]
+    )
 
 
-def trl_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+def trl_trainer(
+    folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback
+) -> Trainer:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -380,12 +437,18 @@ def trl_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callba
     )
     dataset = Dataset.from_list(rows)
     trainer: Trainer = SFTTrainer(
-        load_reference(folder), options, train_dataset=dataset, processing_class=tokenizer(), callbacks=[callback]
+        load_reference(folder),
+        options,
+        train_dataset=dataset,
+        processing_class=tokenizer(),
+        callbacks=[callback],
     )
     return trainer
 
 
-def trl_dpo_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+def trl_dpo_trainer(
+    folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback
+) -> Trainer:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -397,15 +460,22 @@ def trl_dpo_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, ca
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )
-    text = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])  # what it makes of it is replaced
+    # what it makes of it is replaced
+    text = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
     trainer: Trainer = DPOTrainer(
-        load_reference(folder), args=options, train_dataset=text, processing_class=tokenizer(), callbacks=[callback]
+        load_reference(folder),
+        args=options,
+        train_dataset=text,
+        processing_class=tokenizer(),
+        callbacks=[callback],
     )
     trainer.train_dataset = Dataset.from_list(rows)
     return trainer
 
 
-def trl_gkd_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+def trl_gkd_trainer(
+    folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback
+) -> Trainer:
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -419,7 +489,9 @@ def trl_gkd_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, ca
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )
-    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32, attn_implementation="sdpa")
+    teacher = AutoModelForCausalLM.from_pretrained(
+        folder / "teacher", dtype=torch.float32, attn_implementation="sdpa"
+    )
     trainer: Trainer = GKDTrainer(
         load_reference(folder, quantized=False),
         teacher,
@@ -535,13 +607,19 @@ def failures(table: dict[str, dict[str, Any]]) -> list[str]:
             ratio = row["ratio_quartiles"][1]
             peak = row.get("peak_ratio")
             if row["ratio_limit"] and ratio > row["ratio_limit"]:
-                found.append(f"{part}: {ratio:.3f} times the CPU time of {name}, allowed {row['ratio_limit']}")
+                found.append(
+                    f"{part}: {ratio:.3f} times the CPU time of {name}, allowed "
+                    f"{row['ratio_limit']}"
+                )
             if row.get("peak_limit") and peak > row["peak_limit"]:
-                found.append(f"{part}: {peak:.3f} times the peak memory of {name}, allowed {row['peak_limit']}")
+                found.append(
+                    f"{part}: {peak:.3f} times the peak memory of {name}, allowed "
+                    f"{row['peak_limit']}"
+                )
             # Ours compares k + 1 outcomes.
-            if part != "distill" and abs(row["first_loss"] - rows["ours"]["first_loss"]) > 1e-3 * abs(
-                row["first_loss"]
-            ):
+            if part != "distill" and abs(
+                row["first_loss"] - rows["ours"]["first_loss"]
+            ) > 1e-3 * abs(row["first_loss"]):
                 found.append(f"{part}: the loss of {name} is another: not the same work")
     return found
 
@@ -563,11 +641,15 @@ def main(argv: list[str]) -> int:
                 else ""
             )
             print(
-                f"{part:14} {name:11} {1e3 * row['median_cpu_seconds']:9.1f} ms, ours to it {middle:.3f} "
-                f"({low:.3f} to {high:.3f}){peak}"
+                f"{part:14} {name:11} {1e3 * row['median_cpu_seconds']:9.1f} ms, ours to it "
+                f"{middle:.3f} ({low:.3f} to {high:.3f}){peak}"
             )
     if args.output:
-        result = {"machine": describe_machine(torch.device("cpu")), "rounds": args.rounds, "parts": table}
+        result = {
+            "machine": describe_machine(torch.device("cpu")),
+            "rounds": args.rounds,
+            "parts": table,
+        }
         write_results(args.output, " ".join(["python benchmarks/cpu.py", *argv]), result)
     broken = failures(table)
     for line in broken:

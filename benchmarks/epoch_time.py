@@ -1,13 +1,16 @@
-"""Time of an epoch of real rows on a small model: ours, ours with padding, and TRL's packed and not.
+"""Time of an epoch of real rows on a small model: ours, ours with padding, and TRL's packed and
+not.
 
-    python -m benchmarks.epoch_time --model_name MODEL --dataset ROWS --output benchmarks/results/epoch_time.json
+    python -m benchmarks.epoch_time --model_name MODEL --dataset ROWS --output
+    benchmarks/results/epoch_time.json
 
-One process, fp32, one thread, interleaved: in each round everyone takes a whole epoch in turn. What counts is the CPU
-time of an epoch, the others' divided by ours in the same round: median and quartiles of the rounds after the first,
-which warms up. The model is a random llama of hidden size 256 and 4 blocks with a 4-bit base and LoRA of rank 16 on all
-linear layers; of MODEL only the tokenizer is used, its ids modulo the vocabulary. Everyone learns the answers only. A
-micro-batch is 8 rows; of TRL packed 8 rows of the context's length, and of ours packed the rows of two micro-batches,
-which is about as many tokens.
+One process, fp32, one thread, interleaved: in each round everyone takes a whole epoch in turn. What
+counts is the CPU time of an epoch, the others' divided by ours in the same round: median and
+quartiles of the rounds after the first, which warms up. The model is a random llama of hidden size
+256 and 4 blocks with a 4-bit base and LoRA of rank 16 on all linear layers; of MODEL only the
+tokenizer is used, its ids modulo the vocabulary. Everyone learns the answers only. A micro-batch is
+8 rows; of TRL packed 8 rows of the context's length, and of ours packed the rows of two
+micro-batches, which is about as many tokens.
 
 Exits with 1 if someone's mean loss is another's by more than 2%: not the same work.
 """
@@ -25,7 +28,13 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaConfig, TrainerCallback
 
-from benchmarks.common import build_run, describe_machine, quiet_on_one_thread, seconds_of, write_results
+from benchmarks.common import (
+    build_run,
+    describe_machine,
+    quiet_on_one_thread,
+    seconds_of,
+    write_results,
+)
 from benchmarks.cpu import (
     LORA_RANK,
     LR,
@@ -51,7 +60,9 @@ Epoch = Callable[[], list[float]]  # runs an epoch, returns the loss of each of 
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name", required=True, help="folder with a tokenizer")
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--rows", type=int, default=96, help="of the dataset; so many are an epoch")
@@ -66,12 +77,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def read_rows(args: argparse.Namespace) -> TokenizedRows:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-    config = TrainConfig(dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows)
+    config = TrainConfig(
+        dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows
+    )
     found = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
-    return TokenizedRows(found.input_ids % VOCABULARY, found.learned, found.offsets, found.row_numbers)
+    return TokenizedRows(
+        found.input_ids % VOCABULARY, found.learned, found.offsets, found.row_numbers
+    )
 
 
-def our_epoch(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace, **more: Any) -> Epoch:
+def our_epoch(
+    folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace, **more: Any
+) -> Epoch:
     options = TrainConfig(
         precision="fp32",
         attn_implementation="sdpa",
@@ -89,12 +106,17 @@ def our_epoch(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argp
     rows = np.arange(len(data))
 
     def epoch() -> list[float]:
-        return [run.trainer.train_step(each)["loss"] for each in RowsInMemory(data, rows).steps(run.plan.schedule)]
+        return [
+            run.trainer.train_step(each)["loss"]
+            for each in RowsInMemory(data, rows).steps(run.plan.schedule)
+        ]
 
     return epoch
 
 
-def trl_epoch(folder: Path, data: TokenizedRows, args: argparse.Namespace, *, packing: bool) -> Epoch:
+def trl_epoch(
+    folder: Path, data: TokenizedRows, args: argparse.Namespace, *, packing: bool
+) -> Epoch:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -143,7 +165,9 @@ def run_rounds(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any
     for record in found.values():
         ratios = [other / own for own, other in zip(ours, record["cpu_seconds"], strict=True)]
         record["median_cpu_seconds"] = statistics.median(record["cpu_seconds"])
-        record["ratio_to_ours"] = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        record["ratio_to_ours"] = (
+            statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        )
     return found
 
 
@@ -155,11 +179,18 @@ def main(argv: list[str]) -> int:
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            shape = {"hidden": args.hidden, "layers": args.layers, "vocab": VOCABULARY, "length": args.context_length}
+            shape = {
+                "hidden": args.hidden,
+                "layers": args.layers,
+                "vocab": VOCABULARY,
+                "length": args.context_length,
+            }
             config = make_checkpoint(folder, argparse.Namespace(**shape))
             epochs = {
                 "ours": our_epoch(folder, config, data, args),
-                "ours, packed": our_epoch(folder, config, data, args, batching="packed", gradient_accumulation_steps=2),
+                "ours, packed": our_epoch(
+                    folder, config, data, args, batching="packed", gradient_accumulation_steps=2
+                ),
                 "ours, padded": our_epoch(folder, config, data, args, batching="padded"),
             }
             if importlib.util.find_spec("trl"):
@@ -170,15 +201,29 @@ def main(argv: list[str]) -> int:
         stop_process_group()
     for who, record in found.items():
         low, middle, high = record["ratio_to_ours"]
-        print(f"{who:14} {record['median_cpu_seconds']:7.1f} CPU s, {middle:.2f} times ours ({low:.2f} to {high:.2f})")
+        print(
+            f"{who:14} {record['median_cpu_seconds']:7.1f} CPU s, {middle:.2f} times ours "
+            f"({low:.2f} to {high:.2f})"
+        )
     if args.output:
-        sizes = {"rows": len(data), "tokens": int(data.lengths.sum()), "targets": int(data.num_targets.sum())}
+        sizes = {
+            "rows": len(data),
+            "tokens": int(data.lengths.sum()),
+            "targets": int(data.num_targets.sum()),
+        }
         result = {"machine": describe_machine(torch.device("cpu")), **sizes, "who": found}
         write_results(args.output, " ".join(["python -m benchmarks.epoch_time", *argv]), result)
     ours = found["ours"]["losses"][0]
-    others = [who for who, record in found.items() if abs(record["losses"][0] - ours) > LOSS_TOLERANCE * ours]
+    others = [
+        who
+        for who, record in found.items()
+        if abs(record["losses"][0] - ours) > LOSS_TOLERANCE * ours
+    ]
     for who in others:
-        print(f"FAILED: the mean loss of {who} is {found[who]['losses'][0]:.3f} and not {ours:.3f}: not the same work.")
+        print(
+            f"FAILED: the mean loss of {who} is {found[who]['losses'][0]:.3f} and not "
+            f"{ours:.3f}: not the same work."
+        )
     return 1 if others else 0
 
 

@@ -1,4 +1,6 @@
-"""More measured parts of gpu.py: micro-batches, formats of bases, experts, a whole 70B, and kernels beside others."""
+"""More measured parts of gpu.py: micro-batches, formats of bases, experts, a whole 70B, and kernels
+beside others.
+"""
 
 import argparse
 import contextlib
@@ -38,35 +40,63 @@ from fsdp_qlora.model.quantizers.routed import loops_over_experts
 
 # The blocks of Qwen3-30B-A3B.
 _MIXTURE = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
 _TINY_MIXTURE = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def measure_batches(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """The whole 8B on larger micro-batches: from how many tokens on the GPU and not the host decides."""
-    work = work_of(args, ranks, "8b", (Batch(8, 2048), Batch(16, 2048), Batch(1, 2048)), layers=args.layers)
+    """The whole 8B on larger micro-batches: from how many tokens on the GPU and not the host
+    decides.
+    """
+    work = work_of(
+        args, ranks, "8b", (Batch(8, 2048), Batch(16, 2048), Batch(1, 2048)), layers=args.layers
+    )
     with process_group(ranks):
         found, train = measure(work, ranks)
         del train
-    speeds = {name: batch.get("tokens_per_second", float("nan")) for name, batch in found["batches"].items()}
+    speeds = {
+        name: batch.get("tokens_per_second", float("nan"))
+        for name, batch in found["batches"].items()
+    }
     found["rows"] = [row("micro-batches, 8B, recompute all", "tokens/s", speeds)]
     return found
 
 
 def measure_formats(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """A step of the whole 8B with a base in each of the formats in which models are published, beside its plan."""
+    """A step of the whole 8B with a base in each of the formats in which models are published,
+    beside its plan.
+    """
     kinds = {kind: {"quant_type": kind} for kind in ("nf4", "mxfp4", "nvfp4", "fp8")}
     return measure_kinds(args, ranks, "formats", kinds)
 
 
 def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """12 of 48 blocks of Qwen3-30B-A3B: experts in groups, by torch's grouped kernel where it is, and one by one."""
+    """12 of 48 blocks of Qwen3-30B-A3B: experts in groups, by torch's grouped kernel where it is,
+    and one by one.
+    """
     layers = 2 if args.tiny else args.layers or 12
     sizes = _MIXTURE | (_TINY_MIXTURE if args.tiny else {}) | {"num_hidden_layers": layers}
     config = AutoConfig.for_model("qwen3_moe", **sizes)
@@ -79,14 +109,23 @@ def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             tokens = int(train.run.plan.data.train.lengths[step_rows].sum())
             for way in ("in groups", "one by one"):
                 if way == "one by one":  # which the plan does not mean
-                    found["planned"] |= {f"{kind}, {name}": dict(each) for name, each in train.planned.items()}
+                    found["planned"] |= {
+                        f"{kind}, {name}": dict(each) for name, each in train.planned.items()
+                    }
                     for module in filter(loops_over_experts, train.run.trainer.model.modules()):
                         vars(module)["group_bytes"] = 0
                 steps = train.steps(step_rows)
                 found["losses"][f"{kind}, {way}"] = steps["losses"]
                 speeds[f"{kind}, {way}"] = tokens / statistics.median(steps["step_seconds"])
             item = f"experts, {layers} blocks of 30B-A3B, {work.batches[0]}"
-            found["rows"] = [row(item, "tokens/s", speeds, ratio=ratio_of(speeds, "nf4, in groups", "nf4, one by one"))]
+            found["rows"] = [
+                row(
+                    item,
+                    "tokens/s",
+                    speeds,
+                    ratio=ratio_of(speeds, "nf4, in groups", "nf4, one by one"),
+                )
+            ]
             note(args, found)  # for the case that time runs out
             del train
             release(ranks.device)
@@ -94,13 +133,17 @@ def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """The whole 70B on one card: all but the adapters in host memory under that of a smaller card, then resident under
-    that of two."""
+    """The whole 70B on one card: all but the adapters in host memory under that of a smaller card,
+    then resident under that of two.
+    """
     work = work_of(args, ranks, "70b", (Batch(1, 2048),), layers=args.layers, steps=2)
     found: dict[str, Any] = {"planned": {}, "load_seconds": {}, "losses": {}}
     speeds: dict[str, float] = {}
     with process_group(ranks):
-        for name, offload, gib in (("offloaded", True, args.memory_gib), ("resident", False, 2 * args.memory_gib)):
+        for name, offload, gib in (
+            ("offloaded", True, args.memory_gib),
+            ("resident", False, 2 * args.memory_gib),
+        ):
             limit_memory(gib)
             reset_peak(ranks.device)
             started = time.perf_counter()
@@ -110,18 +153,24 @@ def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
                 steps = train.steps(step_rows)
                 found["losses"][name] = steps["losses"]
                 speeds[name] = work.batches[0].length / statistics.median(steps["step_seconds"])
-                found["planned"] |= {f"{name}, {each}": figures for each, figures in train.planned.items()}
+                found["planned"] |= {
+                    f"{name}, {each}": figures for each, figures in train.planned.items()
+                }
                 del train
             aim = f"fits in {gib:g} GiB"
             one = {name: speeds.get(name, float("nan"))}
-            found.setdefault("rows", []).append(row("the whole 70B", "tokens/s", one, aim=aim, holds=name in speeds))
+            found.setdefault("rows", []).append(
+                row("the whole 70B", "tokens/s", one, aim=aim, holds=name in speeds)
+            )
             note(args, found)  # for the case that time runs out
             release(ranks.device)
     return found
 
 
 def measure_alternatives(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Milliseconds of what a block of the 8B computes beside its large products, and of other ways to compute it."""
+    """Milliseconds of what a block of the 8B computes beside its large products, and of other ways
+    to compute it.
+    """
     tokens, hidden, inner, size = (64, 64, 128, 16) if args.tiny else (16384, 4096, 14336, 128)
     options: dict[str, Any] = {
         "device": ranks.device,
@@ -149,19 +198,36 @@ def measure_alternatives(args: argparse.Namespace, ranks: Ranks) -> dict[str, An
     heads = [torch.randn(1, tokens, count, size, **options).transpose(1, 2) for count in (32, 8)]
     cos = torch.randn(1, 1, tokens, size, **options)
     sin = torch.randn(1, 1, tokens, size, **options)
-    measure("rotary embedding, as models write it", lambda: [_rotate(each, cos, sin) for each in heads])
-    measure("rotary embedding, by halves", lambda: [_rotate_halves(each, cos, sin) for each in heads])
+    measure(
+        "rotary embedding, as models write it", lambda: [_rotate(each, cos, sin) for each in heads]
+    )
+    measure(
+        "rotary embedding, by halves", lambda: [_rotate_halves(each, cos, sin) for each in heads]
+    )
     if ranks.device.type == "cuda":
         compiled_gate: Any = torch.compile(_gate)
         compiled_rotation: Any = torch.compile(_rotate)
         measure("gate, compiled", lambda: compiled_gate(gate, up))
-        measure("rotary embedding, compiled", lambda: [compiled_rotation(each, cos, sin) for each in heads])
-    rows = [torch.randn(8, count, tokens // 8, size, requires_grad=True, **options) for count in (32, 8, 8)]
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION] if ranks.device.type == "cuda" else []
+        measure(
+            "rotary embedding, compiled",
+            lambda: [compiled_rotation(each, cos, sin) for each in heads],
+        )
+    rows = [
+        torch.randn(8, count, tokens // 8, size, requires_grad=True, **options)
+        for count in (32, 8, 8)
+    ]
+    kernels = (
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        if ranks.device.type == "cuda"
+        else []
+    )
     for kernel in kernels:
         with sdpa_kernel(kernel):
             measure(f"attention, {kernel.name.lower()}", lambda: _attend(*rows))
-            measure(f"attention and backward, {kernel.name.lower()}", lambda: _attend(*rows).sum().backward())
+            measure(
+                f"attention and backward, {kernel.name.lower()}",
+                lambda: _attend(*rows).sum().backward(),
+            )
     return found
 
 
@@ -209,6 +275,10 @@ def measure_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         if args.one_part:
             traceback.print_exc()
-    earlier = json.loads(Path(args.output).read_text()) if args.one_part and Path(args.output).exists() else {}
+    earlier = (
+        json.loads(Path(args.output).read_text())
+        if args.one_part and Path(args.output).exists()
+        else {}
+    )
     note(args, found := {**earlier, **found, "has_values": has_values})
     return found

@@ -1,7 +1,8 @@
-"""The measured parts of gpu.py: each makes models without a checkpoint, runs them on one GPU and returns its figures.
+"""The measured parts of gpu.py: each makes models without a checkpoint, runs them on one GPU and
+returns its figures.
 
-A part is a function of the command's options and the rank, and returns what goes into the JSON: `rows` for the report's
-table (`row`), `planned` (of gpu_steps.Timed), and whatever else was seen.
+A part is a function of the command's options and the rank, and returns what goes into the JSON:
+`rows` for the report's table (`row`), `planned` (of gpu_steps.Timed), and whatever else was seen.
 """
 
 import argparse
@@ -27,7 +28,17 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
 
 from benchmarks.common import RandomWeights, build_run, describe_machine
-from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_options, make_rows, measure, synchronize
+from benchmarks.gpu_steps import (
+    GIB,
+    Batch,
+    Steps,
+    Timed,
+    make_config,
+    make_options,
+    make_rows,
+    measure,
+    synchronize,
+)
 from benchmarks.one_rank import limit_memory
 from benchmarks.peers import measure_peers
 from fsdp_qlora.data.batches.rows import TokenizedRows
@@ -42,7 +53,8 @@ from fsdp_qlora.sharding.recompute import set_recompute
 from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
 
 BLOCKS = 8
-# Quantiles 0/32, 1/32, ... of 999 Alpaca rows' lengths in tokens, with SmolLM2's tokenizer, context 512; 74% learned.
+# Quantiles 0/32, 1/32, ... of 999 Alpaca rows' lengths in tokens, with SmolLM2's tokenizer, context
+# 512; 74% learned.
 ALPACA_LENGTHS = (
     *(46, 55, 62, 66, 71, 75, 78, 82, 87, 92, 98, 107, 119, 127, 143, 153, 163),
     *(175, 188, 207, 225, 240, 261, 286, 301, 324, 349, 363, 389, 411, 435, 502, 512),
@@ -52,19 +64,33 @@ _CONTEXTS = (80_000, 98_304, 65_536, 49_152, 32_768)
 
 
 def row(
-    item: str, unit: str, figures: dict[str, float], *, aim: str = "", holds: bool | None = None, **more: Any
+    item: str,
+    unit: str,
+    figures: dict[str, float],
+    *,
+    aim: str = "",
+    holds: bool | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """One line of the report.
 
     Args:
-        figures: not a number where the card is too small, or nothing was measured.
-        aim: in words, empty if there is none. holds: whether it is reached, None if that was not measured.
-        more: `ratio` of two of the figures, and whatever else belongs to them.
+        figures: not a number where the card is too small, or nothing was measured. aim: in words,
+        empty if there is none. holds: whether it is reached, None if that was not measured. more:
+        `ratio` of two of the figures, and whatever else belongs to them.
     """
     measured = {name: value if np.isfinite(value) else None for name, value in figures.items()}
     ratio = more.pop("ratio", None)
     ratio = ratio if ratio is not None and np.isfinite(ratio) else None
-    return {"item": item, "unit": unit, "figures": measured, "ratio": ratio, "aim": aim, "holds": holds, **more}
+    return {
+        "item": item,
+        "unit": unit,
+        "figures": measured,
+        "ratio": ratio,
+        "aim": aim,
+        "holds": holds,
+        **more,
+    }
 
 
 def at_least(ratio: float, limit: float) -> bool | None:
@@ -78,8 +104,12 @@ def ratio_of(figures: dict[str, float], name: str, other: str) -> float:
     return one / of if of else float("nan")
 
 
-def work_of(args: argparse.Namespace, ranks: Ranks, shape: str, batches: tuple[Batch, ...], **more: Any) -> Steps:
-    """What to run: of few steps, since only their median counts; a 64th of the tokens with --tiny."""
+def work_of(
+    args: argparse.Namespace, ranks: Ranks, shape: str, batches: tuple[Batch, ...], **more: Any
+) -> Steps:
+    """What to run: of few steps, since only their median counts;
+    a 64th of the tokens with --tiny.
+    """
     if args.tiny:
         batches = tuple(Batch(batch.rows, max(batch.length // 64, 16)) for batch in batches)
         more |= {"layers": 2, "steps": 1}
@@ -96,14 +126,18 @@ def build(
     config: PretrainedConfig | None = None,
     **options: Any,
 ) -> tuple[Timed, list[np.ndarray]]:
-    """A model that is ready to train, and the rows of each batch. config: not of `work`. options: of train.py."""
+    """A model that is ready to train, and the rows of each batch. config: not of `work`. options:
+    of train.py.
+    """
     config = config or make_config(work)
     rows: list[np.ndarray] = []
     if data is None:
         data, rows = make_rows(work.batches, config.vocab_size)
     given = dataclasses.replace(make_options(work), **options)
     files = RandomWeights(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
-    run = build_run(given, config, files, data, ranks, lengths=work.planned_lengths if rows else None)
+    run = build_run(
+        given, config, files, data, ranks, lengths=work.planned_lengths if rows else None
+    )
     return Timed(run, ranks.device, work), rows
 
 
@@ -152,15 +186,21 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     shares = {}
     with process_group(ranks):
         longest = int(data.lengths.max())
-        train, _ = build(work, ranks, data=data, gradient_accumulation_steps=4, context_length=longest)
+        train, _ = build(
+            work, ranks, data=data, gradient_accumulation_steps=4, context_length=longest
+        )
         config = train.run.config
         plan = train.run.plan
         for name, batching in layouts.items():
             schedule = dataclasses.replace(plan.schedule, batching=batching)
             run_plan = Plan(plan.placed, plan.data, schedule, warmup_steps=0)
             own = dataclasses.replace(train.run, trainer=build_trainer(config, run_plan, ranks))
-            figures[name] = int(data.lengths.sum()) / median_seconds(Timed(own, ranks.device, work), step_rows)
-            shares[name] = schedule.useful_shares(schedule.rounds(step_rows, data.lengths), data.lengths)[0]
+            figures[name] = int(data.lengths.sum()) / median_seconds(
+                Timed(own, ranks.device, work), step_rows
+            )
+            shares[name] = schedule.useful_shares(
+                schedule.rounds(step_rows, data.lengths), data.lengths
+            )[0]
     return {
         "rows": [
             row("padding-free, packing", "useful tokens/s", figures, useful_of_computed=shares),
@@ -171,7 +211,10 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 def alpaca_rows(vocab_size: int, *, shorter: int = 1, count: int = 32) -> TokenizedRows:
     """Rows of random tokens with Alpaca's lengths, in an order without one."""
     generator = np.random.default_rng(0)
-    lengths = np.array(ALPACA_LENGTHS, dtype=np.int64)[generator.permutation(len(ALPACA_LENGTHS))[:count]] // shorter
+    lengths = (
+        np.array(ALPACA_LENGTHS, dtype=np.int64)[generator.permutation(len(ALPACA_LENGTHS))[:count]]
+        // shorter
+    )
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     learned = position >= np.repeat((1 - _LEARNED) * lengths, lengths)
@@ -180,14 +223,20 @@ def alpaca_rows(vocab_size: int, *, shorter: int = 1, count: int = 32) -> Tokeni
 
 
 def measure_offload(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Blocks of the 70B shape on one card: resident, all but the adapters in host memory, and half of the blocks."""
+    """Blocks of the 70B shape on one card: resident, all but the adapters in host memory, and half
+    of the blocks.
+    """
     layers = 2 if args.tiny else args.layers or BLOCKS
     work = work_of(args, ranks, "70b", (Batch(2, 2048),), layers=layers)
     some = max(layers // 2, 2)
     figures: dict[str, float] = {}
     planned: dict[str, Any] = {}
     with process_group(ranks):
-        choices: dict[str, bool | int] = {"resident": False, "offloaded": True, f"{some} of {layers} blocks": some}
+        choices: dict[str, bool | int] = {
+            "resident": False,
+            "offloaded": True,
+            f"{some} of {layers} blocks": some,
+        }
         for name, offload in choices.items():
             train, [step_rows] = build(work, ranks, use_cpu_offload=offload)
             figures[name] = 1e3 * median_seconds(train, step_rows)
@@ -218,10 +267,14 @@ def peak(device: torch.device) -> int:
 
 
 def measure_context(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """The longest row of which a step runs on the whole 8B shape under the memory of a smaller card."""
+    """The longest row of which a step runs on the whole 8B shape under the memory of a smaller
+    card.
+    """
     limit_memory(args.memory_gib)
     lengths = _CONTEXTS
-    work = work_of(args, ranks, "8b", tuple(Batch(1, length) for length in lengths), layers=args.layers)
+    work = work_of(
+        args, ranks, "8b", tuple(Batch(1, length) for length in lengths), layers=args.layers
+    )
     aim = f"at least 80,000 tokens within {args.memory_gib:g} GiB"
     found: dict[int, float | None] = {}
     with process_group(ranks):
@@ -240,14 +293,18 @@ def measure_context(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
                 longest = max(longest, batch.length)
             figures = {"longest": float(longest)}
             holds = longest >= 80_000 if not args.tiny else None
-            rows = [row("longest context, 8B", "tokens", figures, aim=aim, holds=holds, seconds=found)]
+            rows = [
+                row("longest context, 8B", "tokens", figures, aim=aim, holds=holds, seconds=found)
+            ]
             result = {"rows": rows, "planned": train.planned}
             note(args, result)  # for the case that time runs out
     return result
 
 
 def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """The whole 8B shape with and without recompute, how busy the card is, and the installed peers on the same rows."""
+    """The whole 8B shape with and without recompute, how busy the card is, and the installed peers
+    on the same rows.
+    """
     work = work_of(args, ranks, "8b", (Batch(4, 2048), Batch(2, 2048)), layers=args.layers)
     batch, small = work.batches
     with process_group(ranks):
@@ -268,7 +325,13 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         del train
     release(ranks.device)
     rows = [
-        row(f"speed, 8B, {batch}", "tokens/s", speeds, aim=aim, holds=at_least(speeds[name] / limit, 1.0))
+        row(
+            f"speed, 8B, {batch}",
+            "tokens/s",
+            speeds,
+            aim=aim,
+            holds=at_least(speeds[name] / limit, 1.0),
+        )
         for name, limit, aim in (
             ("recompute all", 11_000, "at least 11,000 with recompute on an H200"),
             ("recompute none", 15_000, "at least 15,000 without recompute on an H200"),
@@ -277,7 +340,15 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     if ranks.device.type == "cuda":
         shares = {"recompute all": busy, "recompute none": busy_none}
         holds = at_least(busy, 0.95)
-        rows.append(row(f"GPU busy, 8B, {small}", "share of the step", shares, aim="at least 0.95", holds=holds))
+        rows.append(
+            row(
+                f"GPU busy, 8B, {small}",
+                "share of the step",
+                shares,
+                aim="at least 0.95",
+                holds=holds,
+            )
+        )
     found = {**ours, "memory_bytes": memory, "rows": rows, "planned": planned}
     if "losses" in ours["batches"][str(batch)]:
         note(args, found)  # for the case that time runs out
@@ -293,9 +364,20 @@ def beside_peers(found: dict[str, Any], batch: Batch) -> list[dict[str, Any]]:
         for name, record in found["peers"].items()
         if "error" not in record and record["same_work"] is not False
     }
-    gain = speeds["ours"] / max([speed for name, speed in speeds.items() if name != "ours"], default=float("nan"))
+    gain = speeds["ours"] / max(
+        [speed for name, speed in speeds.items() if name != "ours"], default=float("nan")
+    )
     aim = "at least 1.25 times the fastest peer"
-    return [row(f"beside peers, 8B, {batch}", "tokens/s", speeds, aim=aim, holds=at_least(gain, 1.25), ratio=gain)]
+    return [
+        row(
+            f"beside peers, 8B, {batch}",
+            "tokens/s",
+            speeds,
+            aim=aim,
+            holds=at_least(gain, 1.25),
+            ratio=gain,
+        )
+    ]
 
 
 def _median(batch: dict[str, Any]) -> float:
@@ -313,8 +395,16 @@ def busy_share(train: Timed, step_rows: np.ndarray) -> float:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         train.one(step_rows)
     assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.device_type() == DeviceType.CUDA]
-    return covered([(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]) / 1e9 / seconds
+    events = [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA
+    ]
+    return (
+        covered([(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events])
+        / 1e9
+        / seconds
+    )
 
 
 def covered(spans: list[tuple[int, int]]) -> int:
@@ -327,29 +417,41 @@ def covered(spans: list[tuple[int, int]]) -> int:
 
 
 def measure_box(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Hardware, versions, free memory, and what this GPU, its host and bitsandbytes reach by themselves."""
+    """Hardware, versions, free memory, and what this GPU, its host and bitsandbytes reach by
+    themselves.
+    """
     box: dict[str, Any] = {
         "machine": describe_machine(ranks.device),
         "precision": choose_precision("auto", ranks.device),
     }
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
-        box |= {"free_bytes": free, "total_bytes": total, "allocator": torch.cuda.get_allocator_backend()}
+        box |= {
+            "free_bytes": free,
+            "total_bytes": total,
+            "allocator": torch.cuda.get_allocator_backend(),
+        }
         box["compute_capability"] = list(torch.cuda.get_device_capability(ranks.device))
         box["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if program := shutil.which("nvidia-smi"):
-        asked = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,power.limit,clocks.max.sm"
+        asked = (
+            "name,driver_version,pcie.link.gen.max,pcie.link.width.max,power.limit,clocks.max.sm"
+        )
         command = [program, f"--query-gpu={asked}", "--format=csv,noheader"]
-        box["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+        box["nvidia_smi"] = subprocess.run(
+            command, capture_output=True, text=True, timeout=20
+        ).stdout.splitlines()
     note(args, box)
     return box | (ceilings(256 if args.tiny else 8192) if ranks.device.type == "cuda" else {})
 
 
 def ceilings(size: int) -> dict[str, Any]:
-    """What no program of this machine exceeds, and the error of NF4, with square matrices of so many rows.
+    """What no program of this machine exceeds, and the error of NF4, with square matrices of so
+    many rows.
 
-    The rows of a product decide whether bitsandbytes multiplies with W decoded, or in one kernel that rounds W in
-    another way: `fused_differs` is how far its products are from those with W decoded, relative to these.
+    The rows of a product decide whether bitsandbytes multiplies with W decoded, or in one kernel
+    that rounds W in another way: `fused_differs` is how far its products are from those with W
+    decoded, relative to these.
     """
     bytes_on_host = 2 * GIB * size // 8192
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
@@ -392,7 +494,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure_decode(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Tokens that the whole 8B draws for 1, 16 and 64 prompts at a time, and the memory of a step after them."""
+    """Tokens that the whole 8B draws for 1, 16 and 64 prompts at a time, and the memory of a step
+    after them.
+    """
     work = work_of(args, ranks, "8b", (Batch(4, 2048),), layers=args.layers)
     prompt, tokens = (32, 6) if args.tiny else (512, 24)
     speeds: dict[str, float] = {}
@@ -411,9 +515,14 @@ def measure_decode(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             prompts = {index: list(range(2, prompt + 2 - index % 3)) for index in range(number)}
             generator = TextGenerator(model, ranks, precision, stops, options)
             # Each pass waits for the tokens of the one before.
-            generator.generate(prompts, beat=lambda passes=passes: passes.append(time.perf_counter()))  # type: ignore[misc]
+            generator.generate(
+                prompts,
+                beat=lambda passes=passes: passes.append(time.perf_counter()),  # type: ignore[misc]
+            )
             # On the stand-in without values an answer ends with its first token.
-            each = statistics.median(np.diff(passes[1:]).tolist()) if len(passes) > 2 else float("nan")
+            each = (
+                statistics.median(np.diff(passes[1:]).tolist()) if len(passes) > 2 else float("nan")
+            )
             speeds[name] = number / each
             found["ms_per_token"][name] = 1e3 * each
             found["answers_gib"][name] = reserved(ranks.device) / GIB
@@ -476,7 +585,9 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
 
 
 def note(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Leave what is known of a part where the command finds it; in one go: a file that is there is whole."""
+    """Leave what is known of a part where the command finds it; in one go: a file that is there is
+    whole.
+    """
     if args.one_part:
         partial = Path(f"{args.output}.partial")
         partial.write_text(json.dumps(result))

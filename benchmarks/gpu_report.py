@@ -1,4 +1,6 @@
-"""The report of gpu.py: one Markdown file to send, without paths, secrets, and names of machine and user."""
+"""The report of gpu.py: one Markdown file to send, without paths, secrets, and names of machine and
+user.
+"""
 
 import getpass
 import json
@@ -35,7 +37,11 @@ def report(record: dict[str, Any], command: str) -> str:
     """The file's text. record: what gpu.py writes as JSON."""
     parts = record["parts"]
     rows = [each for result in parts.values() for each in result.get("rows", [])]
-    said = "" if record["has_values"] else "On the stand-in for CUDA: no figure of time or loss means anything.\n\n"
+    said = (
+        ""
+        if record["has_values"]
+        else ("On the stand-in for CUDA: no figure of time or loss means anything.\n\n")
+    )
     text = (
         f"# fsdp_qlora {__version__} on {_box(parts).get('gpu', 'a CPU')}\n\n"
         f"{time.strftime('%Y-%m-%d')}: `{command}`\n\n"
@@ -43,7 +49,7 @@ def report(record: dict[str, Any], command: str) -> str:
         f"## Planned and measured\n\n{_table(_PLANNED, _planned(parts))}\n\n"
         f"## Figures\n\n{_table(('', 'unit', 'figures', 'ratio', 'aim', ''), map(_row, rows))}\n\n"
         f"## Peers\n\n{_table(_PEERS, _peers(parts))}\n\n"
-        f"## Steps\n\n{_table(('part', 'tokens', 'tokens/s', 's per step', 'MFU', 'GiB reserved'), _steps(parts))}\n\n"
+        f"## Steps\n\n{_table(_STEPS, _steps(parts))}\n\n"
         f"## Tests\n\n{_table(('part', 'tests'), _tests(parts))}\n\n"
         f"## The machine\n\n{_machine(parts)}\n\n"
         f"## Time\n\n{_table(('part', 'seconds', 'CPU seconds'), _times(parts))}\n\n"
@@ -53,7 +59,9 @@ def report(record: dict[str, Any], command: str) -> str:
 
 
 def scrub(text: str) -> str:
-    """Without secrets, this machine's and user's names, and folders: of a path its last part stays."""
+    """Without secrets, this machine's and user's names,
+    and folders: of a path its last part stays.
+    """
     text = _PATH.sub(lambda found: f".../{found[1]}", redact(text))
     for name, hidden in ((socket.gethostname(), "[host]"), (_user(), "[user]")):
         if len(name) > 2:
@@ -69,8 +77,9 @@ def _user() -> str:
 
 
 def count_tests(log: str) -> dict[str, Any]:
-    """What pytest -v has written: how many tests passed, failed .., and the line of each failure; also of an unfinished
-    run."""
+    """What pytest -v has written: how many tests passed, failed .., and the line of each failure;
+    also of an unfinished run.
+    """
     found: dict[str, Any] = {"tests": Counter(outcome.lower() for outcome in _OUTCOME.findall(log))}
     return found | {"failures": _FAILURE.findall(log)}
 
@@ -86,7 +95,14 @@ _HOLDS = {True: ": yes", False: ": NO", None: ": not known"}
 
 def _row(row: dict[str, Any]) -> list[str]:
     shown = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    return [row["item"], row["unit"], _figures(row), shown, row["aim"], _HOLDS[row["holds"]][2:] if row["aim"] else ""]
+    return [
+        row["item"],
+        row["unit"],
+        _figures(row),
+        shown,
+        row["aim"],
+        _HOLDS[row["holds"]][2:] if row["aim"] else "",
+    ]
 
 
 def _figures(row: dict[str, Any]) -> str:
@@ -101,7 +117,11 @@ def _number(value: float | None) -> str:
 
 def _table(head: tuple[str, ...], lines: Any) -> str:
     rows = [[str(cell).replace("|", "/") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)) if rows else "Nothing."
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+        if rows
+        else "Nothing."
+    )
 
 
 def _box(parts: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +132,9 @@ def _box(parts: dict[str, Any]) -> dict[str, Any]:
 def _machine(parts: dict[str, Any]) -> str:
     left_out = ("machine", "has_values", "part_seconds", "part_cpu_seconds")
     box = {name: value for name, value in parts.get("box", {}).items() if name not in left_out}
-    return _table(("", ""), [(name, _plain(value)) for name, value in {**_box(parts), **box}.items()])
+    return _table(
+        ("", ""), [(name, _plain(value)) for name, value in {**_box(parts), **box}.items()]
+    )
 
 
 def _plain(value: Any) -> str:
@@ -123,18 +145,37 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-_PLANNED = ("part", "", "tokens/s", "planned", "of PEFT + bitsandbytes", "GiB", "planned", "of PEFT + bitsandbytes")
+_STEPS = ("part", "tokens", "tokens/s", "s per step", "MFU", "GiB reserved")
+_PLANNED = (
+    "part",
+    "",
+    "tokens/s",
+    "planned",
+    "of PEFT + bitsandbytes",
+    "GiB",
+    "planned",
+    "of PEFT + bitsandbytes",
+)
 
 
 def _planned(parts: dict[str, Any]) -> list[list[str]]:
-    """Speed and memory of each planned step, beside the plan and, where the step is the peers', beside theirs."""
+    """Speed and memory of each planned step, beside the plan and, where the step is the peers',
+    beside theirs.
+    """
     speed, reserved = _of_peer(parts)
     return [
         [
-            *(part, name, _number(each["tokens_per_second"]), _number(each["planned_tokens_per_second"])),
+            *(
+                part,
+                name,
+                _number(each["tokens_per_second"]),
+                _number(each["planned_tokens_per_second"]),
+            ),
             _share(each["tokens_per_second"], speed if part in ("speed", "types") else 0.0),
             *(_number(each["measured_gib"]["reserved"]), _number(each["planned_gib"]["reserved"])),
-            _share(each["measured_gib"]["reserved"], reserved if part in ("speed", "types") else 0.0),
+            _share(
+                each["measured_gib"]["reserved"], reserved if part in ("speed", "types") else 0.0
+            ),
         ]
         for part, name, each in _planned_steps(parts)
     ]
@@ -149,7 +190,9 @@ def _planned_steps(parts: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
 def _of_peer(parts: dict[str, Any]) -> tuple[float, float]:
     """Tokens/s and GiB reserved of PEFT + bitsandbytes; 0 where it did not run."""
     result = parts.get("speed", {})
-    rows = [row["figures"] for row in result.get("rows", []) if row["item"].startswith("beside peers")]
+    rows = [
+        row["figures"] for row in result.get("rows", []) if row["item"].startswith("beside peers")
+    ]
     memory = result.get("peers", {}).get(_PEER, {}).get("peak_bytes", {}).get("peak_reserved", 0)
     return (rows[0].get(_PEER) or 0.0 if rows else 0.0), memory / _GIB
 
@@ -168,7 +211,10 @@ def _steps(parts: dict[str, Any]) -> list[list[str]]:
             memory = part["memory_bytes"].get(batch, {}).get("peak_reserved")
             mfu = each["mfu"]
             figures = [f"{each['tokens_per_second']:.0f}", f"{each['median_step_seconds']:.3f}"]
-            figures += ["" if mfu is None else f"{100 * mfu:.0f}%", "" if memory is None else f"{memory / _GIB:.2f}"]
+            figures += [
+                "" if mfu is None else f"{100 * mfu:.0f}%",
+                "" if memory is None else f"{memory / _GIB:.2f}",
+            ]
             found.append([name, batch, *figures])
     return found
 
@@ -185,14 +231,18 @@ def _peers(parts: dict[str, Any]) -> list[list[str]]:
 
 
 def _peer(found: dict[str, Any]) -> list[str]:
-    seconds, loss, norm = (f"{found[name]:.4g}" for name in ("median_step_seconds", "first_loss", "first_grad_norm"))
+    seconds, loss, norm = (
+        f"{found[name]:.4g}" for name in ("median_step_seconds", "first_loss", "first_grad_norm")
+    )
     memory = found.get("peak_bytes", {}).get("peak_reserved")
     gib = "" if memory is None else f"{memory / _GIB:.2f}"
     return [seconds, gib, loss, norm, "yes" if found.get("same_work") else "no"]
 
 
 def _tests(parts: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _counted(result["tests"])) for name, result in parts.items() if "tests" in result]
+    return [
+        (name, _counted(result["tests"])) for name, result in parts.items() if "tests" in result
+    ]
 
 
 def _counted(tests: dict[str, int]) -> str:
@@ -201,7 +251,9 @@ def _counted(tests: dict[str, int]) -> str:
 
 def _times(parts: dict[str, Any]) -> list[list[str]]:
     names = ("part_seconds", "part_cpu_seconds")
-    return [[part, *(f"{result.get(name, 0):.0f}" for name in names)] for part, result in parts.items()]
+    return [
+        [part, *(f"{result.get(name, 0):.0f}" for name in names)] for part, result in parts.items()
+    ]
 
 
 def _went_wrong(parts: dict[str, Any]) -> list[list[str]]:
@@ -219,22 +271,36 @@ def describe(result: dict[str, Any]) -> list[str]:
     if "left_out" in result:
         return [f"left out: {result['left_out']}"]
     lines = [f"FAILED: {result['error']}"] if "error" in result else []
-    lines += [f"tests: {_counted(result['tests'])}", *result["failures"]] if "tests" in result else []
+    lines += (
+        [f"tests: {_counted(result['tests'])}", *result["failures"]] if "tests" in result else []
+    )
     lines += [describe_row(each) for each in result.get("rows", [])]
     for _, name, speed, planned_speed, _, gib, planned, _ in _planned({"": result}):
-        lines.append(f"{name}: {gib} GiB, planned {planned}; {speed} tokens/s, planned {planned_speed}")
+        lines.append(
+            f"{name}: {gib} GiB, planned {planned}; {speed} tokens/s, planned {planned_speed}"
+        )
     lines += [f"{name}: {row}" for name, row in result.get("peers", {}).items()]
     for batch, row in result.get("batches", {}).items():
         if "out_of_memory" in row:
             lines.append(f"{batch}: out of memory")
             continue
         memory = result["memory_bytes"].get(batch, {})
-        reserved = f", {memory['peak_reserved'] / _GIB:.1f} GiB reserved" if "peak_reserved" in memory else ""
+        reserved = (
+            (f", {memory['peak_reserved'] / _GIB:.1f} GiB reserved")
+            if "peak_reserved" in memory
+            else ""
+        )
         share = f", MFU {100 * row['mfu']:.0f}%" if row["mfu"] else ""
         losses = f", loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
         speed = f"{row['tokens_per_second']:.0f} tokens/s, {row['median_step_seconds']:.2f} s"
         lines.append(f"{batch}: {speed}{share}{reserved}{losses}")
-    for name in ("ms_per_token", "answers_gib", "step_after_answers_gib", "load_seconds", "fused_differs"):
+    for name in (
+        "ms_per_token",
+        "answers_gib",
+        "step_after_answers_gib",
+        "load_seconds",
+        "fused_differs",
+    ):
         lines += [f"{name}: {_plain(result[name])}"] if result.get(name) else []
     figures = (
         "matmul_tflops",

@@ -1,15 +1,16 @@
-"""Steps of a llama without a checkpoint on one GPU: shapes, FLOPs, memory by phase, and one measured run.
+"""Steps of a llama without a checkpoint on one GPU: shapes, FLOPs, memory by phase, and one
+measured run.
 
-The weights are random, made on the GPU tensor by tensor and loaded by the package's own loader; the batches are
-random tokens, the same in every step, so that the loss must fall.
+The weights are random, made on the GPU tensor by tensor and loaded by the package's own loader; the
+batches are random tokens, the same in every step, so that the loss must fall.
 
-FLOPs of a step, for MFU (dequantization and elementwise work are not counted):
-  6 per frozen linear weight and token: 2 forward, 2 recomputed, 2 for the gradient of the input;
-  8 per LoRA weight and token: these, and 2 for its own gradient;
-  (as if a block were recomputed to its end: PyTorch stops after the last tensor that the backward pass needs)
-  4 per weight of the head and target: its forward is not recomputed;
-  causal attention: 2 * length^2 * heads * head_dim per layer and row forward (QK^T and AV, half of each masked),
-  once more recomputed, twice for the gradients: 8 in all.
+FLOPs of a step, for MFU (dequantization and elementwise work are not counted): 6 per frozen linear
+  weight and token: 2 forward, 2 recomputed, 2 for the gradient of the input; 8 per LoRA weight and
+  token: these, and 2 for its own gradient; (as if a block were recomputed to its end: PyTorch stops
+  after the last tensor that the backward pass needs) 4 per weight of the head and target: its
+  forward is not recomputed; causal attention: 2 * length^2 * heads * head_dim per layer and row
+  forward (QK^T and AV, half of each masked), once more recomputed, twice for the gradients: 8 in
+  all.
 `mfu` counts what is recomputed as well; `mfu_without_recompute` (PaLM's definition) leaves it out.
 """
 
@@ -42,8 +43,9 @@ from fsdp_qlora.sharding.recompute import recomputed_blocks
 GIB = 2**30
 Attention = Literal["sdpa", "flash_attention_2"]
 
-# Dense bf16 TFLOP/s with fp32 accumulation, without sparsity, from the makers' data sheets; of forms with and
-# without a suffix the longest that fits the GPU's name counts. Power limits and laptop parts are below it.
+# Dense bf16 TFLOP/s with fp32 accumulation, without sparsity, from the makers' data sheets; of
+# forms with and without a suffix the longest that fits the GPU's name counts. Power limits and
+# laptop parts are below it.
 PEAK_TFLOPS = {
     "RTX 3090": 71.0,
     "RTX 3090 Ti": 80.0,
@@ -69,7 +71,9 @@ PEAK_TFLOPS = {
 }
 
 
-def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+def _llama(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, int]:
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -103,8 +107,8 @@ class Batch(NamedTuple):
 class Steps:
     """What to run. layers: decoder blocks, 0 for the shape's own. seconds: of measured steps.
 
-    batches: memory is planned for the first one.
-    attention: of the peers. Ours is the program's own choice, unless it is asked for flash_attention_2.
+    batches: memory is planned for the first one. attention: of the peers. Ours is the program's own
+    choice, unless it is asked for flash_attention_2.
     """
 
     shape: str
@@ -145,14 +149,20 @@ def make_options(work: Steps) -> TrainConfig:
     )
 
 
-def make_rows(batches: tuple[Batch, ...], vocab_size: int) -> tuple[TokenizedRows, list[np.ndarray]]:
+def make_rows(
+    batches: tuple[Batch, ...], vocab_size: int
+) -> tuple[TokenizedRows, list[np.ndarray]]:
     """Random tokens, all of them targets; and which rows are of which batch."""
     lengths = [batch.length for batch in batches for _ in range(batch.rows)]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ids = np.random.default_rng(0).integers(vocab_size, size=int(offsets[-1]), dtype=np.int32)
-    rows = TokenizedRows(ids, np.ones(len(ids), dtype=bool), offsets, np.arange(1, len(lengths) + 1))
+    rows = TokenizedRows(
+        ids, np.ones(len(ids), dtype=bool), offsets, np.arange(1, len(lengths) + 1)
+    )
     ends = np.cumsum([batch.rows for batch in batches])
-    return rows, [np.arange(end - batch.rows, end) for batch, end in zip(batches, ends, strict=True)]
+    return rows, [
+        np.arange(end - batch.rows, end) for batch, end in zip(batches, ends, strict=True)
+    ]
 
 
 def peak_tflops(gpu: str) -> float | None:
@@ -162,12 +172,20 @@ def peak_tflops(gpu: str) -> float | None:
 
 
 def flops_per_step(
-    config: LlamaConfig, *, linear_weights: int, lora_weights: int, num_rows: int, length: int, num_targets: int
+    config: LlamaConfig,
+    *,
+    linear_weights: int,
+    lora_weights: int,
+    num_rows: int,
+    length: int,
+    num_targets: int,
 ) -> tuple[float, float]:
     """(all FLOPs of a step, those that are recomputed): the formula at the top of this file."""
     tokens = num_rows * length
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    attention = 2 * length**2 * config.num_attention_heads * head_dim * config.num_hidden_layers * num_rows
+    attention = (
+        2 * length**2 * config.num_attention_heads * head_dim * config.num_hidden_layers * num_rows
+    )
     recomputed = 2 * (linear_weights + lora_weights) * tokens + attention
     head = 4 * config.vocab_size * config.hidden_size * num_targets
     total = (6 * linear_weights + 8 * lora_weights) * tokens + head + 4 * attention
@@ -175,7 +193,9 @@ def flops_per_step(
 
 
 class MemoryMeter:
-    """Memory now and at its peak since the last phase: of the GPU's allocator, or resident on a CPU."""
+    """Memory now and at its peak since the last phase: of the GPU's allocator, or resident on a
+    CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -195,7 +215,9 @@ class MemoryMeter:
                 "peak_reserved": torch.cuda.max_memory_reserved(self.device),
             }
         else:  # kilobytes on Linux; a peak of the whole process, which cannot be reset
-            self.phases[phase] = {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+            self.phases[phase] = {
+                "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            }
         self._reset()
 
 
@@ -211,14 +233,24 @@ def expected_bytes(account: dict[str, CategoryBytes]) -> dict[str, float]:
 
 
 def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
-    """Build, load and train one model on each batch in turn; returns the results, and the model to go on with."""
+    """Build, load and train one model on each batch in turn; returns the results, and the model to
+    go on with.
+    """
     meter = MemoryMeter(ranks.device)
     meter.record("before")
     started = time.perf_counter()
     config = make_config(work)
     data, rows = make_rows(work.batches, config.vocab_size)
     files = RandomWeights(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
-    run = build_run(make_options(work), config, files, data, ranks, lengths=work.planned_lengths, on_phase=meter.record)
+    run = build_run(
+        make_options(work),
+        config,
+        files,
+        data,
+        ranks,
+        lengths=work.planned_lengths,
+        on_phase=meter.record,
+    )
     build_seconds = time.perf_counter() - started
     train = Timed(run, ranks.device, work)
     results = {
@@ -231,7 +263,9 @@ def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
         "attention": run.attention,
         "build_seconds": build_seconds,
         "batches": results,
-        "loss_falls": all(result.get("loss_falls", "out_of_memory" in result) for result in results.values()),
+        "loss_falls": all(
+            result.get("loss_falls", "out_of_memory" in result) for result in results.values()
+        ),
         "parameters": run.counts,
         "account_bytes": expected_bytes(run.account),
         "optimizer_state_bytes": _state_bytes(run.trainer.optimizer),
@@ -244,7 +278,12 @@ def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
 def _state_bytes(optimizer: ShardedOptimizer) -> int:
     """Of this rank's optimizer."""
     states = optimizer.optimizer.state.values() if optimizer.optimizer else ()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(
+        value.nbytes
+        for state in states
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def _measure_batch(
@@ -263,7 +302,8 @@ def _measure_batch(
 class Timed:
     """A trainer's steps, one after another, each with its seconds.
 
-    planned: of the last step of the first batch what was planned and measured, by the blocks that recomputed; on a GPU.
+    planned: of the last step of the first batch what was planned and measured, by the blocks that
+    recomputed; on a GPU.
     """
 
     run: Run
@@ -281,7 +321,11 @@ class Timed:
         seconds = time.perf_counter() - started
         self.step += 1
         lengths = self.run.plan.data.train.lengths[rows]
-        if is_measured and self.device.type == "cuda" and sorted(lengths.tolist()) == sorted(self.work.planned_lengths):
+        if (
+            is_measured
+            and self.device.type == "cuda"
+            and sorted(lengths.tolist()) == sorted(self.work.planned_lengths)
+        ):
             self._compare({**record, "step_seconds": seconds}, rows)
         return record, seconds
 
@@ -292,11 +336,17 @@ class Timed:
         data = dataclasses.replace(plan.data, train_rows=rows)
         schedule = dataclasses.replace(plan.schedule, num_rows=len(rows))
         gpu = gpu_of(torch.cuda.get_device_properties(self.device))
-        measured = Measured(self.run.config, dataclasses.replace(plan, data=data, schedule=schedule), gpu)
-        self.planned[f"{number} blocks recompute"] = measured.stepped({**record, "recompute": number})["measured"]
+        measured = Measured(
+            self.run.config, dataclasses.replace(plan, data=data, schedule=schedule), gpu
+        )
+        self.planned[f"{number} blocks recompute"] = measured.stepped(
+            {**record, "recompute": number}
+        )["measured"]
 
     def steps(self, rows: np.ndarray) -> dict[str, Any]:
-        """The losses of all steps on these rows, the first gradient norm, the seconds of the measured ones."""
+        """The losses of all steps on these rows, the first gradient norm, the seconds of the
+        measured ones.
+        """
         losses: list[float] = []
         norms: list[float] = []
         seconds: list[float] = []
@@ -313,27 +363,38 @@ class Timed:
 
 
 def trace_step(train: Timed, rows: np.ndarray, *, longest: int = 40) -> dict[str, Any]:
-    """One step under the profiler: the operations that took most time, on the GPU and on the host."""
+    """One step under the profiler: the operations that took most time,
+    on the GPU and on the host.
+    """
     on_gpu = train.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiler:
         train.one(rows, is_measured=False)
     averages = profiler.key_averages()
     found = dict[str, Any]()
     for place, name in (("gpu", "self_device_time_total"), ("host", "self_cpu_time_total")):
         if place == "host" or on_gpu:
             events = sorted(averages, key=lambda event: getattr(event, name), reverse=True)
-            # Of the GPU's time its kernels have theirs, and the operators that launched them have it once more.
+            # Of the GPU's time its kernels have theirs, and the operators that launched them have
+            # it once more.
             found[place] = {
                 "milliseconds": sum(getattr(event, name) for event in events) / 1e3,
                 "longest": [
-                    {"name": event.key[:100], "calls": event.count, "milliseconds": getattr(event, name) / 1e3}
+                    {
+                        "name": event.key[:100],
+                        "calls": event.count,
+                        "milliseconds": getattr(event, name) / 1e3,
+                    }
                     for event in events[:longest]
                 ],
             }
     return found
 
 
-def speed(run: Run, config: LlamaConfig, batch: Batch, seconds: list[float], device: torch.device) -> dict[str, Any]:
+def speed(
+    run: Run, config: LlamaConfig, batch: Batch, seconds: list[float], device: torch.device
+) -> dict[str, Any]:
     """Tokens and FLOPs per second of the median step, and the share of the GPU's peak."""
     total, recomputed = flops_per_step(
         config,

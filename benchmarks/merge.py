@@ -1,9 +1,9 @@
 """Peak memory and seconds of `merge`: `python -m benchmarks.merge [--shape 70b]`.
 
-Writes a random llama in bf16 (some blocks, embeddings and head) and a LoRA adapter of rank 16 on every linear layer;
-then merges in fresh processes. Memory is the whole process's peak resident memory, with Python and torch. Needs twice
-the model's size on disk (`--folder`), which is free again at the end. Exits with 1 above the two largest tensors and
-600 MB.
+Writes a random llama in bf16 (some blocks, embeddings and head) and a LoRA adapter of rank 16 on
+every linear layer; then merges in fresh processes. Memory is the whole process's peak resident
+memory, with Python and torch. Needs twice the model's size on disk (`--folder`), which is free
+again at the end. Exits with 1 above the two largest tensors and 600 MB.
 """
 
 import argparse
@@ -53,7 +53,8 @@ MEASURED = """
 import json, re, sys
 from fsdp_qlora.__main__ import main
 status = main(sys.argv[1:])
-peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())  # rusage has that of the parent too
+# rusage has that of the parent too.
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())
 print(json.dumps({"status": status, "peak": int(peak[1]) * 1024}))
 """
 
@@ -65,7 +66,9 @@ def write_base(folder: Path, config: LlamaConfig) -> dict[str, torch.Size]:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     folder.mkdir()
     config.save_pretrained(folder)
-    files = PackedFiles(folder, {name: TensorForm(torch.bfloat16, shape) for name, shape in shapes.items()})
+    files = PackedFiles(
+        folder, {name: TensorForm(torch.bfloat16, shape) for name, shape in shapes.items()}
+    )
     files.create()
     values = torch.empty(_PIECE, dtype=torch.bfloat16).normal_(0, 0.02)
     for name, shape in shapes.items():
@@ -83,7 +86,9 @@ def write_adapter(folder: Path, base: Path, shapes: dict[str, torch.Size]) -> No
         tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns) * 0.01
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK) * 0.01
     targets = sorted({name.rpartition(".")[2] for name in linears})
-    adapter = LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=str(base))
+    adapter = LoraConfig(
+        r=RANK, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=str(base)
+    )
     folder.mkdir()
     adapter.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -91,7 +96,16 @@ def write_adapter(folder: Path, base: Path, shapes: dict[str, torch.Size]) -> No
 
 def measure(folder: Path, *words: str) -> dict[str, Any]:
     out = folder / "out"
-    command = [sys.executable, "-c", MEASURED, "merge", "--adapter", str(folder / "adapter"), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURED,
+        "merge",
+        "--adapter",
+        str(folder / "adapter"),
+        "--out",
+        str(out),
+    ]
     command += ["--model_name", str(folder / "base"), *words]
     started = time.perf_counter()
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
@@ -102,9 +116,13 @@ def measure(folder: Path, *words: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="1.4 GB")
-    parser.add_argument("--folder", type=Path, help="where there is room (default: the system's temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where there is room (default: the system's temporary folder)"
+    )
     parser.add_argument("--output", help="JSON file to write")
     args = parser.parse_args(argv)
     result: dict[str, Any] = {}
@@ -113,7 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         shapes = write_base(folder / "base", LlamaConfig(**SHAPES[args.shape]))
         write_adapter(folder / "adapter", folder / "base", shapes)
         sizes = sorted(2 * shape.numel() for shape in shapes.values())
-        result |= {"model_bytes": sum(sizes), "largest_bytes": sizes[-2:], "allowed": sum(sizes[-2:]) + MORE_BYTES}
+        result |= {
+            "model_bytes": sum(sizes),
+            "largest_bytes": sizes[-2:],
+            "allowed": sum(sizes[-2:]) + MORE_BYTES,
+        }
         for title, words in {
             "original": (),
             "dequantized (nf4)": ("--base", "dequantized", "--train_type", "qlora"),
@@ -122,8 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({title: result[title], "allowed": result["allowed"]}), flush=True)
     if args.output:
         command = f"python -m benchmarks.merge --shape {args.shape}"
-        write_results(args.output, command, {"machine": describe_machine(torch.device("cpu")), **result})
-    return int(any(result[title]["peak"] > result["allowed"] for title in ("original", "dequantized (nf4)")))
+        write_results(
+            args.output, command, {"machine": describe_machine(torch.device("cpu")), **result}
+        )
+    return int(
+        any(
+            result[title]["peak"] > result["allowed"] for title in ("original", "dequantized (nf4)")
+        )
+    )
 
 
 if __name__ == "__main__":

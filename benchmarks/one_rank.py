@@ -1,7 +1,8 @@
-"""One rank of several on one card: the other ranks are torch's fake process group, which sends nothing.
+"""One rank of several on one card: the other ranks are torch's fake process group, which sends
+nothing.
 
-What a rank gathers is then its own part once for every rank, and what it reduces its own part of the sum; memory and
-computation are those of a real rank, the time of the links is missing.
+What a rank gathers is then its own part once for every rank, and what it reduces its own part of
+the sum; memory and computation are those of a real rank, the time of the links is missing.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from fsdp_qlora.sharding.parallelize import fsdp_modules
 def rank_0_of(world_size: int) -> Ranks:
     """Rank 0 of so many on this machine, on the first card."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return Ranks(rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, device=device)
+    return Ranks(
+        rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, device=device
+    )
 
 
 def start_alone(ranks: Ranks) -> None:
@@ -40,9 +43,13 @@ def limit_memory(memory_gib: float) -> None:
 
 
 class _OwnPart:
-    """FSDP2's reduce-scatter without other ranks: the fake group would leave its output as it is, at random."""
+    """FSDP2's reduce-scatter without other ranks: the fake group would leave its output as it is,
+    at random.
+    """
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

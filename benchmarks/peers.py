@@ -1,7 +1,9 @@
-"""The same qlora step by others: transformers + PEFT + bitsandbytes in a plain loop, and by TRL where it is installed.
+"""The same qlora step by others: transformers + PEFT + bitsandbytes in a plain loop, and by TRL
+where it is installed.
 
-All have the same weights, rows and first adapters as ours, AdamW, clipping at 1 and checkpointed blocks. They do the
-same work if their first loss and gradient norm are ours, to what bf16 leaves: TOLERANCE.
+All have the same weights, rows and first adapters as ours, AdamW, clipping at 1 and checkpointed
+blocks. They do the same work if their first loss and gradient norm are ours, to what bf16 leaves:
+TOLERANCE.
 """
 
 import gc
@@ -29,7 +31,9 @@ LR = 5e-4
 
 
 def measure_peers(work: Steps, ours: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Each peer's record beside ours: losses, gradient norms, seconds, memory, and whether it did the same work."""
+    """Each peer's record beside ours: losses, gradient norms, seconds, memory, and whether it did
+    the same work.
+    """
     batch = str(work.batches[0])
     mine = ours["batches"][batch]
     memory = ours["memory_bytes"][batch]
@@ -55,7 +59,9 @@ def measure_peers(work: Steps, ours: dict[str, Any], device: torch.device) -> di
     return {"layers": ours["layers"], "batch": batch, "peers": results, "loss_falls": same}
 
 
-def _summary(losses: list[float], norms: list[float], seconds: list[float], memory: dict[str, float]) -> dict[str, Any]:
+def _summary(
+    losses: list[float], norms: list[float], seconds: list[float], memory: dict[str, float]
+) -> dict[str, Any]:
     return {
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -66,16 +72,22 @@ def _summary(losses: list[float], norms: list[float], seconds: list[float], memo
 
 
 def _is_near(found: dict[str, Any], expected: dict[str, Any], *names: str) -> bool:
-    return all(abs(found[name] - expected[name]) <= TOLERANCE * abs(expected[name]) for name in names)
+    return all(
+        abs(found[name] - expected[name]) <= TOLERANCE * abs(expected[name]) for name in names
+    )
 
 
 def load_peer(work: Steps, device: torch.device) -> Any:
-    """The model as a user of transformers, PEFT and bitsandbytes has it, with our weights and first adapters."""
+    """The model as a user of transformers, PEFT and bitsandbytes has it, with our weights and first
+    adapters.
+    """
     config = make_config(work)
     dtype = PRECISIONS[work.precision].compute_dtype
     weights = RandomWeights(config, dtype, device)
     with torch.device(device):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=work.attention)
+        base = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=work.attention
+        )
     with torch.no_grad():
         for name, parameter in base.named_parameters():
             parameter.copy_(weights.read_flat(name, 0, parameter.numel()).view(parameter.shape))
@@ -86,13 +98,18 @@ def load_peer(work: Steps, device: torch.device) -> Any:
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     base.enable_input_require_grads()  # TRL may checkpoint the reentrant way, which needs it
     lora = LoraConfig(
-        r=work.lora_rank, lora_alpha=2 * work.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=work.lora_rank,
+        lora_alpha=2 * work.lora_rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(base, lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=0))
+                parameter.copy_(
+                    first_adapter_value(name.replace(".default", ""), parameter.shape, seed=0)
+                )
     if device.type == "cuda":  # what loading took, with the whole base in 16 bits, is not a step's
         gc.collect()
         torch.cuda.empty_cache()
@@ -102,10 +119,19 @@ def load_peer(work: Steps, device: torch.device) -> Any:
 
 def _in_4_bits(linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> nn.Module:
     layer = bitsandbytes.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta"
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=dtype,
+        quant_type="nf4",
+        device="meta",
     )
     layer.weight = bitsandbytes.nn.Params4bit(
-        linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
+        linear.weight.data,
+        requires_grad=False,
+        quant_type="nf4",
+        compress_statistics=True,
+        module=layer,
     )
     return layer.to(device)
 
@@ -113,10 +139,16 @@ def _in_4_bits(linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> n
 def _rows(work: Steps) -> torch.Tensor:
     """The token ids of the batch, [rows, length]."""
     data, [numbers] = make_rows(work.batches[:1], make_config(work).vocab_size)
-    return torch.from_numpy(data.input_ids[: int(data.offsets[len(numbers)])]).long().view(len(numbers), -1)
+    return (
+        torch.from_numpy(data.input_ids[: int(data.offsets[len(numbers)])])
+        .long()
+        .view(len(numbers), -1)
+    )
 
 
-def _hand_written(work: Steps, device: torch.device) -> tuple[list[float], list[float], list[float]]:
+def _hand_written(
+    work: Steps, device: torch.device
+) -> tuple[list[float], list[float], list[float]]:
     model = load_peer(work, device)
     ids = _rows(work).to(device)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -173,7 +205,9 @@ def _trl(work: Steps, device: torch.device) -> tuple[list[float], list[float], l
             seed=0,
             use_cpu=device.type == "cpu",
         )
-        rows = Dataset.from_dict({"input_ids": ids * options.max_steps, "labels": ids * options.max_steps})
+        rows = Dataset.from_dict(
+            {"input_ids": ids * options.max_steps, "labels": ids * options.max_steps}
+        )
         trainer = SFTTrainer(
             model=load_peer(work, device),
             args=options,
@@ -190,7 +224,9 @@ def _trl(work: Steps, device: torch.device) -> tuple[list[float], list[float], l
 def tokenizer() -> PreTrainedTokenizerFast:
     """TRL asks for one, though the rows are tokens already."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    )
 
 
 class _Clock(TrainerCallback):  # type: ignore[misc]

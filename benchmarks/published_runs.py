@@ -1,11 +1,13 @@
-"""The plan's seconds beside published runs: `python benchmarks/published_runs.py`. Needs no GPU and no weights.
+"""The plan's seconds beside published runs: `python benchmarks/published_runs.py`. Needs no GPU and
+no weights.
 
-The plan is fitted to runs of the 2024 program: padded rows of equal length, rank 64, recompute of all blocks. The share
-of its peak that a GPU achieves (`achieved` in fsdp_qlora/planning/gpus.yaml) is fitted to its runs. Each row is planned
-with a share fitted to the other rows of its GPU alone; the only row of a GPU with the default.
+The plan is fitted to runs of the 2024 program: padded rows of equal length, rank 64, recompute of
+all blocks. The share of its peak that a GPU achieves (`achieved` in fsdp_qlora/planning/gpus.yaml)
+is fitted to its runs. Each row is planned with a share fitted to the other rows of its GPU alone;
+the only row of a GPU with the default.
 
-Runs of other programs are planned with the shares as they are. Their table is that of docs/memory.md; nothing is fitted
-to them but the host's time, to the two that FITTED names.
+Runs of other programs are planned with the shares as they are. Their table is that of
+docs/memory.md; nothing is fitted to them but the host's time, to the two that FITTED names.
 """
 
 import json
@@ -38,13 +40,15 @@ SHAPES = {
     "qwen-14b": (5120, 13696, 40, 40, 40, 152064),
     "qwen-72b": (8192, 24576, 80, 64, 64, 152064),
 }
-# The host's time for a block and pass in these programs, which launch less than ours (`BLOCK_SECONDS` in
-# fsdp_qlora/planning/speed.py): 1.0 s for 8 micro-batches of 256 as of 512 tokens, with 24 blocks in three passes.
+# The host's time for a block and pass in these programs, which launch less than ours
+# (`BLOCK_SECONDS` in fsdp_qlora/planning/speed.py): 1.0 s for 8 micro-batches of 256 as of 512
+# tokens, with 24 blocks in three passes.
 BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
 FITTED = [("qwen-1.8b", 256), ("qwen-1.8b", 512)]
 _BYTES = {"qlora": 0.52, "gptq": 0.52, "lora": 2.0, "full": 2.0}  # of a weight, with its statistics
-# Per weight and product: AutoGPTQ's layer decodes with torch's functions, each of which reads and writes: a shift
-# (0.5 + 4), to 8 bits (4 + 1), and (1 + 1), minus the zeros (1 + 1), times the scales (1 + 2).
+# Per weight and product: AutoGPTQ's layer decodes with torch's functions, each of which reads and
+# writes: a shift (0.5 + 4), to 8 bits (4 + 1), and (1 + 1), minus the zeros (1 + 1), times the
+# scales (1 + 2).
 _GPTQ_BYTES = 16.5
 _SHARES = [share / 100 for share in range(15, 121)]
 
@@ -54,11 +58,15 @@ def size_of(row: dict[str, Any]) -> Size:
     keys = groups * 128
     linear = blocks * (2 * hidden**2 + 2 * hidden * keys + 3 * hidden * inner)
     adapter = (
-        blocks * row.get("lora_rank", RUNS["lora_rank"]) * (4 * hidden + 2 * (hidden + keys) + 3 * (hidden + inner))
+        blocks
+        * row.get("lora_rank", RUNS["lora_rank"])
+        * (4 * hidden + 2 * (hidden + keys) + 3 * (hidden + inner))
     )
     ends = 4 * vocabulary * hidden  # that program gathers embeddings and head with the blocks
     stored = int(linear * _BYTES[row["train_type"]]) + ends
-    decoding = {"qlora": Bnb4bitWeight.decoding_bytes, "gptq": _GPTQ_BYTES}.get(row["train_type"], 0.0)
+    decoding = {"qlora": Bnb4bitWeight.decoding_bytes, "gptq": _GPTQ_BYTES}.get(
+        row["train_type"], 0.0
+    )
     shapes = (BlockShape(hidden, heads, groups, 128),) * blocks
     trains_all = row["train_type"] == "full"
     return Size(blocks, shapes, linear, vocabulary * hidden, adapter, stored, decoding, trains_all)
@@ -75,7 +83,9 @@ def planned(row: dict[str, Any], achieved: float) -> float:
         host_share=float(row["cpu_offload"]),
     )
     micro_batches = RUNS["samples"] / row["gpus"] / row["batch_size"]
-    return micro_batches * seconds(work, GPUS[row["gpu"]]._replace(achieved=achieved), BLOCK_SECONDS)
+    return micro_batches * seconds(
+        work, GPUS[row["gpu"]]._replace(achieved=achieved), BLOCK_SECONDS
+    )
 
 
 def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, float]]]]:
@@ -87,14 +97,22 @@ def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, fl
             length = int(written)
             tokens = row["batch_size"] * length
             turn = MicroBatchSize(tokens, tokens * length, row["gpus"] * tokens)
-            work = count_work(size, turn, num_shards=row["gpus"], recomputed_share=1.0, host_share=0.0)
-            rate = published if "tokens_per_second" in row else row["micro_batches"] * turn.useful / published
+            work = count_work(
+                size, turn, num_shards=row["gpus"], recomputed_share=1.0, host_share=0.0
+            )
+            rate = (
+                published
+                if "tokens_per_second" in row
+                else row["micro_batches"] * turn.useful / published
+            )
             found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]], BLOCK_SECONDS))
         yield row, found
 
 
 def table() -> Iterator[str]:
-    """The runs of other programs in Markdown: published tokens/s, and how far the plan is from it."""
+    """The runs of other programs in Markdown: published tokens/s,
+    and how far the plan is from it.
+    """
     lengths = (256, 512, 1024, 2048, 4096, 8192)
     yield f"| run | {' | '.join(f'{length:,}' for length in lengths)} |"
     yield "|---" * (len(lengths) + 1) + "|"
@@ -122,7 +140,9 @@ def left_out() -> list[tuple[dict[str, Any], float]]:
     """Each row, with the error of its plan by the others."""
     found = []
     for row in RUNS["rows"]:
-        others = [other for other in RUNS["rows"] if other is not row and other["gpu"] == row["gpu"]]
+        others = [
+            other for other in RUNS["rows"] if other is not row and other["gpu"] == row["gpu"]
+        ]
         found.append((row, planned(row, fit(others) if others else ACHIEVED) / row["seconds"] - 1))
     return found
 
@@ -132,7 +152,10 @@ def main() -> int:
     for row, error in found:
         offload = "offload" if row["cpu_offload"] else row["strategy"]
         name = f"{row['gpus']} x {row['gpu']}, {row['model']} {row['train_type']} {offload}"
-        print(f"{name:48} {row['batch_size']:2} x {row['context_length']:5} {row['seconds']:6} s {error:+.0%}")
+        print(
+            f"{name:48} {row['batch_size']:2} x {row['context_length']:5} {row['seconds']:6} s "
+            f"{error:+.0%}"
+        )
     errors = sorted(abs(error) for _, error in found)
     print(f"median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, then {errors[-2]:.1%}")
     for name in dict.fromkeys(row["gpu"] for row in RUNS["rows"]):

@@ -1,9 +1,10 @@
-"""How long a save of 1 GiB stops training, waited for and in the background: `python benchmarks/saving.py`.
+"""How long a save of 1 GiB stops training, waited for and in the background: `python
+benchmarks/saving.py`.
 
-A plain module whose fp32 weights and AdamW states are 1 GiB together, on one rank of a CPU, saved in turn in both ways
-to a new folder on the disk of the temporary files (TMPDIR names another). Prints the seconds of each call of
-`Saver.save`, and until the checkpoint was published; the median of 5 rounds. Exits with 1 if a save in the background
-stops training for more than half as long.
+A plain module whose fp32 weights and AdamW states are 1 GiB together, on one rank of a CPU, saved
+in turn in both ways to a new folder on the disk of the temporary files (TMPDIR names another).
+Prints the seconds of each call of `Saver.save`, and until the checkpoint was published; the median
+of 5 rounds. Exits with 1 if a save in the background stops training for more than half as long.
 """
 
 import statistics
@@ -58,12 +59,19 @@ def main() -> int:
             seconds[is_waited_for].append((stopped, time.perf_counter() - start))
         saver.close()
     stop_process_group()
-    print(f"{state.num_bytes / 2**30:.2f} GiB, {ROUNDS} rounds, median seconds (fastest to slowest)")
+    print(
+        f"{state.num_bytes / 2**30:.2f} GiB, {ROUNDS} rounds, median seconds (fastest to slowest)"
+    )
     for is_waited_for, name in ((True, "waited for"), (False, "in the background")):
         for index, what in enumerate(("stops training", "until published")):
             values = [both[index] for both in seconds[is_waited_for]]
-            print(f"{name:18} {what:16} {statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f})")
-    paused, waited = (statistics.median(first for first, _ in seconds[key]) for key in (False, True))
+            print(
+                f"{name:18} {what:16} {statistics.median(values):6.2f} ({min(values):.2f} to "
+                f"{max(values):.2f})"
+            )
+    paused, waited = (
+        statistics.median(first for first, _ in seconds[key]) for key in (False, True)
+    )
     return int(paused > waited / 2)
 
 

@@ -1,11 +1,14 @@
-"""Speed of a training loop of one's own against a service, beside a run of `train` on the same rows.
+"""Speed of a training loop of one's own against a service, beside a run of `train` on the same
+rows.
 
-    python -m benchmarks.service --model_name MODEL --dataset ROWS --output benchmarks/results/service.json
+    python -m benchmarks.service --model_name MODEL --dataset ROWS --output
+    benchmarks/results/service.json
 
-One rank on a CPU, fp32, LoRA of rank 16. The loop is that of the cookbook's sl_loop: forward_backward, optim_step, wait
-for both. The two take turns: in each round the run trains on all rows, then the loop does in steps as large. What
-counts are the tokens per CPU second of all steps after the first, of every process that takes part (the run's, or the
-service's and the loop's), which other programs on the machine disturb least; tokens per second are there too.
+One rank on a CPU, fp32, LoRA of rank 16. The loop is that of the cookbook's sl_loop:
+forward_backward, optim_step, wait for both. The two take turns: in each round the run trains on all
+rows, then the loop does in steps as large. What counts are the tokens per CPU second of all steps
+after the first, of every process that takes part (the run's, or the service's and the loop's),
+which other programs on the machine disturb least; tokens per second are there too.
 """
 
 import argparse
@@ -37,7 +40,9 @@ LR = 1e-4
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name", required=True)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--rows", type=int, default=96)
@@ -51,7 +56,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def read_rows(args: argparse.Namespace) -> TokenizedRows:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-    config = TrainConfig(dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows)
+    config = TrainConfig(
+        dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows
+    )
     return prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
 
 
@@ -59,13 +66,27 @@ def as_datum(rows: TokenizedRows, number: int) -> types.Datum:
     part = slice(*rows.offsets[number : number + 2])
     ids = rows.input_ids[part]
     learned = rows.learned[part]
-    given: Any = {"target_tokens": ids[1:].astype("int64"), "weights": learned[1:].astype("float32")}
-    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=given)
+    given: Any = {
+        "target_tokens": ids[1:].astype("int64"),
+        "weights": learned[1:].astype("float32"),
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=given
+    )
 
 
 def options(args: argparse.Namespace) -> list[str]:
-    given = {"model_name": args.model_name, "train_type": "lora", "precision": "fp32", "lora_rank": RANK}
-    given |= {"context_length": args.context_length, "batch_size": args.batch_size, "quant_cache": "off"}
+    given = {
+        "model_name": args.model_name,
+        "train_type": "lora",
+        "precision": "fp32",
+        "lora_rank": RANK,
+    }
+    given |= {
+        "context_length": args.context_length,
+        "batch_size": args.batch_size,
+        "quant_cache": "off",
+    }
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -78,13 +99,28 @@ def cpu_seconds(*processes: psutil.Process) -> float:
 def speeds(tokens: list[int], seconds: float, cpu: float) -> dict[str, float]:
     """Of steps, of whose time the first is left out."""
     own = sum(tokens[1:])
-    return {"tokens": sum(tokens), "tokens_per_second": own / seconds, "tokens_per_cpu_second": own / cpu}
+    return {
+        "tokens": sum(tokens),
+        "tokens_per_second": own / seconds,
+        "tokens_per_cpu_second": own / cpu,
+    }
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Train on the rows by the command `train`."""
-    more = {"dataset": args.dataset, "dataset_samples": args.rows, "output_dir": folder, "num_epochs": 1, "lr": LR}
-    more |= {"save_every": "none", "log_to": "jsonl", "lr_scheduler": "constant", "gradient_accumulation_steps": 1}
+    more = {
+        "dataset": args.dataset,
+        "dataset_samples": args.rows,
+        "output_dir": folder,
+        "num_epochs": 1,
+        "lr": LR,
+    }
+    more |= {
+        "save_every": "none",
+        "log_to": "jsonl",
+        "lr_scheduler": "constant",
+        "gradient_accumulation_steps": 1,
+    }
     command = [sys.executable, "-m", "fsdp_qlora", "train", *options(args)]
     command += [word for name, value in more.items() for word in (f"--{name}", str(value))]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -103,10 +139,14 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     assert process.wait() == 0 and len(marks) > steps // 2
     (started, cpu_started) = marks[0]
     (ended, cpu_ended) = marks[-1]
-    return speeds([record["num_tokens"] for record in records], ended - started, cpu_ended - cpu_started)
+    return speeds(
+        [record["num_tokens"] for record in records], ended - started, cpu_ended - cpu_started
+    )
 
 
-def loop(args: argparse.Namespace, data: list[types.Datum], service: psutil.Process) -> dict[str, float]:
+def loop(
+    args: argparse.Namespace, data: list[types.Datum], service: psutil.Process
+) -> dict[str, float]:
     """Train on the rows against the service."""
     client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{args.port}", api_key=KEY)
     model = client.create_lora_training_client(args.model_name, rank=RANK).result()
@@ -122,14 +162,19 @@ def loop(args: argparse.Namespace, data: list[types.Datum], service: psutil.Proc
         if not first:
             started = time.perf_counter()
             cpu_started = cpu_seconds(service, psutil.Process())
-    return speeds(tokens, time.perf_counter() - started, cpu_seconds(service, psutil.Process()) - cpu_started)
+    return speeds(
+        tokens, time.perf_counter() - started, cpu_seconds(service, psutil.Process()) - cpu_started
+    )
 
 
 def start_service(args: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "fsdp_qlora", "serve", *options(args), "--folder", str(folder)]
     environment = {**os.environ, "TINKER_API_KEY": KEY}
-    service = subprocess.Popen([*command, "--port", str(args.port)], stdout=subprocess.DEVNULL, env=environment)
-    rest = tinker.RestClient(base_url=f"http://127.0.0.1:{args.port}", api_key=KEY)  # tries again until it answers
+    service = subprocess.Popen(
+        [*command, "--port", str(args.port)], stdout=subprocess.DEVNULL, env=environment
+    )
+    # tries again until it answers
+    rest = tinker.RestClient(base_url=f"http://127.0.0.1:{args.port}", api_key=KEY)
     rest.get_server_capabilities().result()
     return service
 
@@ -157,7 +202,10 @@ def main(argv: list[str]) -> int:
     ]
     result = {"machine": describe_machine(torch.device("cpu")), **found, "ratios": ratios}
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"tokens per CPU second, the loop's to those of train: {statistics.median(ratios):.2f} ({shown})")
+    print(
+        f"tokens per CPU second, the loop's to those of train: {statistics.median(ratios):.2f} "
+        f"({shown})"
+    )
     if args.output:
         write_results(args.output, f"python -m benchmarks.service {' '.join(argv)}", result)
     return 0

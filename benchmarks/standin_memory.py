@@ -1,15 +1,18 @@
-"""The plan's judge: reserved GPU memory of large models' steps, without a GPU, beside what the plan says.
+"""The plan's judge: reserved GPU memory of large models' steps, without a GPU, beside what the plan
+says.
 
-    python benchmarks/standin_memory.py [--cases 8b_ddp ...]     # measures, and adds rows to the file of results
-    python benchmarks/standin_memory.py --plan                   # plans all rows of the file again, in a minute
+    python benchmarks/standin_memory.py [--cases 8b_ddp ...]     # measures, and adds rows to the
+    file of results python benchmarks/standin_memory.py --plan                   # plans all rows of
+    the file again, in a minute
 
-Runs on the stand-in for CUDA (tests/phantom/README.md), where memory that no one touches costs nothing and the caching
-allocator is torch's own, with expandable segments, as in a run. A case builds a model from its config, shards it as
-train.py does, reads no weights, tries its longest rows and does three steps of AdamW in bf16 on rows of 2,048 tokens,
-if it does not say otherwise. Of its ranks this is rank 0; the others are torch's fake process group.
+Runs on the stand-in for CUDA (tests/phantom/README.md), where memory that no one touches costs
+nothing and the caching allocator is torch's own, with expandable segments, as in a run. A case
+builds a model from its config, shards it as train.py does, reads no weights, tries its longest rows
+and does three steps of AdamW in bf16 on rows of 2,048 tokens, if it does not say otherwise. Of its
+ranks this is rank 0; the others are torch's fake process group.
 
-`planned` are bytes by the plan (fsdp_qlora/planning), at its peak by what they are. `resident` is what is allocated
-between two steps.
+`planned` are bytes by the plan (fsdp_qlora/planning), at its peak by what they are. `resident` is
+what is allocated between two steps.
 """
 
 import argparse
@@ -39,7 +42,14 @@ SETTINGS: dict[str, object] = {
 
 
 def _shape(
-    kind: str, vocabulary: int, hidden: int, inner: int, layers: int, heads: int, groups: int, **more: Any
+    kind: str,
+    vocabulary: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    groups: int,
+    **more: Any,
 ) -> Any:
     return {
         "model_type": kind,
@@ -62,29 +72,58 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32b": _shape("qwen3", 151936, 5120, 25600, 64, 64, 8),
     "70b": _shape("llama", 32000, 8192, 28672, 80, 64, 8),  # Llama-2-70B
     # Qwen3-30B-A3B
-    "moe": _shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, num_experts=128, num_experts_per_tok=8,
-                  moe_intermediate_size=768, norm_topk_prob=True),
-}  # fmt: skip
+    "moe": _shape(
+        "qwen3_moe",
+        151936,
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+}
 SHARD: dict[str, Any] = {"sharding_strategy": "full_shard"}
 OFFLOAD: dict[str, Any] = {**SHARD, "use_cpu_offload": True}
 MIXED: dict[str, Any] = {"batch_size": 8, "is_mixed": True}
 LONG: dict[str, Any] = {"batch_size": 1, "recompute": "offload", **SHARD}
-PAIR: dict[str, Any] = {"batch_size": 1, "objective": "dpo"}  # two answers that fill the context, half of it shared
+# two answers that fill the context, half of it shared
+PAIR: dict[str, Any] = {"batch_size": 1, "objective": "dpo"}
 CASES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "8b", "ranks": 2, **SHARD},
     "8b_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
     "8b_1_card": {"shape": "8b"},
     "70b_offload": {"shape": "70b", "ranks": 2, **OFFLOAD},
     "8b_1x32768": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 32768, **SHARD},
-    "70b_activations": {"shape": "70b", "ranks": 2, "batch_size": 1, "recompute": "offload", **SHARD},
+    "70b_activations": {
+        "shape": "70b",
+        "ranks": 2,
+        "batch_size": 1,
+        "recompute": "offload",
+        **SHARD,
+    },
     "70b_both": {"shape": "70b", "ranks": 2, "recompute": "offload", **OFFLOAD},
     "70b_1x2048": {"shape": "70b", "ranks": 2, "batch_size": 1, **SHARD},
     "70b_4_ranks": {"shape": "70b", "ranks": 4, **SHARD},
     "70b_8_ranks": {"shape": "70b", "ranks": 8, "batch_size": 4, **SHARD},
     "70b_1_card_offload": {"shape": "70b", "batch_size": 1, **OFFLOAD},
     "70b_40_blocks": {"shape": "70b", "ranks": 2, "batch_size": 1, **SHARD, "use_cpu_offload": 40},
-    "70b_offload_4x512": {"shape": "70b", "ranks": 2, "batch_size": 4, "context_length": 512, **OFFLOAD},
-    "70b_offload_accumulates": {"shape": "70b", "ranks": 2, "gradient_accumulation_steps": 2, **OFFLOAD},
+    "70b_offload_4x512": {
+        "shape": "70b",
+        "ranks": 2,
+        "batch_size": 4,
+        "context_length": 512,
+        **OFFLOAD,
+    },
+    "70b_offload_accumulates": {
+        "shape": "70b",
+        "ranks": 2,
+        "gradient_accumulation_steps": 2,
+        **OFFLOAD,
+    },
     "70b_rank_64": {"shape": "70b", "ranks": 4, "lora_rank": 64, **SHARD},
     "8b_none": {"shape": "8b", "ranks": 2, "recompute": "none", **SHARD},
     "8b_12": {"shape": "8b", "ranks": 2, "recompute": 12, **SHARD},
@@ -97,10 +136,21 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_1x512": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 512, **SHARD},
     "8b_padding": {"shape": "8b", "ranks": 2, "batching": "padded", **MIXED, **SHARD},
     "8b_padding_free": {"shape": "8b", "ranks": 2, **MIXED, **SHARD},
-    "8b_packed": {"shape": "8b", "ranks": 2, "batching": "packed", **MIXED, "batch_size": 2, **SHARD},
+    "8b_packed": {
+        "shape": "8b",
+        "ranks": 2,
+        "batching": "packed",
+        **MIXED,
+        "batch_size": 2,
+        **SHARD,
+    },
     "8b_8192": {"shape": "8b", "batch_size": 1, "context_length": 8192},
     "8b_activations_16384": {
-        "shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 16384, "recompute": "offload",
+        "shape": "8b",
+        "ranks": 2,
+        "batch_size": 1,
+        "context_length": 16384,
+        "recompute": "offload",
         **SHARD,
     },
     "8b_lora": {"shape": "8b", "ranks": 2, "train_type": "lora", **SHARD},
@@ -112,9 +162,21 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_nvfp4": {"shape": "8b", "ranks": 2, "quant_type": "nvfp4", **SHARD},
     "8b_fp8": {"shape": "8b", "ranks": 2, "quant_type": "fp8", **SHARD},
     "moe_mxfp4": {"shape": "moe", "ranks": 2, "quant_type": "mxfp4", **SHARD},
-    "8b_pro": {"shape": "8b", "ranks": 2, "train_type": "bnb_llama_pro", "new_blocks": [17, 35], **SHARD},
+    "8b_pro": {
+        "shape": "8b",
+        "ranks": 2,
+        "train_type": "bnb_llama_pro",
+        "new_blocks": [17, 35],
+        **SHARD,
+    },
     "8b_head": {"shape": "8b", "ranks": 2, "modules_to_save": ("lm_head",), **SHARD},
-    "8b_accumulates": {"shape": "8b", "ranks": 2, "gradient_accumulation_steps": 4, "lora_rank": 64, **SHARD},
+    "8b_accumulates": {
+        "shape": "8b",
+        "ranks": 2,
+        "gradient_accumulation_steps": 4,
+        "lora_rank": 64,
+        **SHARD,
+    },
     "7b": {"shape": "7b", "ranks": 2, "batch_size": 4, **SHARD},
     "7b_ddp": {"shape": "7b", "ranks": 2, "batch_size": 8, "sharding_strategy": "ddp"},
     "7b_full": {"shape": "7b", "ranks": 8, "train_type": "full", **SHARD},
@@ -122,38 +184,90 @@ CASES: dict[str, dict[str, Any]] = {
     "14b": {"shape": "14b", "ranks": 2, **SHARD},
     "14b_1_card": {"shape": "14b", "batch_size": 1},
     "32b": {"shape": "32b", "ranks": 2, **SHARD},
-    "32b_4x4096": {"shape": "32b", "ranks": 4, "batch_size": 1, "context_length": 4096, "recompute": 48, **SHARD},
+    "32b_4x4096": {
+        "shape": "32b",
+        "ranks": 4,
+        "batch_size": 1,
+        "context_length": 4096,
+        "recompute": 48,
+        **SHARD,
+    },
     "8b_dpo": {"shape": "8b", "ranks": 2, **PAIR, **SHARD},
     "70b_dpo_offload": {"shape": "70b", "ranks": 2, **PAIR, **OFFLOAD},
     "8b_1_card_78475": {
-        "shape": "8b", "batch_size": 1, "context_length": 78475, "lora_rank": 32, "recompute": "offload",
+        "shape": "8b",
+        "batch_size": 1,
+        "context_length": 78475,
+        "lora_rank": 32,
+        "recompute": "offload",
     },
     "14b_1_card_49152": {
-        "shape": "14b", "batch_size": 1, "context_length": 49152, "recompute": "offload",
+        "shape": "14b",
+        "batch_size": 1,
+        "context_length": 49152,
+        "recompute": "offload",
     },
-    "8b_2_share_131072": {"shape": "8b", "ranks": 2, "context_length": 131072, "context_parallel_size": 2, **LONG},
-    "8b_4_share_262144": {"shape": "8b", "ranks": 4, "context_length": 262144, "context_parallel_size": 4, **LONG},
-    "8b_2_of_4_share": {"shape": "8b", "ranks": 4, "context_length": 65536, "context_parallel_size": 2, **LONG},
-    "32b_2_share_32768": {"shape": "32b", "ranks": 2, "context_length": 32768, "context_parallel_size": 2, **LONG},
+    "8b_2_share_131072": {
+        "shape": "8b",
+        "ranks": 2,
+        "context_length": 131072,
+        "context_parallel_size": 2,
+        **LONG,
+    },
+    "8b_4_share_262144": {
+        "shape": "8b",
+        "ranks": 4,
+        "context_length": 262144,
+        "context_parallel_size": 4,
+        **LONG,
+    },
+    "8b_2_of_4_share": {
+        "shape": "8b",
+        "ranks": 4,
+        "context_length": 65536,
+        "context_parallel_size": 2,
+        **LONG,
+    },
+    "32b_2_share_32768": {
+        "shape": "32b",
+        "ranks": 2,
+        "context_length": 32768,
+        "context_parallel_size": 2,
+        **LONG,
+    },
     "moe": {"shape": "moe", "ranks": 2, **SHARD},
     "moe_1_card": {"shape": "moe", "batch_size": 1},
-}  # fmt: skip
+}
 COMMON: dict[str, Any] = {
-    "precision": "bf16", "batch_size": 2, "quant_cache": "off", "recompute": "all", "use_cpu_offload": False,
+    "precision": "bf16",
+    "batch_size": 2,
+    "quant_cache": "off",
+    "recompute": "all",
+    "use_cpu_offload": False,
     "context_length": 2048,
-}  # fmt: skip
+}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--output", type=Path, default=RESULTS, help="what it has of other cases stays")
-    parser.add_argument("--plan", action="store_true", help="measure nothing: plan what the output has again")
-    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)  # by which the command calls itself
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="what it has of other cases stays"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="measure nothing: plan what the output has again"
+    )
+    # by which the command calls itself
+    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
         for name in args.inside:
-            print(json.dumps({name: predict(**CASES[name]) if args.plan else measure(**CASES[name])}), flush=True)
+            print(
+                json.dumps({name: predict(**CASES[name]) if args.plan else measure(**CASES[name])}),
+                flush=True,
+            )
         return 0
     found = json.loads(args.output.read_text())["cases"] if args.output.exists() else {}
     if args.plan:
@@ -179,7 +293,9 @@ def on_stand_in(*argv: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [str(environment.PYTHON), __file__, *argv]
         variables = environment.variables(Path(folder), SETTINGS)
-        done = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {name: result for line in lines for name, result in line.items()}
 
@@ -242,7 +358,12 @@ def plan_of(
     from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 
     local = str(ranks // nodes)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": local}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": local,
+    }
     config = TrainConfig(**(COMMON | options))
     sizes = (
         SHAPES[shape]
@@ -256,7 +377,10 @@ def plan_of(
     plan = build_plan(config, machine, Path("no weights"), model_config, tokenizer)
     number = config.batch_size * config.gradient_accumulation_steps * ranks
     # As of a dataset: the shortest rows have a sixteenth of the longest's tokens, most of them few.
-    lengths = [config.longest_row // (1 + i % 16) if is_mixed else config.longest_row for i in range(number)]
+    lengths = [
+        config.longest_row // (1 + i % 16) if is_mixed else config.longest_row
+        for i in range(number)
+    ]
     is_pairs = config.objective != "sft"
     data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
     data = make_pairs(data) if is_pairs else data
@@ -267,7 +391,9 @@ def plan_of(
 
 
 def make_pairs(rows: Any) -> Any:
-    """Of rows of equal lengths each two become a pair of answers, whose first half is the prompt."""
+    """Of rows of equal lengths each two become a pair of answers,
+    whose first half is the prompt.
+    """
     import numpy as np
 
     from fsdp_qlora.data.batches.rows import TokenizedRows
@@ -278,11 +404,15 @@ def make_pairs(rows: Any) -> Any:
     ids[:, 1, : length // 2] = ids[:, 0, : length // 2]
     learned[:, :, : length // 2] = False
     splits = np.full(len(ids), length)
-    return TokenizedRows(ids.ravel(), learned.ravel(), rows.offsets[::2], rows.row_numbers[: len(ids)], splits)
+    return TokenizedRows(
+        ids.ravel(), learned.ravel(), rows.offsets[::2], rows.row_numbers[: len(ids)], splits
+    )
 
 
 def build(**case: Any) -> tuple[Any, Any, Any]:
-    """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all rows."""
+    """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all
+    rows.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -316,8 +446,9 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
 
 
 def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
-    """A model of so many blocks on one rank, and what runs a micro-batch whose gradients are accumulated: the bytes
-    that it returns were kept for its backward pass."""
+    """A model of so many blocks on one rank, and what runs a micro-batch whose gradients are
+    accumulated: the bytes that it returns were kept for its backward pass.
+    """
     import torch
 
     from fsdp_qlora.data.batches.schedule import StepRows
@@ -348,11 +479,14 @@ def table(found: dict[str, Any]) -> list[str]:
     for name, row in found.items():
         errors.append(row["planned"]["reserved"] / row["reserved"] - 1)
         planned, reserved, allocated = (
-            f"{number / GIB:.2f}" for number in (row["planned"]["reserved"], row["reserved"], row["allocated"])
+            f"{number / GIB:.2f}"
+            for number in (row["planned"]["reserved"], row["reserved"], row["allocated"])
         )
         lines.append(f"| {name} | {planned} | {reserved} | {errors[-1]:+.1%} | {allocated} |")
     sizes = [abs(error) for error in errors]
-    lines.append(f"\n{len(errors)} rows: mean error {statistics.mean(sizes):.2%}, worst {max(sizes):.2%}")
+    lines.append(
+        f"\n{len(errors)} rows: mean error {statistics.mean(sizes):.2%}, worst {max(sizes):.2%}"
+    )
     return lines
 
 

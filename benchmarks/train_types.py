@@ -1,9 +1,12 @@
-"""Every train type on a real model and real rows: held-out loss before and after, compared with the unquantized base.
+"""Every train type on a real model and real rows: held-out loss before and after, compared with the
+unquantized base.
 
-Each row is a run of train.py on two ranks from the same weights, rows and seed. An adapter starts at zero, so the loss
-before the first step is the stored base's, and its difference from the first row's is the cost of quantization.
+Each row is a run of train.py on two ranks from the same weights, rows and seed. An adapter starts
+at zero, so the loss before the first step is the stored base's, and its difference from the first
+row's is the cost of quantization.
 
-    python benchmarks/train_types.py --model_name demo/model --dataset rows.jsonl --output results.json
+    python benchmarks/train_types.py --model_name demo/model --dataset rows.jsonl --output
+    results.json
 """
 
 import argparse
@@ -33,18 +36,29 @@ RUNS: dict[str, dict[str, object]] = {
     "bnb_llama_pro": {"train_type": "bnb_llama_pro", "lr": 5e-5},
     "hqq_llama_pro": {"train_type": "hqq_llama_pro", "lr": 5e-5},
     # For what quantization costs; one step, since training is the same.
-    "qlora, nf4 without double quantization": {"train_type": "qlora", "double_quant": "false", "max_steps": 1},
+    "qlora, nf4 without double quantization": {
+        "train_type": "qlora",
+        "double_quant": "false",
+        "max_steps": 1,
+    },
     "qlora, fp4": {"train_type": "qlora", "quant_type": "fp4", "max_steps": 1},
     "qlora, mxfp4": {"train_type": "qlora", "quant_type": "mxfp4", "max_steps": 1},
     "qlora, nvfp4": {"train_type": "qlora", "quant_type": "nvfp4", "max_steps": 1},
     "qlora, fp8": {"train_type": "qlora", "quant_type": "fp8", "max_steps": 1},
     "hqq_lora, 8 bits": {"train_type": "hqq_lora", "n_bits": 8, "max_steps": 1},
     "hqq_lora, 3 bits": {"train_type": "hqq_lora", "n_bits": 3, "max_steps": 1},
-    "hqq_lora, 2 bits in groups of 32": {"train_type": "hqq_lora", "n_bits": 2, "group_size": 32, "max_steps": 1},
+    "hqq_lora, 2 bits in groups of 32": {
+        "train_type": "hqq_lora",
+        "n_bits": 2,
+        "group_size": 32,
+        "max_steps": 1,
+    },
 }
 
 
-def measure(options: dict[str, object], arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+def measure(
+    options: dict[str, object], arguments: argparse.Namespace, folder: Path
+) -> dict[str, object]:
     """One run: its losses. Exits with the run's output if it fails."""
     common = {
         "model_name": arguments.model_name,
@@ -67,7 +81,16 @@ def measure(options: dict[str, object], arguments: argparse.Namespace, folder: P
     words = [f"--{name}={value}" for name, value in {**common, **options}.items()]
     started = time.perf_counter()
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", *words],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "train.py",
+            *words,
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -75,7 +98,9 @@ def measure(options: dict[str, object], arguments: argparse.Namespace, folder: P
     )
     if run.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{run.stdout[-3000:]}")
-    records = [json.loads(line) for line in (folder / "output" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "output" / "metrics.jsonl").read_text().splitlines()
+    ]
     held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
     trained = [record["loss"] for record in records if "loss" in record]
     return {
@@ -91,7 +116,14 @@ def measure(options: dict[str, object], arguments: argparse.Namespace, folder: P
 def expanded(arguments: argparse.Namespace, folder: Path) -> Path:
     """The model with new blocks, made by scripts/block_expansion.py."""
     target = folder / "expanded"
-    options = ["--model_name", arguments.model_name, "--output_dir", str(target), "--expansion_rate", "0.1"]
+    options = [
+        "--model_name",
+        arguments.model_name,
+        "--output_dir",
+        str(target),
+        "--expansion_rate",
+        "0.1",
+    ]
     subprocess.run([sys.executable, "scripts/block_expansion.py", *options], cwd=ROOT, check=True)
     return target
 
@@ -108,7 +140,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4, help="of the adapters")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS), metavar="NAME")
-    parser.add_argument("--output", type=Path, help="JSON file; runs that it holds already are kept")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; runs that it holds already are kept"
+    )
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     if arguments.output and arguments.output.exists():
@@ -119,12 +153,23 @@ def main() -> None:
         base = results.get("lora", {}).get("held_out_before")
         row = results[name]
         cost = f"{row['held_out_before'] - base:+.4f}" if base is not None else ""  # type: ignore[operator]
-        print(f"{name:36} {row['held_out_before']:.4f} ({cost}) -> {row['held_out_after']:.4f}  {row['seconds']} s")
+        print(
+            f"{name:36} {row['held_out_before']:.4f} ({cost}) -> {row['held_out_after']:.4f}  "
+            f"{row['seconds']} s"
+        )
         if arguments.output:
-            settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("output", "only")}
+            settings = {
+                key: str(value)
+                for key, value in vars(arguments).items()
+                if key not in ("output", "only")
+            }
             settings["dataset"] = Path(settings["dataset"]).name
             settings["model_name"] = Path(settings["model_name"]).name
-            about = {"machine": describe_machine(torch.device("cpu")), "settings": settings, "runs": results}
+            about = {
+                "machine": describe_machine(torch.device("cpu")),
+                "settings": settings,
+                "runs": results,
+            }
             arguments.output.write_text(json.dumps(about, indent=1) + "\n")
 
 

@@ -1,11 +1,13 @@
 """Shares of the computed tokens that are the rows' own: padded, padding-free, and packed.
 
-    python -m benchmarks.useful_tokens --model_name MODEL --dataset ROWS --output benchmarks/results/useful_tokens.json
+    python -m benchmarks.useful_tokens --model_name MODEL --dataset ROWS --output
+    benchmarks/results/useful_tokens.json
 
-Only the tokenizer of the model is needed: the shares follow from the rows' lengths and the schedule of a run.
+Only the tokenizer of the model is needed: the shares follow from the rows' lengths and the schedule
+of a run.
 
-Also the targets per row of logits, which are computed for targets alone: of a padded micro-batch they once were
-computed for every column in which some row had a target.
+Also the targets per row of logits, which are computed for targets alone: of a padded micro-batch
+they once were computed for every column in which some row had a target.
 """
 
 import argparse
@@ -27,7 +29,9 @@ LAYOUTS = ("padded", "padding_free", "packed")
 
 
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
-    """Of an epoch: rows' tokens per token computed, and per token that the ranks could compute in that time."""
+    """Of an epoch: rows' tokens per token computed, and per token that the ranks could compute in
+    that time.
+    """
     lengths = data.train.lengths
     dealt = [schedule.rounds(rows, lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
     steps = [schedule.useful_shares(rounds, lengths) for rounds in dealt]
@@ -57,7 +61,9 @@ def targets_per_logit(schedule: Schedule, data: RunData) -> float:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_name", required=True, help="folder with a tokenizer")
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--context_length", type=int, nargs="+", default=[512, 2048])
@@ -69,7 +75,9 @@ def main(argv: list[str]) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     found: dict[str, dict[str, Any]] = {}
     for context_length in args.context_length:
-        config = TrainConfig(dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size)
+        config = TrainConfig(
+            dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size
+        )
         data = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
             for name in LAYOUTS:
@@ -85,7 +93,9 @@ def main(argv: list[str]) -> int:
                 found[key] = shares(schedule, data)
                 print(key, found[key], flush=True)
     if args.output:
-        write_results(args.output, " ".join(["python -m benchmarks.useful_tokens", *argv]), {"shares": found})
+        write_results(
+            args.output, " ".join(["python -m benchmarks.useful_tokens", *argv]), {"shares": found}
+        )
     return 0
 
 

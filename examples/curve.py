@@ -1,4 +1,5 @@
-"""Draw metrics of a run as an SVG: python examples/curve.py runs/sft --keys loss eval_loss --out curve.svg
+"""Draw metrics of a run as an SVG: python examples/curve.py runs/sft --keys loss eval_loss --out
+curve.svg
 
 `fsdp-qlora report runs/sft` makes a page of all of them; this draws a small picture for a document.
 """
@@ -16,7 +17,11 @@ COLORS = ("#3366cc", "#cc5533", "#339966", "#8855aa")
 def curve(run: Path, key: str) -> list[tuple[float, float]]:
     """The steps and values of a metric in the run's metrics.jsonl."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record[key]) for record in records if isinstance(record.get(key), (int, float))]
+    return [
+        (record["step"], record[key])
+        for record in records
+        if isinstance(record.get(key), (int, float))
+    ]
 
 
 def draw(curves: dict[str, list[tuple[float, float]]]) -> str:
@@ -29,13 +34,16 @@ def draw(curves: dict[str, list[tuple[float, float]]]) -> str:
 
     def place(x: float, y: float) -> str:
         across = MARGIN + (x - lowest_x) / ((highest_x - lowest_x) or 1) * (WIDTH - 2 * MARGIN)
-        down = HEIGHT - MARGIN - (y - lowest_y) / ((highest_y - lowest_y) or 1) * (HEIGHT - 2 * MARGIN)
+        down = (
+            HEIGHT - MARGIN - (y - lowest_y) / ((highest_y - lowest_y) or 1) * (HEIGHT - 2 * MARGIN)
+        )
         return f"{across:.1f},{down:.1f}"
 
     bottom = HEIGHT - MARGIN
     right = WIDTH - MARGIN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" '
         'font-size="12" fill="#555">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         f'<path d="M{MARGIN},{MARGIN} V{bottom} H{right}" stroke="#999" fill="none"/>',
@@ -48,14 +56,20 @@ def draw(curves: dict[str, list[tuple[float, float]]]) -> str:
         color = COLORS[number % len(COLORS)]
         path = " ".join(place(x, y) for x, y in line)
         parts.append(f'<polyline points="{path}" stroke="{color}" stroke-width="1.5" fill="none"/>')
-        parts.append(f'<text x="{MARGIN + 150 * number}" y="{MARGIN - 16}" fill="{color}">{name}</text>')
+        parts.append(
+            f'<text x="{MARGIN + 150 * number}" y="{MARGIN - 16}" fill="{color}">{name}</text>'
+        )
     return "\n".join([*parts, "</svg>\n"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="output_dir of a run")
-    parser.add_argument("--keys", nargs="+", required=True, help="metrics, named as in metrics.jsonl")
+    parser.add_argument(
+        "--keys", nargs="+", required=True, help="metrics, named as in metrics.jsonl"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.out.write_text(draw({key: curve(arguments.run, key) for key in arguments.keys}))

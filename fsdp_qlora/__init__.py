@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from fsdp_qlora.utils.errors import RunStopped, TrainingError, UserError
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
-__all__ = ["RunStopped", "TrainConfig", "TrainResult", "TrainingError", "UserError", "__version__", "train"]
+__all__ = [
+    "RunStopped",
+    "TrainConfig",
+    "TrainResult",
+    "TrainingError",
+    "UserError",
+    "__version__",
+    "train",
+]
 
 _MODULES = {
     "train": "api",

@@ -1,7 +1,8 @@
-"""`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND` and `torchrun -m fsdp_qlora train`.
+"""`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND` and `torchrun -m fsdp_qlora
+train`.
 
-A command is a function in fsdp_qlora/commands/, beside one that adds its options. What it works with imports torch, and
-is imported when it runs, so that --help and wrong options answer at once.
+A command is a function in fsdp_qlora/commands/, beside one that adds its options. What it works
+with imports torch, and is imported when it runs, so that --help and wrong options answer at once.
 """
 
 import argparse
@@ -35,14 +36,15 @@ log = logging.getLogger("fsdp_qlora")
 PROGRAM = "fsdp-qlora"
 _ALIKE = 0.7  # of difflib: how much of an option's name a wrong one must have
 _FLAG = re.compile("^--[^=]+")
-_SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}  # as others call it
+# as others call it
+_SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}
 
 
 class Command(NamedTuple):
     """A command of `fsdp-qlora`.
 
-    summary: one line of `fsdp-qlora --help`.
-    run: is called with the parsed options, or with the words where there is no `add_options`; it may return the exit
+    summary: one line of `fsdp-qlora --help`. run: is called with the parsed options, or with the
+    words where there is no `add_options`; it may return the exit
         status. Its docstring is the description in the command's own --help.
     """
 
@@ -59,14 +61,24 @@ COMMANDS = {
     "merge": Command("merge an adapter into its base", models.merge, models.merge_options),
     "generate": Command("generate text", inference.generate, inference.generate_options),
     "evaluate": Command(
-        "measure loss and perplexity, or lm-eval tasks", inference.evaluate, inference.evaluate_options
+        "measure loss and perplexity, or lm-eval tasks",
+        inference.evaluate,
+        inference.evaluate_options,
     ),
     "serve": Command("serve training to programs of their own loops", serve.run, serve.add_options),
-    "report": Command("draw the curves of runs in one HTML file", tools.report, tools.report_options),
+    "report": Command(
+        "draw the curves of runs in one HTML file", tools.report, tools.report_options
+    ),
     "quantize": Command("save a model in 4 bits", models.quantize, models.quantize_options),
-    "expand": Command("insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options),
-    "configs": Command("list the settings that come with the program", tools.configs, tools.configs_options),
-    "completion": Command("print a line that completes words in bash and zsh", tools.completion, lambda parser: None),
+    "expand": Command(
+        "insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options
+    ),
+    "configs": Command(
+        "list the settings that come with the program", tools.configs, tools.configs_options
+    ),
+    "completion": Command(
+        "print a line that completes words in bash and zsh", tools.completion, lambda parser: None
+    ),
     "env": Command("print facts for a bug report", tools.env, lambda parser: None),
     "doctor": Command("check this machine before a run", tools.doctor, lambda parser: None),
 }
@@ -80,7 +92,9 @@ def program() -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in errors.ENDINGS."""
+    """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in
+    errors.ENDINGS.
+    """
     guard_output()  # also for the reader of a pipe, such as `head`, that has read enough
     try:
         with paths_refused():
@@ -92,7 +106,8 @@ def main(argv: list[str]) -> int:
         status = ENDINGS["interrupted"].exit_code
     sys.stdout.flush()
     lost = lost_output()
-    if status or lost is None or lost.errno == errno.EPIPE or argv[0] == "train":  # a run's results are in its folder
+    # a run's results are in its folder
+    if status or lost is None or lost.errno == errno.EPIPE or argv[0] == "train":
         return status
     print(f"error: The output could not be written: {lost.strerror}.", file=sys.stderr)
     return 1
@@ -134,8 +149,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:
-    """Run a command. Its arguments also have `words` (all of them), `training_options` (those that it does not know)
-    and `commands` (the names of all).
+    """Run a command. Its arguments also have `words` (all of them), `training_options` (those that
+    it does not know) and `commands` (the names of all).
     """
     assert command.add_options is not None
     parser = _Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
@@ -160,7 +175,8 @@ def _run(name: str, command: Command, words: list[str]) -> int:
 
 
 def _split(words: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """The words of a command's own options and places, and other options with all words up to the next option.
+    """The words of a command's own options and places, and other options with all words up to the
+    next option.
 
     argparse alone would take the value of an option that it does not know for a place.
     """
@@ -176,7 +192,9 @@ def _split(words: list[str], flags: Collection[str]) -> tuple[list[str], list[st
 
 
 def _refuse_unknown(name: str, flags: Collection[str], others: list[str]) -> None:
-    """Refuse an option that neither the command has nor training, with the nearest one of the command."""
+    """Refuse an option that neither the command has nor training, with the nearest one of the
+    command.
+    """
     for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
         takes_training = name in _TAKE_TRAINING_OPTIONS
         if takes_training and is_option(flag[2:]):
@@ -190,7 +208,9 @@ def _refuse_unknown(name: str, flags: Collection[str], others: list[str]) -> Non
 
 def usage() -> str:
     lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join([f"usage: {PROGRAM} COMMAND [--help]", *lines, f"  {'--version':12}print the version"])
+    return "\n".join(
+        [f"usage: {PROGRAM} COMMAND [--help]", *lines, f"  {'--version':12}print the version"]
+    )
 
 
 def _explain_unknown(argv: list[str]) -> str:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 class TrainResult:
     """The result of a run.
 
-    output_dir: its folder, with the adapter or the model. state: finished; over_budget, when max_hours has
-    ended it with a checkpoint, from which the same call resumes; planned, after dry_run.
-    steps: optimizer steps done, those of earlier starts included. losses: the training loss of each, in nats.
-    eval_losses: step -> held-out loss, in nats.
+    output_dir: its folder, with the adapter or the model. state: finished; over_budget, when
+    max_hours has ended it with a checkpoint, from which the same call resumes; planned, after
+    dry_run. steps: optimizer steps done, those of earlier starts included. losses: the training
+    loss of each, in nats. eval_losses: step -> held-out loss, in nats.
     """
 
     output_dir: Path
@@ -55,19 +55,24 @@ class TrainResult:
         return read_records(self.output_dir / METRICS_FILE)
 
 
-def train(config: TrainConfig | str | Path | None = None, **options: Unpack[TrainOptions]) -> TrainResult:
-    """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...", dataset="rows.jsonl")`.
+def train(
+    config: TrainConfig | str | Path | None = None, **options: Unpack[TrainOptions]
+) -> TrainResult:
+    """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...",
+    dataset="rows.jsonl")`.
 
-    The run has its own processes, one per visible GPU (nproc_per_node=1 for one). They end with it, so their memory is
-    free afterwards and their failure does not end this process. In a process that torchrun has started, `train` is one
-    rank of that run.
+    The run has its own processes, one per visible GPU (nproc_per_node=1 for one). They end with it,
+    so their memory is free afterwards and their failure does not end this process. In a process
+    that torchrun has started, `train` is one rank of that run.
 
     Args:
-        config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs` lists, or a
-            TrainConfig. Editors complete, and type checkers check, its fields and the keywords.
-        options: the options of `fsdp-qlora train --help`. Lists may be lists. `dataset` and `eval_dataset` may be rows:
-            a list of dicts, a `datasets.Dataset` or a pandas frame. They are kept in the cache, in a file named by
-            their content, so that the same rows resume a run.
+        config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs`
+            lists, or a TrainConfig. Editors complete, and type checkers check, its fields and the
+            keywords.
+        options: the options of `fsdp-qlora train --help`. Lists may be lists. `dataset` and
+            `eval_dataset` may be rows: a list of dicts, a `datasets.Dataset` or a pandas frame.
+            They are kept in the cache, in a file named by their content, so that the same rows
+            resume a run.
     Raises:
         UserError: bad input.
         TrainingError: the run cannot continue, or a process of it has died.
@@ -93,14 +98,19 @@ def train(config: TrainConfig | str | Path | None = None, **options: Unpack[Trai
         state=status.get("state", "finished"),
         steps=status.get("step", 0),
         losses=[record["loss"] for record in records if "loss" in record],
-        eval_losses={record["step"]: record["eval_loss"] for record in records if "eval_loss" in record},
+        eval_losses={
+            record["step"]: record["eval_loss"] for record in records if "eval_loss" in record
+        },
     )
 
 
 def _in_file(rows: Any) -> Any:
     """The path of a file with these rows; what is no rows is left as it is."""
     if isinstance(rows, Mapping):
-        raise UserError(f"dataset has the splits {', '.join(map(str, rows))}. Give one, such as dataset['train'].")
+        raise UserError(
+            f"dataset has the splits {', '.join(map(str, rows))}. Give one, such as "
+            "dataset['train']."
+        )
     if hasattr(rows, "iterrows"):
         frame = rows.astype(object).where(rows.notna(), None)
         rows = [_without_nulls(row) for row in frame.to_dict("records")]
@@ -114,9 +124,13 @@ def _in_file(rows: Any) -> Any:
     try:
         lines.extend(json.dumps(_with_plain_objects(row), default=_as_json) + "\n" for row in rows)
     except (TypeError, ValueError, OSError, RecursionError) as error:
-        raise UserError(f"dataset: row {len(lines) + 1} cannot be written as JSON ({error}).") from error
+        raise UserError(
+            f"dataset: row {len(lines) + 1} cannot be written as JSON ({error})."
+        ) from error
     text = "".join(lines)
-    path = cache_folder() / ROWS_IN_MEMORY / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path = (
+        cache_folder() / ROWS_IN_MEMORY / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(path) as partial:
         partial.write_text(text)
@@ -128,7 +142,8 @@ def _with_plain_objects(row: Mapping[str, Any]) -> dict[str, Any]:
     from fsdp_qlora.data.content import plain_value  # slow to import
 
     return {
-        name: plain_value(value) if isinstance(value, Mapping | list | tuple) else value for name, value in row.items()
+        name: plain_value(value) if isinstance(value, Mapping | list | tuple) else value
+        for name, value in row.items()
     }
 
 
@@ -142,7 +157,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of no type of JSON: an array becomes a list, an image or bytes a data URL, a date or a decimal text."""
+    """A value of no type of JSON: an array becomes a list, an image or bytes a data URL, a date or
+    a decimal text.
+    """
     if hasattr(value, "tolist"):  # of numpy or torch
         return value.tolist()
     if hasattr(value, "getexif"):  # of Pillow
@@ -150,7 +167,8 @@ def _as_json(value: Any) -> Any:
 
         upright = ImageOps.exif_transpose(value)
         content = io.BytesIO()
-        upright = upright.convert("RGB") if upright.mode in ("HSV", "YCbCr") else upright  # which TIFF does not keep
+        # which TIFF does not keep
+        upright = upright.convert("RGB") if upright.mode in ("HSV", "YCbCr") else upright
         upright.save(content, "TIFF", compression="tiff_adobe_deflate")
         value = content.getvalue()
     if isinstance(value, bytes):
@@ -166,7 +184,9 @@ def _run_workers(config: TrainConfig) -> None:
         path = Path(folder) / "options.yaml"
         path.write_text(yaml.safe_dump(stored_values(vars(config))))  # null means the default
         end = launch.run_in_workers(config, ["--config", os.fspath(path)])
-    state = next((state for state, ending in ENDINGS.items() if ending.exit_code == end.status), "failed")
+    state = next(
+        (state for state, ending in ENDINGS.items() if ending.exit_code == end.status), "failed"
+    )
     if state == "interrupted":
         raise KeyboardInterrupt(end.reason)
     if state == "bad_input":
@@ -183,7 +203,9 @@ def _signals_as_before() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # torch leaves them alone there
         yield
         return
-    before = {signal_number: signal.getsignal(signal_number) for signal_number in signal.valid_signals()}
+    before = {
+        signal_number: signal.getsignal(signal_number) for signal_number in signal.valid_signals()
+    }
     try:
         yield
     finally:

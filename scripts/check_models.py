@@ -1,7 +1,8 @@
-"""Compares the sizes of the models that `plan` knows by name with the config.json of each on the Hugging Face hub.
+"""Compares the sizes of the models that `plan` knows by name with the config.json of each on the
+Hugging Face hub.
 
-Models with terms to accept need a token that has (HF_TOKEN). The exit status is 1 if a size differs, 2 if one cannot be
-read.
+Models with terms to accept need a token that has (HF_TOKEN). The exit status is 1 if a size
+differs, 2 if one cannot be read.
 
 python scripts/check_models.py [TABLE.yaml]
 """
@@ -23,13 +24,22 @@ _OF_BLOCKS = {"layer_types", "layers_block_type", "mlp_layer_types", "per_layer_
 
 
 def differences(sizes: dict[str, Any], keys: set[str]) -> list[str]:
-    """A sentence for each of the keys that the model's config.json gives another value than the table."""
+    """A sentence for each of the keys that the model's config.json gives another value than the
+    table.
+    """
     theirs = json.loads(Path(hf_hub_download(sizes["hub"], "config.json")).read_text())
     ours = config_of(sizes).get_text_config()
-    # Read as transformers does: some names of a file are others in the configuration, such as compress_ratios.
-    read = type(ours).from_dict({**theirs, **(theirs.get("text_config") or {}), "model_type": ours.model_type})
+    # Read as transformers does: some names of a file are others in the configuration, such as
+    # compress_ratios.
+    read = type(ours).from_dict(
+        {**theirs, **(theirs.get("text_config") or {}), "model_type": ours.model_type}
+    )
     pairs = {key: (ours.to_dict().get(key), read.to_dict().get(key)) for key in keys | _OF_BLOCKS}
-    return [f"{key} is {there} there, and {here} here" for key, (here, there) in sorted(pairs.items()) if here != there]
+    return [
+        f"{key} is {there} there, and {here} here"
+        for key, (here, there) in sorted(pairs.items())
+        if here != there
+    ]
 
 
 def main(argv: list[str]) -> int:
@@ -41,12 +51,16 @@ def main(argv: list[str]) -> int:
         try:
             found = differences(sizes, keys)
             status = max(status, int(bool(found)))
-        except (OSError, ValueError) as error:  # the client's errors of the network and the hub are OSErrors
+        # the client's errors of the network and the hub are OSErrors
+        except (OSError, ValueError) as error:
             found = [f"cannot be read: {first_line(error)}"]
             status = 2
         print(f"{name} ({sizes['hub']}): {'; '.join(found) or 'as on the hub'}", flush=True)
     others = {name: entry for name, entry in table.items() if name not in models}
-    same = {name: entry if isinstance(entry, str) else entry["sizes_of"] for name, entry in others.items()}
+    same = {
+        name: entry if isinstance(entry, str) else entry["sizes_of"]
+        for name, entry in others.items()
+    }
     if unknown := [name for name, model in same.items() if model not in models]:
         print(f"names of no model: {', '.join(unknown)}")
     return max(status, int(bool(unknown)))

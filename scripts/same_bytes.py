@@ -1,7 +1,8 @@
 """The runs and comparisons of same_bytes.sh, which says what they are for.
 
-It knows of the code under test only what stays: train.py's options, the files that a run writes, and the names of
-the train types. Each tree has a server process, which has imported the libraries and forks the ranks.
+It knows of the code under test only what stays: train.py's options, the files that a run writes,
+and the names of the train types. Each tree has a server process, which has imported the libraries
+and forks the ranks.
 """
 
 import argparse
@@ -28,8 +29,8 @@ RANKS = (1, 2)
 STEPS = 4
 SAVE_STEPS = 2
 TOLERANCE = 1e-5
-# An activation at the edge between two of int8's 255 steps goes to the one or the other for the last bit of a sum: one
-# such is 7e-5 of a tiny model's loss and 2e-3 of a gradient.
+# An activation at the edge between two of int8's 255 steps goes to the one or the other for the
+# last bit of a sum: one such is 7e-5 of a tiny model's loss and 2e-3 of a gradient.
 LOOSER = {"int8_lora": 500}
 OPTIONS = {
     "batch_size": 1,
@@ -76,7 +77,9 @@ LIBRARIES = (
 
 
 class Job(NamedTuple):
-    """A run of train.py. Rank 0 is killed as soon as the folder `kill_at` is there, where one is named."""
+    """A run of train.py. Rank 0 is killed as soon as the folder `kill_at` is there, where one is
+    named.
+    """
 
     argv: list[str]
     ranks: int
@@ -130,8 +133,14 @@ def be_rank(tree: str, job: Job, rank: int, port: int) -> None:
         for stream in (1, 2):
             os.dup2(log, stream)
         local = {"RANK": rank, "WORLD_SIZE": job.ranks}
-        os.environ |= {**{f"{scope}{name}": str(n) for scope in ("", "LOCAL_") for name, n in local.items()}}
-        os.environ |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        os.environ |= {
+            **{f"{scope}{name}": str(n) for scope in ("", "LOCAL_") for name, n in local.items()}
+        }
+        os.environ |= {
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
         if job.kill_at and rank == 0:
             die_once_there_is(job.kill_at)
         sys.argv = [f"{tree}/train.py", *job.argv]
@@ -146,7 +155,9 @@ def be_rank(tree: str, job: Job, rank: int, port: int) -> None:
 
 
 def die_once_there_is(folder: str) -> None:
-    """Kill this process at the first thing it does after it renamed something to `folder`: always the same moment."""
+    """Kill this process at the first thing it does after it renamed something to `folder`: always
+    the same moment.
+    """
     was_renamed = False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -171,7 +182,9 @@ class Server:
             text=True,
         )
         origin = self._answer()
-        assert origin and Path(origin).is_relative_to(tree), f"{origin} would be run instead of {tree}"
+        assert origin and Path(origin).is_relative_to(tree), (
+            f"{origin} would be run instead of {tree}"
+        )
         print(f"code under test: {origin}", flush=True)
 
     def _answer(self) -> Any:
@@ -207,7 +220,9 @@ def cache_files(cache: Path) -> dict[str, CacheFile]:
     """Of every file but locks, which have no content."""
     files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {
-        str(path.relative_to(cache)): CacheFile((path.stat().st_ino, file_hash(path)), path.stat().st_mtime_ns)
+        str(path.relative_to(cache)): CacheFile(
+            (path.stat().st_ino, file_hash(path)), path.stat().st_mtime_ns
+        )
         for path in files
     }
 
@@ -215,18 +230,31 @@ def cache_files(cache: Path) -> dict[str, CacheFile]:
 class Runs:
     """The runs of both trees, in folders below `folder`.
 
-    alike: by which both do the same. tolerance: of what the working tree does like the commit; what it does like
-    itself must be the same bytes.
+    alike: by which both do the same. tolerance: of what the working tree does like the commit; what
+    it does like itself must be the same bytes.
     """
 
-    def __init__(self, folder: Path, servers: dict[str, Server], alike: "Alike", tolerance: float) -> None:
+    def __init__(
+        self, folder: Path, servers: dict[str, Server], alike: "Alike", tolerance: float
+    ) -> None:
         self.folder = folder
         self.servers = servers
         self.alike = alike
         self.tolerance = tolerance
 
-    def run(self, tree: str, out: str, train_type: str, ranks: int, *, status: int = 0, **options: object) -> Path:
-        """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the signal's."""
+    def run(
+        self,
+        tree: str,
+        out: str,
+        train_type: str,
+        ranks: int,
+        *,
+        status: int = 0,
+        **options: object,
+    ) -> Path:
+        """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the
+        signal's.
+        """
         model = self.folder / ("expanded" if train_type.endswith("llama_pro") else "model")
         output_dir = self.folder / out
         rows = "rows"
@@ -253,7 +281,9 @@ class Runs:
         statuses = self.servers[tree].run(Job(argv, ranks, str(log), kill_at))
         if statuses[0] != status or (status == 0 and any(statuses)):
             tail = "\n".join(self.output(tree, out).splitlines()[-15:])
-            raise Failed(f"exit statuses {statuses} with the {tree}'s code; the end of the output:\n{tail}")
+            raise Failed(
+                f"exit statuses {statuses} with the {tree}'s code; the end of the output:\n{tail}"
+            )
         return output_dir
 
     def log(self, tree: str, out: str) -> Path:
@@ -266,20 +296,26 @@ class Runs:
     def allowed(self, train_type: str) -> float:
         return self.tolerance * LOOSER.get(train_type, 1)
 
-    # Each takes a train type and a number of ranks, with one part for each tree: the first of them can be done
-    # while the other tree is busy with its own.
+    # Each takes a train type and a number of ranks, with one part for each tree: the first of them
+    # can be done while the other tree is busy with its own.
 
     def whole(self, tree: str, train_type: str, ranks: int) -> Path:
         return self.run(tree, f"{tree}/{train_type}-{ranks}", train_type, ranks)
 
     def stop(self, tree: str, train_type: str, ranks: int) -> Path:
-        return self.run(tree, f"stopped-{tree}/{train_type}-{ranks}", train_type, ranks, status=-signal.SIGKILL)
+        return self.run(
+            tree, f"stopped-{tree}/{train_type}-{ranks}", train_type, ranks, status=-signal.SIGKILL
+        )
 
     def continue_stopped(self, by: str, train_type: str, ranks: int) -> Verdict:
-        """Continue by the working tree's code what was begun by a tree's, and compare with that tree's whole run."""
+        """Continue by the working tree's code what was begun by a tree's, and compare with that
+        tree's whole run.
+        """
         out = f"stopped-{by}/{train_type}-{ranks}"
         log = self.folder / out / "metrics.jsonl"
-        before = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= SAVE_STEPS]
+        before = [
+            line for line in log.read_text().splitlines() if json.loads(line)["step"] <= SAVE_STEPS
+        ]
         if len(before) < SAVE_STEPS:
             raise Failed(f"the run to continue has logged only {before}")
         tolerance = self.allowed(train_type) if by == "rev" else 0.0
@@ -287,7 +323,9 @@ class Runs:
         verdict = compare(whole, self.run("tree", out, train_type, ranks), tolerance)
         # A run that began again gives the same bytes too, but not the same times.
         if log.read_text().splitlines()[: len(before)] != before:
-            verdict.differences.append("the run began again, or wrote other lines for the steps before")
+            verdict.differences.append(
+                "the run began again, or wrote other lines for the steps before"
+            )
         return verdict
 
     def write_cache(self, train_type: str, ranks: int) -> dict[str, CacheFile]:
@@ -297,16 +335,23 @@ class Runs:
 
     def use_cache(self, train_type: str, ranks: int, before: dict[str, CacheFile]) -> Verdict:
         cache = self.folder / f"cache-{train_type}-{ranks}"
-        out = self.run("tree", f"cache-tree/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
+        out = self.run(
+            "tree", f"cache-tree/{train_type}-{ranks}", train_type, ranks, quant_cache=cache
+        )
         verdict = compare(self.folder / f"tree/{train_type}-{ranks}", out, 0.0)
         after = cache_files(cache)
         verdict.differences.extend(
             f"{name} of the cache was written or deleted"
             for name in sorted(before.keys() | after.keys())
-            if name not in before or name not in after or before[name].written != after[name].written
+            if name not in before
+            or name not in after
+            or before[name].written != after[name].written
         )
-        # A start that takes its weights from an entry leaves the time there, so that old ones can be deleted.
-        if not any(name in after and after[name].touched > file.touched for name, file in before.items()):
+        # A start that takes its weights from an entry leaves the time there, so that old ones can
+        # be deleted.
+        if not any(
+            name in after and after[name].touched > file.touched for name, file in before.items()
+        ):
             verdict.differences.append("the cache was not used")
         return verdict
 
@@ -321,25 +366,41 @@ def make_inputs(folder: Path) -> None:
     write_rows(folder / "rows.jsonl", rows)
     asked = [{"prompt": f"Count to {number} " * (1 + number % 3)} for number in range(20)]
     write_rows(folder / "grpo.jsonl", asked)
-    said = [{"chosen": "one " * (2 + number % 5), "rejected": "two " * (1 + number % 4)} for number in range(20)]
-    write_rows(folder / "dpo.jsonl", [row | answers for row, answers in zip(asked, said, strict=True)])
+    said = [
+        {"chosen": "one " * (2 + number % 5), "rejected": "two " * (1 + number % 4)}
+        for number in range(20)
+    ]
+    write_rows(
+        folder / "dpo.jsonl", [row | answers for row, answers in zip(asked, said, strict=True)]
+    )
 
 
 class Alike(NamedTuple):
-    """How both trees are made to do the same. pads: which of them must be told to pad; dropout: whether it is used."""
+    """How both trees are made to do the same. pads: which of them must be told to pad; dropout:
+    whether it is used.
+    """
 
     pads: dict[str, bool]
     dropout: bool
 
 
 def make_alike(trees: dict[str, Path]) -> Alike:
-    """Rows were always padded before --padding, and what is dropped was drawn otherwise before Dropout."""
+    """Rows were always padded before --padding, and what is dropped was drawn otherwise before
+    Dropout.
+    """
     options = {name: tree / "fsdp_qlora/config/options.py" for name, tree in trees.items()}
     texts = {name: path.read_text() if path.is_file() else "" for name, path in options.items()}
-    knows = {name: "\n    padding: " in text or "\n    batching: " in text for name, text in texts.items()}
+    knows = {
+        name: "\n    padding: " in text or "\n    batching: " in text
+        for name, text in texts.items()
+    }
     sources = {name: [*(tree / "fsdp_qlora").rglob("lora*.py")] for name, tree in trees.items()}
-    draws = {any("class Dropout" in path.read_text() for path in paths) for paths in sources.values()}
-    return Alike({name: knows[name] and not all(knows.values()) for name in trees}, dropout=len(draws) == 1)
+    draws = {
+        any("class Dropout" in path.read_text() for path in paths) for paths in sources.values()
+    }
+    return Alike(
+        {name: knows[name] and not all(knows.values()) for name in trees}, dropout=len(draws) == 1
+    )
 
 
 def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | Failed]]:
@@ -356,10 +417,14 @@ def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | 
     cached = [(train_type, 2) for train_type in train_types if train_type in CACHED]
     with ThreadPoolExecutor(1) as rev, ThreadPoolExecutor(1) as tree:
         old = {split: rev.submit(attempt, runs.whole, "rev", *split) for split in splits}
-        stopped = {("rev", *split): rev.submit(attempt, runs.stop, "rev", *split) for split in continued}
+        stopped = {
+            ("rev", *split): rev.submit(attempt, runs.stop, "rev", *split) for split in continued
+        }
         caches = {split: rev.submit(attempt, runs.write_cache, *split) for split in cached}
         new = {split: tree.submit(attempt, runs.whole, "tree", *split) for split in splits}
-        stopped |= {("tree", *split): tree.submit(attempt, runs.stop, "tree", *split) for split in continued}
+        stopped |= {
+            ("tree", *split): tree.submit(attempt, runs.stop, "tree", *split) for split in continued
+        }
 
         def in_turn(action: Any, *arguments: Any) -> Any:
             """By the working tree's server, which does one run at a time."""
@@ -368,15 +433,28 @@ def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | 
         for split in splits:
             made = old[split].result(), new[split].result()
             failed = next((one for one in made if isinstance(one, Failed)), None)
-            yield "{} on {}".format(*split), failed or attempt(compare, *made, runs.allowed(split[0]))
+            yield (
+                ("{} on {}").format(*split),
+                failed or attempt(compare, *made, runs.allowed(split[0])),
+            )
         for (by, train_type, ranks), begun in stopped.items():
             before = begun.result()
-            verdict = before if isinstance(before, Failed) else in_turn(runs.continue_stopped, by, train_type, ranks)
-            name = "continued" if by == "rev" else "stopped and continued by the working tree's own code"
+            verdict = (
+                before
+                if isinstance(before, Failed)
+                else in_turn(runs.continue_stopped, by, train_type, ranks)
+            )
+            name = (
+                "continued"
+                if by == "rev"
+                else ("stopped and continued by the working tree's own code")
+            )
             yield f"{train_type} on {ranks}, {name}", verdict
         for split in cached:
             before = caches[split].result()
-            verdict = before if isinstance(before, Failed) else in_turn(runs.use_cache, *split, before)
+            verdict = (
+                before if isinstance(before, Failed) else in_turn(runs.use_cache, *split, before)
+            )
             yield "{} on {}, from the cache".format(*split), verdict
 
 
@@ -386,30 +464,42 @@ def main() -> int:
     parser.add_argument("tree", type=Path, help="the working tree")
     parser.add_argument("folder", type=Path, help="for everything that is written")
     parser.add_argument("train_types", nargs="*")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative; 0 demands the same bytes")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="relative; 0 demands the same bytes"
+    )
     arguments = parser.parse_args()
     from fsdp_qlora.config.train_types import TRAIN_TYPES
 
     cases = [*TRAIN_TYPES, *OBJECTIVES]
     if unknown := {*arguments.train_types} - {*cases}:
-        parser.error(f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
+        parser.error(
+            f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(cases)}"
+        )
     begin = time.monotonic()
     different = 0
     folder = arguments.folder
     with ThreadPoolExecutor(2) as pool:
         trees = {"rev": arguments.rev, "tree": arguments.tree}
-        opened = {name: pool.submit(Server, tree, folder / f"data-{name}") for name, tree in trees.items()}
+        opened = {
+            name: pool.submit(Server, tree, folder / f"data-{name}") for name, tree in trees.items()
+        }
         make_inputs(folder)
         servers = {name: future.result() for name, future in opened.items()}
     runs = Runs(folder, servers, make_alike(trees), arguments.tolerance)
     for name, verdict in checks(runs, arguments.train_types or cases):
         is_equal = isinstance(verdict, Verdict) and not verdict.differences
         different += not is_equal
-        print(f"{name}: {verdict if isinstance(verdict, Verdict) else f'FAILED: {verdict}'}", flush=True)
+        print(
+            f"{name}: {verdict if isinstance(verdict, Verdict) else f'FAILED: {verdict}'}",
+            flush=True,
+        )
     for server in servers.values():
         server.close()
     how = f" to {arguments.tolerance:.0e}" if arguments.tolerance else ""
-    print(f"{f'{different} different' if different else f'all equal{how}'}, {time.monotonic() - begin:.0f} s")
+    print(
+        f"{f'{different} different' if different else f'all equal{how}'}, "
+        f"{time.monotonic() - begin:.0f} s"
+    )
     return different > 0
 
 

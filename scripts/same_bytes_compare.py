@@ -1,4 +1,6 @@
-"""What two runs of same_bytes.sh are compared by: the files that they saved, and metrics.jsonl without times."""
+"""What two runs of same_bytes.sh are compared by: the files that they saved, and metrics.jsonl
+without times.
+"""
 
 import hashlib
 import json
@@ -7,7 +9,13 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RESULTS = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
+RESULTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+)
 TIME_OR_MEMORY = re.compile("second|minute|hour|time|memory|gib|usd")
 
 
@@ -16,7 +24,9 @@ class Failed(Exception):
 
 
 class Content(NamedTuple):
-    """Of a file, or of one tensor in it: what must be the same, and where to look how far it is from that."""
+    """Of a file, or of one tensor in it: what must be the same, and where to look how far it is
+    from that.
+    """
 
     digest: str
     path: Path
@@ -24,7 +34,9 @@ class Content(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """relative: of numbers to the larger one, of tensors by norm; infinite where they cannot be compared."""
+    """relative: of numbers to the larger one, of tensors by norm; infinite where they cannot be
+    compared.
+    """
 
     relative: float
     what: str
@@ -41,8 +53,14 @@ class Verdict(NamedTuple):
         if self.differences:
             more = f"; and {len(self.differences) - 5} more" if len(self.differences) > 5 else ""
             return "DIFFERENT: " + "; ".join(self.differences[:5]) + more
-        equal = f"equal to {self.largest.relative:.1e} ({self.largest.what})" if self.largest.relative else "equal"
-        return equal + (f" (new in metrics.jsonl: {', '.join(self.new_keys)})" if self.new_keys else "")
+        equal = (
+            (f"equal to {self.largest.relative:.1e} ({self.largest.what})")
+            if self.largest.relative
+            else "equal"
+        )
+        return equal + (
+            f" (new in metrics.jsonl: {', '.join(self.new_keys)})" if self.new_keys else ""
+        )
 
 
 def compare(old: Path, new: Path, tolerance: float) -> Verdict:
@@ -56,16 +74,25 @@ def compare(old: Path, new: Path, tolerance: float) -> Verdict:
     after = saved(new)
     for name in sorted(before.keys() | after.keys()):
         if name not in after or name not in before:
-            found.append(Difference(math.inf, f"{name} is {'missing' if name in before else 'new'}"))
+            found.append(
+                Difference(math.inf, f"{name} is {'missing' if name in before else 'new'}")
+            )
         elif before[name].digest != after[name].digest:
             relative = relative_difference(before[name], after[name]) if tolerance else math.inf
-            found.append(Difference(relative, f"{name} differs{f' by {relative:.1e}' if relative < math.inf else ''}"))
+            found.append(
+                Difference(
+                    relative,
+                    f"{name} differs{f' by {relative:.1e}' if relative < math.inf else ''}",
+                )
+            )
     differences = [each.what for each in found if not each.relative <= tolerance]
     within = [each for each in found if each.relative <= tolerance]
     return Verdict(differences, new_keys, max(within, default=Difference(0.0, "")))
 
 
-def compare_metrics(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[list[Difference], tuple[str, ...]]:
+def compare_metrics(
+    old: list[dict[str, Any]], new: list[dict[str, Any]]
+) -> tuple[list[Difference], tuple[str, ...]]:
     """What differs, and the keys that only the new records have."""
     counts = Difference(math.inf, f"metrics.jsonl has {len(new)} records instead of {len(old)}")
     differences = [counts] * (len(old) != len(new))
@@ -86,17 +113,29 @@ def compare_metrics(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tup
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl without times and memory."""
     records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in record.items() if not TIME_OR_MEMORY.search(name)} for record in records]
+    return [
+        {name: value for name, value in record.items() if not TIME_OR_MEMORY.search(name)}
+        for record in records
+    ]
 
 
 def saved(output_dir: Path) -> dict[str, Content]:
     """Everything that must be equal but the log: results by the file, checkpoints by the tensor."""
     files = [path for pattern in RESULTS for path in output_dir.glob(pattern)]
-    found = {path.name: Content((json_hash if path.suffix == ".json" else file_hash)(path), path) for path in files}
+    found = {
+        path.name: Content((json_hash if path.suffix == ".json" else file_hash)(path), path)
+        for path in files
+    }
     for path in output_dir.glob("checkpoints/step_*/*.safetensors"):
-        found |= {f"{path.parent.name}/{path.name}:{name}": each for name, each in tensors(path).items()}
-    if not any(name.endswith(".safetensors") for name in found) or not any(name.startswith("step_") for name in found):
-        raise Failed(f"a run saved no result or no checkpoint, only {', '.join(sorted(found)) or 'nothing'}")
+        found |= {
+            f"{path.parent.name}/{path.name}:{name}": each for name, each in tensors(path).items()
+        }
+    if not any(name.endswith(".safetensors") for name in found) or not any(
+        name.startswith("step_") for name in found
+    ):
+        raise Failed(
+            f"a run saved no result or no checkpoint, only {', '.join(sorted(found)) or 'nothing'}"
+        )
     return found
 
 
@@ -118,7 +157,9 @@ def file_hash(path: Path) -> str:
 
 
 def json_hash(path: Path) -> str:
-    """Of the content; lists of names are sorted first, since PEFT keeps target_modules as a set without an order."""
+    """Of the content; lists of names are sorted first, since PEFT keeps target_modules as a set
+    without an order.
+    """
 
     def in_order(node: Any) -> Any:
         if isinstance(node, dict):

@@ -24,14 +24,17 @@ TYPES = ROOT / "fsdp_qlora" / "config" / "train_options.pyi"
 INTRODUCTION = """\
 # Options
 
-These are the flags of `fsdp-qlora train` (and `train.py`), the keys of YAML files for `--config`, and the keywords of
-[`fsdp_qlora.train`](python_api.md). Flags override YAML keys. Separate the items of lists by commas or spaces.
+These are the flags of `fsdp-qlora train` (and `train.py`), the keys of YAML files for `--config`,
+and the keywords of [`fsdp_qlora.train`](python_api.md). Flags override YAML keys. Separate the
+items of lists by commas or spaces.
 `fsdp-qlora train --help` prints the same texts. `python scripts/update_docs.py` writes this page.
 """
 
 
 def options_page() -> str:
-    """The text of docs/options.md: the options under the headings of --help, then rules for groups of them."""
+    """The text of docs/options.md: the options under the headings of --help, then rules for groups
+    of them.
+    """
     parts = [INTRODUCTION]
     for heading, options in option_help().items():
         parts.append(f"## {heading[0].upper()}{heading[1:]}\n")
@@ -49,7 +52,11 @@ def _entry(name: str, text: str) -> str:
     allowed = f"{limit.allowed}; " if limit and limit != NOT_EMPTY and not choices else ""
     lines = [f"**`--{name} {'NAME' if choices else values}`** ({allowed}default `{default}`)"]
     if choices:
-        lines.append(_wrapped(f"{'One or more' if get_origin(hint) is tuple else 'One'} of {_names(choices)}."))
+        lines.append(
+            _wrapped(
+                f"{'One or more' if get_origin(hint) is tuple else 'One'} of {_names(choices)}."
+            )
+        )
     return "\\\n".join([*lines, _wrapped(text.replace("*", "\\*"))]) + "\n"
 
 
@@ -61,11 +68,15 @@ def _marks() -> list[str]:
     quantizers = sorted({kind.quantizer for kind in TRAIN_TYPES.values() if kind.quantizer})
     same = [name for name in vars(DEFAULTS) if name not in names_marked(MAY_DIFFER)]
     sentences = [
-        f"To resume an unfinished run, keep the values of {_names(same)}. All other options may differ, as long as the "
+        f"To resume an unfinished run, keep the values of {_names(same)}. All other options may "
+        "differ, as long as the "
         "rows and the base weights stay the same.",
         f"All nodes of a run need the same options, except for {_marked(PER_NODE)}.",
         f"Only train types with an adapter take {_marked(OF_ADAPTER)}.",
-        *(f"Only train types with the quantizer {name} take {_marked(of_quantizer(name))}." for name in quantizers),
+        *(
+            f"Only train types with the quantizer {name} take {_marked(of_quantizer(name))}."
+            for name in quantizers
+        ),
     ]
     return ["## Option rules\n", *(_wrapped(sentence) + "\n" for sentence in sentences)]
 
@@ -79,9 +90,12 @@ def _names(names: list[str] | tuple[str, ...]) -> str:
 
 
 def types_file() -> str:
-    """The text of fsdp_qlora/config/train_options.pyi: what an editor shows of the keywords of `train`."""
+    """The text of fsdp_qlora/config/train_options.pyi: what an editor shows of the keywords of
+    `train`.
+    """
     lines = [
-        '"""The keywords of `fsdp_qlora.train`, for editors and type checkers. Written by scripts/update_docs.py."""',
+        '"""The keywords of `fsdp_qlora.train`, for editors and type checkers. Written by '
+        'scripts/update_docs.py."""',
         "# ruff: noqa",
         "# fmt: off",
         "",
@@ -112,7 +126,9 @@ def _accepted(hint: object) -> str:
 def main(argv: list[str]) -> int:
     contents = {OPTIONS: options_page(), TYPES: types_file()}
     if "--check" in argv:
-        return int(any(not path.is_file() or path.read_text() != text for path, text in contents.items()))
+        return int(
+            any(not path.is_file() or path.read_text() != text for path, text in contents.items())
+        )
     for path, text in contents.items():
         path.write_text(text)
     return 0

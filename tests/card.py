@@ -11,7 +11,8 @@ _libraries: list[torch.library.Library] = []  # an implementation lasts as long 
 def answer_as_a_card() -> None:
     """From here on, `torch._foreach_copy_` computes in this process as on a card.
 
-    Its CUDA kernel reads 16-bit floats into float32 and rounds them back, so every NaN becomes 0x7fff (pytorch#159333).
+    Its CUDA kernel reads 16-bit floats into float32 and rounds them back, so every NaN becomes
+    0x7fff (pytorch#159333).
     """
     if not _libraries:
         library = torch.library.Library("aten", "IMPL")
@@ -19,7 +20,9 @@ def answer_as_a_card() -> None:
         _libraries.append(library)
 
 
-def _foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+def _foreach_copy(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
         if target.dtype in _16_BIT:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-TIERS = {"slow": "also the tests that continuous integration runs", "nightly": "also those of the nightly runs"}
+TIERS = {
+    "slow": "also the tests that continuous integration runs",
+    "nightly": "also those of the nightly runs",
+}
 
 # Before torch is imported: one thread per rank, and a cache of the tests' own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of a tier that neither its option nor `-m` names."""
-    left_out = {tier for tier in TIERS if not config.getoption(tier) and tier not in config.getoption("markexpr")}
+    left_out = {
+        tier
+        for tier in TIERS
+        if not config.getoption(tier) and tier not in config.getoption("markexpr")
+    }
     unwanted = [item for item in items if any(item.get_closest_marker(tier) for tier in left_out)]
     config.hook.pytest_deselected(items=unwanted)
     items[:] = [item for item in items if item not in unwanted]
@@ -29,7 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see no GPU unless those of the marker gpu are asked for.
 
-    They hold for a CPU, and importing bitsandbytes would initialize CUDA in the server process that forks the ranks.
+    They hold for a CPU, and importing bitsandbytes would initialize CUDA in the server process that
+    forks the ranks.
     """
     if not re.search(r"(?<!not )\bgpu\b", str(config.getoption("markexpr"))):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -59,7 +67,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(autouse=True)
 def _no_handler_of_another_test() -> None:
-    """A program that ran in this process has left the log's handler, whose stream may be closed by now."""
+    """A program that ran in this process has left the log's handler, whose stream may be closed by
+    now.
+    """
     logging.getLogger("fsdp_qlora").handlers.clear()
 
 

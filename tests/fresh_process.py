@@ -1,4 +1,6 @@
-"""A function's result from a process of its own: what other tests left in this one (threads, garbage) has no part."""
+"""A function's result from a process of its own: what other tests left in this one (threads,
+garbage) has no part.
+"""
 
 import faulthandler
 import multiprocessing

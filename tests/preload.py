@@ -11,7 +11,8 @@ __all__ = ["run"]
 
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once
 
-# A rank's collector would walk through all this and so copy its pages: a third of a tiny run's time.
+# A rank's collector would walk through all this and so copy its pages: a third of a tiny run's
+# time.
 gc.collect()
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None  # the training loop would undo it

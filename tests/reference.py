@@ -1,4 +1,6 @@
-"""An independent single-process trainer: transformers + PEFT + bitsandbytes, plain PyTorch, no FSDP."""
+"""An independent single-process trainer: transformers + PEFT + bitsandbytes, plain PyTorch, no
+FSDP.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,18 +16,23 @@ from fsdp_qlora.model.adapters.first_values import first_adapter_value
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the "
     "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
 )
 PROMPT_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}"
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### "
+    "Input:\n{input}"
     "\n\n### Response:"
 )
 
 
 def load_base(folder: Path, *, four_bit: bool, auto: Any = AutoModelForCausalLM) -> torch.nn.Module:
-    """The base model in fp32 compute, with bitsandbytes' own Linear4bit (NF4, double quantization) if asked."""
+    """The base model in fp32 compute, with bitsandbytes' own Linear4bit (NF4, double quantization)
+    if asked.
+    """
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -33,12 +40,16 @@ def load_base(folder: Path, *, four_bit: bool, auto: Any = AutoModelForCausalLM)
         bnb_4bit_compute_dtype=torch.float32,
     )
     options = {"quantization_config": quantization, "device_map": "cpu"} if four_bit else {}
-    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    model = auto.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **options
+    )
     return in_fp32(model)
 
 
 def in_fp32(model: torch.nn.Module) -> torch.nn.Module:
-    """Make Linear4bit compute in its compute dtype: in eval mode, on a CPU with AVX512-BF16, it takes bf16."""
+    """Make Linear4bit compute in its compute dtype: in eval mode, on a CPU with AVX512-BF16, it
+    takes bf16.
+    """
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.training = True
@@ -47,7 +58,8 @@ def in_fp32(model: torch.nn.Module) -> torch.nn.Module:
 
 @torch.no_grad()
 def load_decoded_base(folder: Path, linears: Sequence[str] = LINEARS) -> torch.nn.Module:
-    """The base model in fp32, its linear layers rounded to what NF4 with double quantization keeps of them.
+    """The base model in fp32, its linear layers rounded to what NF4 with double quantization keeps
+    of them.
 
     For what bitsandbytes' and PEFT's layers compute in bf16 whatever the model's dtype.
     """
@@ -78,7 +90,9 @@ def encode(folder: Path, rows: list[dict[str, str]]) -> list[tuple[torch.Tensor,
     for row in rows:
         template = PROMPT_WITH_INPUT if row["input"] else PROMPT
         prompt = tokenizer(template.format(**row))["input_ids"]
-        answer = tokenizer(row["output"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        answer = tokenizer(row["output"], add_special_tokens=False)["input_ids"] + [
+            tokenizer.eos_token_id
+        ]
         ids = torch.tensor([prompt + answer])
         labels = ids.clone()
         labels[:, : len(prompt)] = -100
@@ -86,12 +100,16 @@ def encode(folder: Path, rows: list[dict[str, str]]) -> list[tuple[torch.Tensor,
     return encoded
 
 
-def batch_loss(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def batch_loss(
+    model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
     """Mean loss over the target tokens of all rows."""
     total = torch.zeros(())
     for ids, labels in batch:
         logits = model(input_ids=ids, use_cache=False).logits
-        total = total + F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
+        total = total + F.cross_entropy(
+            logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
+        )
     return total / sum(int((labels[:, 1:] != -100).sum()) for _, labels in batch)
 
 
@@ -105,7 +123,8 @@ def train_peft(
     lr_ratio: float = 1.0,
     **options: object,
 ) -> tuple[list[float], PeftModel]:
-    """Full-batch AdamW steps of PEFT's own adapter on all linear layers of the blocks, clipped at norm 1.
+    """Full-batch AdamW steps of PEFT's own adapter on all linear layers of the blocks, clipped at
+    norm 1.
 
     Args:
         first_value: of A and B, by name and shape.
@@ -120,7 +139,9 @@ def train_peft(
         if "lora_A" in name or "lora_B" in name:
             parameter.data.copy_(first_value(name.replace(".default", ""), parameter.shape))
         if parameter.requires_grad:
-            groups.append({"params": [parameter], "lr": lr * (lr_ratio if "lora_B" in name else 1.0)})
+            groups.append(
+                {"params": [parameter], "lr": lr * (lr_ratio if "lora_B" in name else 1.0)}
+            )
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     losses = []
     for _ in range(steps):
@@ -134,19 +155,26 @@ def train_peft(
 
 
 def train_plainly(
-    base: torch.nn.Module, batches: list[dict[str, torch.Tensor]], target_modules: str, sgd_lr: float = 0.0
+    base: torch.nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    target_modules: str,
+    sgd_lr: float = 0.0,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Three full-batch steps of PEFT's adapter, by AdamW: losses, gradient norms, and the adapter.
 
     Args:
-        batches: arguments of the model and labels, of a row each. target_modules: a pattern of all of a path.
-        sgd_lr: of stochastic gradient descent instead.
+        batches: arguments of the model and labels, of a row each. target_modules: a pattern of all
+        of a path. sgd_lr: of stochastic gradient descent instead.
     """
     model = peft_model(base, r=4, lora_alpha=6, target_modules=target_modules).train()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for name, parameter in trained.items():
-        parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=5))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
+        parameter.data.copy_(
+            first_adapter_value(name.replace(".default", ""), parameter.shape, seed=5)
+        )
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        trained.values(), lr=1e-2, weight_decay=0.0
+    )
     optimizer = torch.optim.SGD(trained.values(), lr=sgd_lr) if sgd_lr else optimizer
     losses = []
     norms = []
@@ -154,9 +182,15 @@ def train_plainly(
     for _ in range(3):
         total = torch.zeros(())
         for batch in batches:
-            inputs = {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
+            inputs = {
+                name: value
+                for name, value in batch.items()
+                if name not in ("labels", "attention_mask")
+            }
             logits = model(**inputs, use_cache=False).logits[0, :-1]
-            total = total + F.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
+            total = total + F.cross_entropy(
+                logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum"
+            )
         norms.append(step_plainly(optimizer, total / count))
         losses.append(total.item() / count)
     return losses, norms, get_peft_model_state_dict(model)
@@ -172,4 +206,6 @@ def step_plainly(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
 
 
 def peft_model(base: torch.nn.Module, **options: object) -> PeftModel:
-    return get_peft_model(base, LoraConfig(**{"target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options}))
+    return get_peft_model(
+        base, LoraConfig(**{"target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options})
+    )

@@ -22,7 +22,9 @@ def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
 def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_path: Path) -> None:
     # Far too small to be fast, so the exit status does not count.
     _, result = _run(cpu.main, "--tiny", "--rounds", "2", output=tmp_path / "out.json")
-    assert {part: [name for name in rows if name != "TRL"] for part, rows in result["parts"].items()} == {
+    assert {
+        part: [name for name in rows if name != "TRL"] for part, rows in result["parts"].items()
+    } == {
         "lora linear": ["ours", "PEFT"],
         "dora linear": ["ours", "our LoRA", "PEFT"],
         "head and loss": ["ours", "all logits"],
@@ -31,7 +33,8 @@ def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_pa
         "distill": ["ours", "ours, both"],
     }
     assert not [line for line in cpu.failures(result["parts"]) if "not the same work" in line]
-    # 8 of 20 tokens go through the head; all logits are kept, made probabilities, and have a gradient.
+    # 8 of 20 tokens go through the head; all logits are kept, made probabilities, and have a
+    # gradient.
     assert result["parts"]["head and loss"]["all logits"]["peak_bytes"] > 2 * 20 * 256 * 4
     assert result["parts"]["head and loss"]["ours"]["peak_bytes"] < 1.5 * 8 * 256 * 4
     low, middle, high = result["parts"]["small model"]["HF Trainer"]["ratio_quartiles"]
@@ -49,12 +52,21 @@ def test_answers_benchmark_asks_both_commits_the_same(tmp_path: Path) -> None:
 def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
     models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    argv = ["--model_name", str(models()), "--dataset", str(write_rows(tmp_path / "rows.jsonl", make_rows(8)))]
+    argv = [
+        "--model_name",
+        str(models()),
+        "--dataset",
+        str(write_rows(tmp_path / "rows.jsonl", make_rows(8))),
+    ]
     argv += ["--rows", "8", "--batch_size", "2", "--rounds", "1", "--hidden", "64", "--layers", "1"]
     status, result = _run(epoch_time.main, *argv, output=tmp_path / "out.json")
     assert status == 0 and result["tokens"] > result["targets"] > 8
     ours = {name: who for name, who in result["who"].items() if name.startswith("ours")}
-    assert {name: who["steps"] for name, who in ours.items()} == {"ours": 4, "ours, packed": 2, "ours, padded": 4}
+    assert {name: who["steps"] for name, who in ours.items()} == {
+        "ours": 4,
+        "ours, packed": 2,
+        "ours, padded": 4,
+    }
     assert all(len(who["cpu_seconds"]) == 1 and len(who["losses"]) == 2 for who in ours.values())
     assert ours["ours, padded"]["losses"] == pytest.approx(ours["ours"]["losses"], rel=1e-5)
 
@@ -66,18 +78,33 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
     speed = result["parts"]["speed"]
     assert speed["loss_falls"] and len(speed["trace"]["host"]["longest"]) == 40
     assert {"codes", "statistics", "frozen", "trainable"} < set(speed["account_bytes"])
-    # The account's estimate of the optimizer's state, against the state itself (and its step counters).
-    assert speed["optimizer_state_bytes"] == pytest.approx(speed["account_bytes"]["optimizer state"], rel=0.01)
+    # The account's estimate of the optimizer's state, against the state itself (and its step
+    # counters).
+    assert speed["optimizer_state_bytes"] == pytest.approx(
+        speed["account_bytes"]["optimizer state"], rel=0.01
+    )
     phases = ["before", "planned", "loaded and verified", "4 x 32", "2 x 32", "recompute none"]
     assert list(speed["memory_bytes"]) == phases
     ours = speed["peers"]["ours"]
     peer = speed["peers"]["PEFT + bitsandbytes"]
-    assert peer["same_work"] and peer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
+    assert peer["same_work"] and peer["first_grad_norm"] == pytest.approx(
+        ours["first_grad_norm"], rel=1e-4
+    )
 
 
 @pytest.mark.nightly
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
-    chosen = ["offload", "decode", "types", "formats", "experts", "context", "padding", "batches", "whole"]
+    chosen = [
+        "offload",
+        "decode",
+        "types",
+        "formats",
+        "experts",
+        "context",
+        "padding",
+        "batches",
+        "whole",
+    ]
     chosen += ["alternatives"]
     report = tmp_path / "report.md"
     argv = ["--tiny", "--precision", "fp32", "--report", str(report), "--parts", *chosen]
@@ -87,9 +114,15 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
     assert [*rows["padding-free, packing"]["figures"]] == ["padding", "padding-free", "packing"]
     shares = rows["padding-free, packing"]["useful_of_computed"]
     assert shares["padding"] < 0.9 and shares["padding-free"] == shares["packing"] == 1.0
-    assert [*rows["answers, 8B, prompts of 32"]["figures"]] == ["1 at a time", "16 at a time", "64 at a time"]
+    assert [*rows["answers, 8B, prompts of 32"]["figures"]] == [
+        "1 at a time",
+        "16 at a time",
+        "64 at a time",
+    ]
     of_types = rows["train types, 8B, 4 x 32"]["figures"]
-    assert len(of_types) == 8 and {"bnb_dora, recompute all", "hqq_lora, recompute none"} < {*of_types}
+    assert len(of_types) == 8 and {"bnb_dora, recompute all", "hqq_lora, recompute none"} < {
+        *of_types
+    }
     assert [*rows["formats, 8B, 4 x 32"]["figures"]] == ["nf4", "mxfp4", "nvfp4", "fp8"]
     assert len(rows["experts, 2 blocks of 30B-A3B, 4 x 32"]["figures"]) == 4
     assert [*rows["micro-batches, 8B, recompute all"]["figures"]] == ["8 x 32", "16 x 32", "1 x 32"]
@@ -105,39 +138,68 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
         assert f"| {row['item']} | {row['unit']} | " in text and row["aim"] in text
 
 
-def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_benchmarks_report_hides_secrets_folders_and_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpu_report.socket, "gethostname", lambda: "node-17")
     monkeypatch.setattr(gpu_report.getpass, "getuser", lambda: "alice")
-    error = "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, 1/2; "
-    error += "11,000 tokens/s; https://pytorch.org/docs/stable in file:///home/alice/x.py:/mnt/alice/y"
-    record = {"has_values": True, "parts": {"box": {"error": error}, "context": {"left_out": "no time left"}}}
-    text = gpu_report.report(
-        record, gpu_report.command(["--output", "/home/alice/gpu.json", "--parts", "offload", "speed"])
+    error = (
+        "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, "
+        "1/2; "
     )
-    clean = "[user] on [host]: no .../config.json, [secret], 1/2; 11,000 tokens/s; https://pytorch.org/docs/stable in "
+    error += (
+        "11,000 tokens/s; https://pytorch.org/docs/stable in file:///home/alice/x.py:/mnt/alice/y"
+    )
+    record = {
+        "has_values": True,
+        "parts": {"box": {"error": error}, "context": {"left_out": "no time left"}},
+    }
+    text = gpu_report.report(
+        record,
+        gpu_report.command(["--output", "/home/alice/gpu.json", "--parts", "offload", "speed"]),
+    )
+    clean = (
+        "[user] on [host]: no .../config.json, [secret], 1/2; 11,000 tokens/s; "
+        "https://pytorch.org/docs/stable in "
+    )
     assert f"| box | {clean}.../x.py:.../y |" in text
-    assert "| context | no time left |" in text and "`python benchmarks/gpu.py --parts offload speed`" in text
+    assert ("| context | no time left |") in text and (
+        "`python benchmarks/gpu.py --parts offload speed`"
+    ) in text
 
 
 def test_gpu_report_puts_measured_beside_planned_and_peft() -> None:
     step = {"tokens_per_second": 9000.0, "planned_tokens_per_second": 6000.0}
-    step |= {name: {"reserved": gib} for name, gib in (("measured_gib", 9.75), ("planned_gib", 9.5))}
-    row = {"item": "beside peers, 8B, 4 x 2048", "unit": "", "figures": {"PEFT + bitsandbytes": 6000.0}}
+    step |= {
+        name: {"reserved": gib} for name, gib in (("measured_gib", 9.75), ("planned_gib", 9.5))
+    }
+    row = {
+        "item": "beside peers, 8B, 4 x 2048",
+        "unit": "",
+        "figures": {"PEFT + bitsandbytes": 6000.0},
+    }
     row |= {"ratio": 1.5, "aim": "", "holds": None}
     peer = {"error": "", "peak_bytes": {"peak_reserved": 19.5 * 2**30}}
     tests = gpu_report.count_tests(
         "tests/gpu/test_values.py::test_losses[full, offloaded] PASSED [ 50%]\n"
         "tests/gpu/test_values.py::test_losses[qlora] FAILED [100%]\n"
-        "FAILED tests/gpu/test_values.py::test_losses[qlora] - AssertionError: [1.5], on the CPU [1.6]\n"
+        "FAILED tests/gpu/test_values.py::test_losses[qlora] - AssertionError: [1.5], on the CPU "
+        "[1.6]\n"
     )
     parts = {
         "speed": {"planned": {"all": step}, "rows": [row], "peers": {"PEFT + bitsandbytes": peer}},
         "offload": {"planned": {"resident": step}},
-        "values": {**tests, "error": "exit status 1", "part_seconds": 61.0, "part_cpu_seconds": 31.0},
+        "values": {
+            **tests,
+            "error": "exit status 1",
+            "part_seconds": 61.0,
+            "part_cpu_seconds": 31.0,
+        },
     }
     text = gpu_report.report({"has_values": True, "parts": parts}, "python benchmarks/gpu.py")
     assert "| speed | all | 9,000 | 6,000 | 1.50 | 9.75 | 9.5 | 0.50 |" in text
-    assert "| offload | resident | 9,000 | 6,000 |  | 9.75 | 9.5 |  |" in text  # another model than the peers'
+    # another model than the peers'
+    assert "| offload | resident | 9,000 | 6,000 |  | 9.75 | 9.5 |  |" in text
     assert "| values | 1 passed, 1 failed |" in text and "| values | 61 | 31 |" in text
     assert "| values | test_losses[qlora] - AssertionError: [1.5], on the CPU [1.6] |" in text
 
@@ -146,7 +208,10 @@ def test_gpu_benchmark_runs_tests_side_by_side_and_ends_slow_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # In place of tests: two programs that wait for each other, and one that sleeps.
-    meet = "import pathlib, time; pathlib.Path('{0}').touch()\nwhile not pathlib.Path('{1}').exists(): time.sleep(0.05)"
+    meet = (
+        "import pathlib, time; pathlib.Path('{0}').touch()\nwhile not "
+        "pathlib.Path('{1}').exists(): time.sleep(0.05)"
+    )
     said = "\nprint('tests/gpu/test_x.py::test_one PASSED')"
     files = [tmp_path / "one", tmp_path / "two"]
     programs = {
@@ -158,10 +223,18 @@ def test_gpu_benchmark_runs_tests_side_by_side_and_ends_slow_parts(
     monkeypatch.setattr(gpu, "command_of", lambda name, *_: [sys.executable, "-c", programs[name]])
     monkeypatch.setattr(gpu, "has_gpu", lambda: True)
     log = tmp_path / "log.txt"
-    status, result = _run(gpu.main, "--parts", *programs, "--log", str(log), output=tmp_path / "out.json")
+    status, result = _run(
+        gpu.main, "--parts", *programs, "--log", str(log), output=tmp_path / "out.json"
+    )
     parts = result["parts"]
-    assert status == 1 and parts["values"]["error"] == "exit status 1" and parts["box"]["error"] == "not done after 3 s"
-    assert "error" not in parts["ranks"] and parts["ranks"]["tests"] == parts["values"]["tests"] == {"passed": 1}
+    assert (
+        status == 1
+        and parts["values"]["error"] == ("exit status 1")
+        and parts["box"]["error"] == ("not done after 3 s")
+    )
+    assert "error" not in parts["ranks"] and parts["ranks"]["tests"] == parts["values"][
+        "tests"
+    ] == {"passed": 1}
     assert log.read_text().count("test_one PASSED") == 2 and "ZeroDivisionError" in log.read_text()
 
 
@@ -176,7 +249,9 @@ def test_gpu_benchmark_says_so_where_there_is_no_gpu(
 def test_random_weights_are_the_same_however_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "_CHUNK", 1000)
     name = "model.layers.0.mlp.up_proj.weight"
-    source = common.RandomWeights(LlamaConfig(**gpu_steps.SHAPES["tiny"]), torch.float32, torch.device("cpu"))
+    source = common.RandomWeights(
+        LlamaConfig(**gpu_steps.SHAPES["tiny"]), torch.float32, torch.device("cpu")
+    )
     whole = source.read_rows(name, 0, 512)
     assert whole.shape == source.shape(name) and whole.std().item() == pytest.approx(0.02, rel=0.02)
     assert torch.equal(source.read_rows(name, 3, 77), whole[3:77])
@@ -190,6 +265,7 @@ def test_flops_of_a_7b_step_are_those_counted_by_hand() -> None:
     total, recomputed = gpu_steps.flops_per_step(
         config, linear_weights=linear, lora_weights=0, num_rows=1, length=1000, num_targets=1000
     )
-    attention = 32 * 32 * 2 * (1000 * 1000 / 2 * 128 * 2)  # layers, heads, products, a multiply-add per pair and dim
+    # layers, heads, products, a multiply-add per pair and dim
+    attention = 32 * 32 * 2 * (1000 * 1000 / 2 * 128 * 2)
     assert recomputed == pytest.approx(2 * linear * 1000 + attention)
     assert total == pytest.approx(3 * recomputed + attention + 4 * 32000 * 4096 * 1000)

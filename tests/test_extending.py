@@ -1,4 +1,6 @@
-"""docs/extending.md, walked: its examples are added to the tables and train, and the places that it lists exist."""
+"""docs/extending.md, walked: its examples are added to the tables and train, and the places that it
+lists exist.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +20,11 @@ from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_ro
 
 GUIDE = (ROOT / "docs" / "extending.md").read_text()
 SECTIONS = dict(re.findall(r"^## A (.+)\n((?:(?!^## ).*\n?)*)", GUIDE, re.MULTILINE))
-RIDDLES = [{"riddle": f"{word} {number}", "solution": word} for number in range(8) for word in ("river", "mountain")]
+RIDDLES = [
+    {"riddle": f"{word} {number}", "solution": word}
+    for number in range(8)
+    for word in ("river", "mountain")
+]
 
 
 def places(section: str) -> dict[str, list[str]]:
@@ -33,7 +39,12 @@ def places(section: str) -> dict[str, list[str]]:
 
 def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
     assert list(SECTIONS) == [
-        "quantizer", "train type", "preference objective", "reward function", "dataset format", "metric sink",
+        "quantizer", "train "
+                     "type", "preference "
+                                   "objective", "reward "
+                                                           "function", "dataset "
+                                                                              "format", "metric "
+                                                                                        "sink",
     ]  # fmt: skip
     for kind, section in SECTIONS.items():
         listed = places(section)
@@ -44,7 +55,9 @@ def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
 
 
 def add_the_examples() -> None:
-    """Do what the lists say, in this process: the examples, and the names among the values of options."""
+    """Do what the lists say, in this process: the examples, and the names among the values of
+    options.
+    """
     from fsdp_qlora.config import cli
     from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, one_of_names
     from fsdp_qlora.config.objectives import OBJECTIVES
@@ -101,7 +114,9 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
         assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
 
 
-def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_format_of_the_guide_is_asked_by_generate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     example = SECTIONS["dataset format"].partition("```python\n")[2].partition("```")[0]
     monkeypatch.setattr(formats, "FORMATS", formats.FORMATS.copy())
     monkeypatch.setattr(recognition, "FORMATS", formats.FORMATS)
@@ -114,10 +129,15 @@ def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch: pytest.MonkeyPa
 
 def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "REWARD_FACTORIES", rewards.REWARD_FACTORIES.copy())
-    exec(SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0], {"__name__": "example"})
+    exec(
+        SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0],
+        {"__name__": "example"},
+    )
     [found] = rewards.parse_rewards(["contains:so it is=0.5"])
     assert (found.name, found.weight) == ("contains", 0.5)
-    assert rewards.builtin(found.word)(completions=["so it is 3", "3"], completion_ids=[[1]] * 2) == [1, 0]
+    assert rewards.builtin(found.word)(
+        completions=["so it is 3", "3"], completion_ids=[[1]] * 2
+    ) == [1, 0]
 
 
 def test_an_objective_is_a_function_and_a_row(tmp_path: Path) -> None:

@@ -8,9 +8,22 @@ from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick
 
-SOURCES = sorted(path for folder in ("fsdp_qlora", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path
+    for folder in ("fsdp_qlora", "scripts", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
 SOURCES += [ROOT / "train.py"]
-MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch.distributed.checkpoint"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "torch.distributed.checkpoint",
+}
 # torch's collectives of objects pickle them, and so do the loaders.
 NAMES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
@@ -28,8 +41,18 @@ def offences(source: str) -> list[str]:
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             modules = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found += [f"{line}: {module}" for module in modules if any(f"{module}.".startswith(f"{m}.") for m in MODULES)]
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        found += [
+            f"{line}: {module}"
+            for module in modules
+            if any(f"{module}.".startswith(f"{m}.") for m in MODULES)
+        ]
+        name = (
+            node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else ""
+        )
         imported = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         found += [f"{line}: {one}" for one in (name, *imported) if one in NAMES]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -51,4 +74,9 @@ def test_pickle_search_finds_pickling_code() -> None:
         "torch.load(f)",
         "dist.gather_object(a)",
     ]
-    assert [offence.split(": ")[0] for offence in offences("\n".join(lines))] == ["1", "2", "3", "4"]
+    assert [offence.split(": ")[0] for offence in offences("\n".join(lines))] == [
+        "1",
+        "2",
+        "3",
+        "4",
+    ]

@@ -1,4 +1,6 @@
-"""A stranger's first day: the site, the workflows, the issue forms and the examples match the program."""
+"""A stranger's first day: the site, the workflows, the issue forms and the examples match the
+program.
+"""
 
 import contextlib
 import io
@@ -27,7 +29,9 @@ def test_the_site_has_each_document_once() -> None:
     hook = (ROOT / "scripts/docs_site.py").read_text()
     copied = dict(re.findall(r'"([\w/]+\.md)": "([\w/]+\.md)"', hook))
     assert len(copied) > 5 and [source for source in copied if not (ROOT / source).exists()] == []
-    documents = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    documents = [
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    ]
     assert sorted(pages) == sorted([*documents, *copied.values()])
 
 
@@ -40,12 +44,16 @@ def test_workflows_run_parts_that_there_are() -> None:
             matrix = job.get("strategy", {}).get("matrix", {}).get("part", [""])
             lines = [step["run"] for step in job["steps"] if "run" in step]
             assert lines and all(line.startswith(".ci/run ") for line in lines)
-            called |= {line.split()[1] if "{" not in line else part for line in lines for part in matrix}
+            called |= {
+                line.split()[1] if "{" not in line else part for line in lines for part in matrix
+            }
     assert called == known == {"static", "quick", "ranks", "chaos", "stand-in", "docs", "nightly"}
 
 
 def test_forms_for_problems_ask_for_env_and_doctor() -> None:
-    forms = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")]
+    forms = [
+        yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")
+    ]
     forms = [form for form in forms if "body" in form]
     for form in forms:
         asked = set(re.findall(r"`fsdp-qlora (\w+)`", json.dumps(form)))
@@ -57,14 +65,20 @@ def test_one_version_is_named_everywhere() -> None:
     newest = re.search(r"^## \[(\d[\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest and newest[1] == citation["version"] == __version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
+    assert [author["name"] for author in project["authors"]] == [
+        author["name"] for author in citation["authors"]
+    ]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_log_of_an_example_is_that_of_its_command(name: str) -> None:
     folder = ROOT / "examples" / name
     command = re.sub(r"\\\n *", "", (folder / "run.sh").read_text())
-    (line,) = [line.removesuffix(' "$@"') for line in command.splitlines() if line.startswith("fsdp-qlora train")]
+    (line,) = [
+        line.removesuffix(' "$@"')
+        for line in command.splitlines()
+        if line.startswith("fsdp-qlora train")
+    ]
     given = [word.removeprefix("--") for word in shlex.split(line) if word.startswith("--")]
     assert set(given) - option_types().keys() <= {"config"}
     log = (folder / "run.log").read_text()
@@ -88,7 +102,9 @@ def test_examples_run_in_a_clone(name: str, tmp_path: Path) -> None:
     (tmp_path / f"examples/{name}/curve.svg").unlink()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["bash", str(script), *flags(max_steps=2, max_bad_rows=1)]  # its tokens are bytes
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "<polyline" in (tmp_path / f"examples/{name}/curve.svg").read_text()
 

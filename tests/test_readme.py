@@ -1,4 +1,6 @@
-"""The README and the docs say what the code does: their commands run, their links lead somewhere, their names exist."""
+"""The README and the docs say what the code does: their commands run, their links lead somewhere,
+their names exist.
+"""
 
 import io
 import json
@@ -24,7 +26,9 @@ from fsdp_qlora.planning.known_models import KNOWN_MODELS
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+]
 DOCUMENTS += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -34,7 +38,17 @@ OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
     *("out", "format", "expansion_rate", "best", "for", "version", "json"),  # our commands
-    *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain", "compare", "sort", "plot"),
+    *(
+        "gpu",
+        "gpu_memory_gib",
+        "num_gpus",
+        "host_ram_gib",
+        "million_tokens",
+        "explain",
+        "compare",
+        "sort",
+        "plot",
+    ),
     "price_per_hour",
     *("base", "dtype", "outfile", "outtype"),  # merge and llama.cpp
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
@@ -49,8 +63,10 @@ OTHER_FLAGS = {
     ),  # vllm
     *("served-model-name", "quantization", "logprobs-mode"),
     *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
-    *("node_rank", "once", "nodes", "gpus-per-node", "env"),  # torchrun, run_forever.sh, SLURM, SkyPilot
-    *("report", "minutes", "part", "parts", "nightly", "shape", "probe"),  # benchmarks, the tests, plan
+    # torchrun, run_forever.sh, SLURM, SkyPilot
+    *("node_rank", "once", "nodes", "gpus-per-node", "env"),
+    # benchmarks, the tests, plan
+    *("report", "minutes", "part", "parts", "nightly", "shape", "probe"),
     *("config", "help", "dry_run"),
 }
 
@@ -59,17 +75,36 @@ def commands(text: str) -> list[str]:
     """The lines of all ```bash blocks, without comments, nohup and a final &."""
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     lines = [
-        line.strip() for block in blocks for line in re.sub(r"\\\n +|^nohup | &$", "", block, flags=re.M).splitlines()
+        line.strip()
+        for block in blocks
+        for line in re.sub(
+            r"\\\n +|^nohup | "
+            r"&$",
+            "",
+            block,
+            flags=re.M,
+        ).splitlines()
     ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 COMMANDS = [line for path in DOCUMENTS for line in commands(path.read_text())]
-COMMANDS += [line for path in CONFIGS for line in re.findall(r"^# +(fsdp-qlora .*)", path.read_text(), re.MULTILINE)]
+COMMANDS += [
+    line
+    for path in CONFIGS
+    for line in re.findall(
+        r"^# +(fsdp-qlora "
+        r".*)",
+        path.read_text(),
+        re.MULTILINE,
+    )
+]
 
 
 def arguments_of_train(line: str) -> list[str] | None:
-    """What training is given by a command that starts it, also through torchrun; None for other commands."""
+    """What training is given by a command that starts it, also through torchrun; None for other
+    commands.
+    """
     words = shlex.split(line)
     if "torchrun" in words:  # also where scripts/run_forever.sh starts it
         words = words[words.index("torchrun") :]
@@ -98,25 +133,40 @@ def plan_all(argvs: list[list[str]]) -> int:
     return next((status for argv in argvs if (status := train.main(argv))), 0)
 
 
-def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_train_command_plans_a_run_of_a_tiny_model(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     mixture = models("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
     tiny = models()
     expanded = tmp_path / "expanded"
     assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
     rows = write_rows(tmp_path / "rows.jsonl", made := make_rows(200))
-    pairs = [{"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]} for row in made]
+    pairs = [
+        {"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]}
+        for row in made
+    ]
     pairs = [{**pair, "answer": "7"} for pair in pairs]  # for --rewards number
-    taught = write_rows(tmp_path / "taught.jsonl", [{**row, "teacher_prompt": "sort"} for row in made])
+    taught = write_rows(
+        tmp_path / "taught.jsonl", [{**row, "teacher_prompt": "sort"} for row in made]
+    )
     adapter = tmp_path / "adapter"
     get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        AutoModelForCausalLM.from_pretrained(tiny),
+        LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
     ).save_pretrained(adapter)
     argvs = []
     for argv in PLANNED.values():
-        # The last of two flags wins: the model, the rows and the folder that a reader has are replaced.
+        # The last of two flags wins: the model, the rows and the folder that a reader has are
+        # replaced.
         stand_ins = {
-            "model_name": mixture if "--lora_target_parameters" in argv else expanded if "expanded" in argv else tiny,
-            "dataset": write_rows(tmp_path / "pairs.jsonl", pairs) if "--objective" in argv else rows,
+            "model_name": mixture
+            if "--lora_target_parameters" in argv
+            else expanded
+            if "expanded" in argv
+            else tiny,
+            "dataset": write_rows(tmp_path / "pairs.jsonl", pairs)
+            if "--objective" in argv
+            else rows,
             **({"dataset": taught} if {"distill", "distill_on_policy"} & {*argv} else {}),
             **({"teacher": tiny} if "--teacher" in argv else {}),
             **({"max_completion_length": 32} if "distill_on_policy" in argv else {}),
@@ -142,7 +192,11 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     for name in ("output", "output_2"):  # runs
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    lines = [shlex.split(line) for line in COMMANDS if line not in PLANNED and line.startswith("fsdp-qlora ")]
+    lines = [
+        shlex.split(line)
+        for line in COMMANDS
+        if line not in PLANNED and line.startswith("fsdp-qlora ")
+    ]
     assert lines
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     train_ok(1, tmp_path / "run", model_name=models(), dataset=rows, max_steps=1, eval_fraction=0.1)
@@ -158,7 +212,9 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
             }
             stand_ins["out"] = merged if command == "merge" and not merged.exists() else out
             words[0] = words[0] if words[0].startswith("--") else str(tmp_path / "run")
-            words += flags(**{name: value for name, value in stand_ins.items() if f"--{name}" in words})
+            words += flags(
+                **{name: value for name, value in stand_ins.items() if f"--{name}" in words}
+            )
             words += flags(max_new_tokens=2) if command == "generate" else []
             words += flags(nproc_per_node=1) if command in ("generate", "evaluate") else []
         elif command in ("quantize", "expand", "export"):  # MODEL --out DIR
@@ -175,14 +231,22 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
 
 def test_the_files_that_commands_name_are_there() -> None:
     words = {word for line in COMMANDS if line not in PLANNED for word in shlex.split(line)}
-    named = {word for word in words if re.match(r"(scripts|benchmarks|tests|docs|requirements)[/.]", word)}
+    named = {
+        word
+        for word in words
+        if re.match(r"(scripts|benchmarks|tests|docs|requirements)[/.]", word)
+    }
     assert len(named) > 5 and [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_documented_code_loads_an_adapter(models: Callable[..., Path], tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/after_training.md").read_text(), re.M | re.S)
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/after_training.md").read_text(), re.M | re.S
+    )
     model = AutoModelForCausalLM.from_pretrained(models())
-    get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path / "output")
+    get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(
+        tmp_path / "output"
+    )
     names: dict[str, object] = {}
     exec(example.replace('"output"', repr(str(tmp_path / "output"))), names)
     assert hasattr(names["model"], "peft_config")
@@ -205,13 +269,22 @@ def test_every_place_that_names_pythons_names_those_of_pyproject() -> None:
         }
     assert settings["tool"]["ruff"]["target-version"] == f"py3{lowest}"
     torch = re.search(r":-torch==(\d+\.\d+)", (ROOT / "scripts/setup_env.sh").read_text())
-    assert torch is not None and f"an environment with torch {torch[1]} " in (ROOT / "README.md").read_text()
-    printed = subprocess.run(["bash", "-c", ". scripts/python_span.sh; python_span"], cwd=ROOT, capture_output=True)
+    assert (
+        torch is not None
+        and f"an environment with torch {torch[1]} " in (ROOT / "README.md").read_text()
+    )
+    printed = subprocess.run(
+        ["bash", "-c", ". scripts/python_span.sh; python_span"], cwd=ROOT, capture_output=True
+    )
     assert printed.stdout.decode().split() == [f"3.{minor}" for minor in range(lowest, highest + 1)]
 
 
-@pytest.mark.parametrize(("other", "status", "said"), [("python3.13", 0, "python3.13\n"), ("python4", 1, "")])
-def test_setup_passes_over_a_python3_outside_the_span(other: str, status: int, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "status", "said"), [("python3.13", 0, "python3.13\n"), ("python4", 1, "")]
+)
+def test_setup_passes_over_a_python3_outside_the_span(
+    other: str, status: int, said: str, tmp_path: Path
+) -> None:
     for name in ("bash", "dirname", "sed"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     versions = {"python3": "(3, 10, 4)", other: "(3, 13, 0)"}
@@ -220,7 +293,9 @@ def test_setup_passes_over_a_python3_outside_the_span(other: str, status: int, s
         (tmp_path / name).write_text(f'#!{tmp_path}/bash\ncode="$2"; shift 2\n{start}\n')
         (tmp_path / name).chmod(0o755)
     command = ["bash", "-c", ". scripts/python_span.sh; find_python"]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (status, said)
     assert status == 0 or re.match(r"No Python 3\.11 to 3\.1\d .* Install one", done.stderr)
 
@@ -239,7 +314,8 @@ def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     clone.mkdir()
     for name in ("scripts", "configs", "fsdp_qlora", "train.py", "pyproject.toml"):
         (clone / name).symlink_to(ROOT / name)
-    make_model(clone / "demo" / "model", max_position_embeddings=1024)  # a folder that is complete is kept
+    # a folder that is complete is kept
+    make_model(clone / "demo" / "model", max_position_embeddings=1024)
     bin_folder = tmp_path / "venv" / "bin"
     bin_folder.mkdir(parents=True)
     for name, words in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
@@ -253,8 +329,14 @@ def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    command = ["bash", str(clone / "scripts/demo.sh"), *flags(context_length=1024, max_steps=8, lr=1e-2)]
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command = [
+        "bash",
+        str(clone / "scripts/demo.sh"),
+        *flags(context_length=1024, max_steps=8, lr=1e-2),
+    ]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Adapter loaded by PEFT" in done.stdout
     assert done.stdout.rstrip().endswith("the adapter is in demo/output")
@@ -266,7 +348,8 @@ def test_the_table_of_planned_memory_is_that_of_its_file() -> None:
 
 
 def test_the_page_on_memory_counts_the_known_models() -> None:
-    sizes = [model for model in KNOWN_MODELS.values() if "model_type" in model]  # others have the sizes of these
+    # others have the sizes of these
+    sizes = [model for model in KNOWN_MODELS.values() if "model_type" in model]
     page = (ROOT / "docs/memory.md").read_text()
     assert re.findall(r"(\d+)\smodels\sthat\sthe\sprogram\sknows\sunder\s(\d+)\snames", page) == [
         (str(len(sizes)), str(len(KNOWN_MODELS)))
@@ -280,7 +363,9 @@ def test_settings_of_other_programs_are_named_as_the_messages_name_them() -> Non
         assert set(ours) <= option_types().keys(), line
         named = {name for cell in theirs for name in cell} - set(ours) - {"fsdp_config"}
         here = {name: OTHER_NAMES.get(name, "") for name in named}
-        assert [name for name, now in here.items() if now not in ours and OLDER[now].option not in ours] == [], line
+        assert [
+            name for name, now in here.items() if now not in ours and OLDER[now].option not in ours
+        ] == [], line
 
 
 def test_the_page_and_the_types_of_options_are_those_of_the_code() -> None:
@@ -288,7 +373,11 @@ def test_the_page_and_the_types_of_options_are_those_of_the_code() -> None:
 
 
 def test_the_page_for_contributors_names_every_folder_of_the_package() -> None:
-    folders = {path.parent.name for path in (ROOT / "fsdp_qlora").rglob("*") if path.suffix in (".py", ".yaml")}
+    folders = {
+        path.parent.name
+        for path in (ROOT / "fsdp_qlora").rglob("*")
+        if path.suffix in (".py", ".yaml")
+    }
     assert len(folders) > 20
     assert folders - set(re.findall(r"\w+", (ROOT / "docs/how_it_works.md").read_text())) == set()
 
@@ -296,13 +385,22 @@ def test_the_page_for_contributors_names_every_folder_of_the_package() -> None:
 def test_every_path_that_contributors_are_shown_exists() -> None:
     page = (ROOT / "docs/how_it_works.md").read_text() + (ROOT / "SECURITY.md").read_text()
     paths = set(re.findall(r"`(\w[\w/]*/\w*(?:\.py)?)`", page))
-    there = {path for path in paths for start in (ROOT, ROOT / "fsdp_qlora") if (start / path).exists()}
+    there = {
+        path for path in paths for start in (ROOT, ROOT / "fsdp_qlora") if (start / path).exists()
+    }
     assert len(paths) > 40 and paths - there == set()
 
 
 def test_the_table_of_promises_names_every_folder_of_tests() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders == set(re.findall(r"`tests/(\w+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+    assert folders == set(
+        re.findall(
+            r"`tests/(\w+)` "
+            r"\|$",
+            (ROOT / "CONTRIBUTING.md").read_text(),
+            re.MULTILINE,
+        )
+    )
 
 
 def anchors(path: Path) -> set[str]:
@@ -314,7 +412,16 @@ def anchors(path: Path) -> set[str]:
 
 def test_headings_begin_with_their_subject() -> None:
     pages = [*DOCUMENTS, ROOT / "benchmarks/README.md", ROOT / "tests/phantom/README.md"]
-    titles = [title for page in pages for title in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)]
+    titles = [
+        title
+        for page in pages
+        for title in re.findall(
+            r"^#+ "
+            r"(.+)$",
+            page.read_text(),
+            re.MULTILINE,
+        )
+    ]
     assert [title for title in titles if re.match(r"(As of|Of|Those|What)\b", title)] == []
 
 

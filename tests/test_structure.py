@@ -1,4 +1,6 @@
-"""The shape of the package: imports go one way, files and functions are short, and ideas stay in few places."""
+"""The shape of the package: imports go one way, files and functions are short, and ideas stay in
+few places.
+"""
 
 import ast
 import re
@@ -16,7 +18,9 @@ from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick
 
-SOURCES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "fsdp_qlora").rglob("*.py"))}
+SOURCES = {
+    path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "fsdp_qlora").rglob("*.py"))
+}
 MODULES = {".".join(path.with_suffix("").parts): ast.parse(text) for path, text in SOURCES.items()}
 FUNCTIONS = [
     (f"{module}.{node.name}", node)
@@ -45,7 +49,8 @@ MOST = {
 }
 MOST_CHARACTERS_OF_A_TESTS_NAME = 70
 LAUNCHER = (
-    "fsdp_qlora.distributed.supervision.launch"  # comes before the run, whose processes it starts as the options say
+    # comes before the run, whose processes it starts as the options say
+    "fsdp_qlora.distributed.supervision.launch"
 )
 
 
@@ -60,7 +65,9 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def folder_of(module: str) -> str:
-    """The folder of a module within a package, such as model.adapters; of a file beside such folders itself."""
+    """The folder of a module within a package, such as model.adapters; of a file beside such
+    folders itself.
+    """
     return ".".join(module.split(".")[1:3])
 
 
@@ -70,7 +77,9 @@ def number_of_parameters(arguments: ast.arguments) -> int:
 
 
 def in_cycles(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """What is left when arrows from where none arrives, and to where none leaves, are taken away again and again."""
+    """What is left when arrows from where none arrives, and to where none leaves, are taken away
+    again and again.
+    """
     left = {(start, end) for start, end in arrows if start != end}
     before = None
     while left != before:
@@ -95,22 +104,38 @@ def test_neither_files_nor_folders_import_each_other_in_a_circle() -> None:
 
 def test_every_imported_library_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = [*project["dependencies"], *(need for extra in project["optional-dependencies"].values() for need in extra)]
+    needs = [
+        *project["dependencies"],
+        *(need for extra in project["optional-dependencies"].values() for need in extra),
+    ]
     declared = {re.split(r"[<>=\[-]", need)[0] for need in needs}
     nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
     imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     libraries = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert {{"PIL": "pillow", "google": "protobuf", "yaml": "pyyaml"}.get(name, name) for name in libraries} <= declared
+    assert {
+        {"PIL": "pillow", "google": "protobuf", "yaml": "pyyaml"}.get(name, name)
+        for name in libraries
+    } <= declared
 
 
 def test_packages_import_only_what_the_drawn_map_has_below_or_right() -> None:
     drawn = (ROOT / "docs/how_it_works.md").read_text().split("```\n")[1].split("\n\n")[0]
-    packages = [name for line in drawn.splitlines() for name in line[: drawn.index("fsdp-qlora:")].split()]
+    packages = [
+        name for line in drawn.splitlines() for name in line[: drawn.index("fsdp-qlora:")].split()
+    ]
     assert set(packages) == {path.parts[1] for path in SOURCES if len(path.parts) > 2}
-    arrows = {(module.split(".")[1], end.split(".")[1]) for module, tree in MODULES.items() for end in imports(tree)}
+    arrows = {
+        (module.split(".")[1], end.split(".")[1])
+        for module, tree in MODULES.items()
+        for end in imports(tree)
+    }
     inside = {(start, end) for start, end in arrows if {start, end} <= {*packages}}
-    assert not {(start, end) for start, end in inside if packages.index(start) > packages.index(end)}
+    assert not {
+        (start, end) for start, end in inside if packages.index(start) > packages.index(end)
+    }
 
 
 def test_packages_are_large_and_no_file_name_is_in_one_twice() -> None:
@@ -130,7 +155,11 @@ def test_only_planning_and_what_is_above_it_see_the_options_as_a_whole() -> None
         for each in ast.walk(tree)
         if isinstance(each, ast.alias)
     }
-    seeing = {module.split(".")[1] for module, name in imported if name == "TrainConfig" and module != LAUNCHER}
+    seeing = {
+        module.split(".")[1]
+        for module, name in imported
+        if name == "TrainConfig" and module != LAUNCHER
+    }
     assert seeing == {"__init__", "api", "commands", "config", "export", "planning", "run"}
 
 
@@ -164,7 +193,14 @@ def sums() -> dict[str, int]:
             text.count("world_size") for path, text in SOURCES.items() if path.name != "layout.py"
         ),
         "places that ask for the kind of rows": sum(
-            len(re.findall(r"\brow_kind\b *[=!]=|\.row_kind\b(?! *[=!]=)", text)) for text in SOURCES.values()
+            len(
+                re.findall(
+                    r"\brow_kind\b *[=!]=|\.row_kind\b(?! "
+                    r"*[=!]=)",
+                    text,
+                )
+            )
+            for text in SOURCES.values()
         ),
     }
 
@@ -177,7 +213,8 @@ def advice(grown: Mapping[str, int]) -> str:
             "There is more to hold in the head.",
             *lines,
             "Keep the idea in the places that have it.",
-            "If it must be in one more, raise its number in MOST and give the reason in the commit.",
+            "If it must be in one more, raise its number in MOST and give the reason in the "
+            "commit.",
         ]
     )
 
@@ -185,14 +222,30 @@ def advice(grown: Mapping[str, int]) -> str:
 def test_docstrings_and_help_begin_with_their_subject() -> None:
     nodes = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree)]
     expressions = [(module, node.value) for module, node in nodes if isinstance(node, ast.Expr)]
-    texts = [(module, str(value.value)) for module, value in expressions if isinstance(value, ast.Constant)]
-    assert len(texts) > 500 and not [text for text in texts if re.match(r"\s*(As of|Of|Those|What)\b", text[1])]
+    texts = [
+        (module, str(value.value))
+        for module, value in expressions
+        if isinstance(value, ast.Constant)
+    ]
+    assert len(texts) > 500 and not [
+        text
+        for text in texts
+        if re.match(
+            r"\s*(As "
+            r"of|Of|Those|What)\b",
+            text[1],
+        )
+    ]
 
 
 def test_names_of_tests_are_short() -> None:
     tests = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")]
-    names = [node.name for tree in tests for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert len(names) > 500 and not [name for name in names if len(name) > MOST_CHARACTERS_OF_A_TESTS_NAME]
+    names = [
+        node.name for tree in tests for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(names) > 500 and not [
+        name for name in names if len(name) > MOST_CHARACTERS_OF_A_TESTS_NAME
+    ]
 
 
 def test_the_sums_do_not_grow() -> None:

@@ -18,8 +18,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WORDS = ["sort", "list", "name", "river", "number", "colour", "blue", "red",
-         "green", "seven", "water", "mountain", "answer", "question", "please", "write"]  # fmt: skip
+WORDS = [
+    "sort",
+    "list",
+    "name",
+    "river",
+    "number",
+    "colour",
+    "blue",
+    "red",
+    "green",
+    "seven",
+    "water",
+    "mountain",
+    "answer",
+    "question",
+    "please",
+    "write",
+]
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -51,13 +67,17 @@ def make_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
 
 
 def make_model(folder: Path, model_type: str = "llama", **overrides: object) -> Path:
-    """A random model of the given family in fp32 with its tokenizer, as a user would have it on disk."""
+    """A random model of the given family in fp32 with its tokenizer, as a user would have it on
+    disk.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, "initializer_range": 0.1, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -86,7 +106,8 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
         return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
 
     return [
-        {"instruction": words(6), "input": words(5) if i % 3 == 0 else "", "output": words(12)} for i in range(count)
+        {"instruction": words(6), "input": words(5) if i % 3 == 0 else "", "output": words(12)}
+        for i in range(count)
     ]
 
 
@@ -118,16 +139,28 @@ def flags(**options: object) -> list[str]:
 
 
 def _free_port() -> int:
-    """A port at which nobody listens, which the kernel gives to nobody and this function not to another process."""
-    first = 11_000 + os.getpid() * 1_009 % 20_000  # below the ports that the kernel gives out by itself
+    """A port at which nobody listens, which the kernel gives to nobody and this function not to
+    another process.
+    """
+    # below the ports that the kernel gives out by itself
+    first = 11_000 + os.getpid() * 1_009 % 20_000
     for port in (11_000 + (first + i) % 20_000 for i in _PORTS):
         with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
             return port
     raise AssertionError("unreachable")
 
 
-def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_size: int, port: int, log: str) -> None:
-    """One rank in a process of its own, as torchrun would start it, its output going to a file, libraries' too."""
+def _worker(
+    target: Callable[..., int],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+    log: str,
+) -> None:
+    """One rank in a process of its own, as torchrun would start it, its output going to a file,
+    libraries' too.
+    """
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -139,7 +172,11 @@ def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_
     }
     torch.set_num_threads(1)
     status = 1
-    with open(log, "w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        open(log, "w", buffering=1) as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
@@ -149,11 +186,15 @@ def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_
     os._exit(status)
 
 
-def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...], folder: Path) -> tuple[list[int], str]:
-    """Call target(*args) -> exit status on `world_size` ranks in forked processes: no import is paid again.
+def on_ranks(
+    world_size: int, target: Callable[..., int], args: tuple[Any, ...], folder: Path
+) -> tuple[list[int], str]:
+    """Call target(*args) -> exit status on `world_size` ranks in forked processes: no import is
+    paid again.
 
     Returns:
-        The ranks' exit statuses and all their output. When one fails the others are ended, as torchrun does.
+        The ranks' exit statuses and all their output. When one fails the others are ended, as
+        torchrun does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
@@ -161,7 +202,9 @@ def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...],
     port = _free_port()
     logs = [str(folder / f"rank{rank}.log") for rank in range(world_size)]
     processes = [
-        context.Process(target=_worker, args=(target, args, rank, world_size, port, logs[rank]), daemon=True)
+        context.Process(
+            target=_worker, args=(target, args, rank, world_size, port, logs[rank]), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -187,7 +230,8 @@ def _train(argv: list[str], logits_file: Path | None) -> int:
         save = saving.save_adapter
 
         def save_with_logits(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            if not isinstance(kwargs["values"], LiveValues):  # a checkpoint's, saved by rank 0 alone
+            # a checkpoint's, saved by rank 0 alone
+            if not isinstance(kwargs["values"], LiveValues):
                 save(model, *args, **kwargs)
                 return
             model.eval()
@@ -201,16 +245,26 @@ def _train(argv: list[str], logits_file: Path | None) -> int:
     return train.main(argv)
 
 
-def run_ranks(world_size: int, argv: list[str], folder: Path, logits_file: Path | None = None) -> tuple[list[int], str]:
-    """Run train.py's main on `world_size` ranks; the trained model's logits of PROBE go to `logits_file`."""
+def run_ranks(
+    world_size: int, argv: list[str], folder: Path, logits_file: Path | None = None
+) -> tuple[list[int], str]:
+    """Run train.py's main on `world_size` ranks; the trained model's logits of PROBE go to
+    `logits_file`.
+    """
     return on_ranks(world_size, _train, (argv, logits_file), folder)
 
 
-def train_ok(world_size: int, output_dir: Path, *, logits_file: Path | None = None, **options: object) -> str:
-    """A run that must succeed; returns its output. It quantizes by itself unless a cache is asked for."""
+def train_ok(
+    world_size: int, output_dir: Path, *, logits_file: Path | None = None, **options: object
+) -> str:
+    """A run that must succeed; returns its output. It quantizes by itself unless a cache is asked
+    for.
+    """
     usual = {"quant_cache": "off"} | ({} if "config" in options else {"context_length": 512})
     argv = flags(output_dir=output_dir, log_to="stdout", **{**usual, **options})
-    statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs", logits_file)
+    statuses, output = run_ranks(
+        world_size, argv, output_dir.parent / f"{output_dir.name}_logs", logits_file
+    )
     assert statuses == [0] * world_size, f"{output[-6000:]}\nexit statuses {statuses}"
     return output
 
@@ -220,31 +274,43 @@ TEKKEN_WORDS = (  # the pattern of its tekken.json
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-MERGES = [("h", "i"), ("g", "o"), ("{blank}", "o"), ("{blank}o", "n"), ("n", "o"), ("s", "o")]  # of `spelled_tokenizer`
+# of `spelled_tokenizer`
+MERGES = [("h", "i"), ("g", "o"), ("{blank}", "o"), ("{blank}o", "n"), ("n", "o"), ("s", "o")]
 
 
 def spelled_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens can be told by hand: letters, and `hi`, `go`, ` on`, `no`, `so`.
 
     Args:
-        kind: "byte_level" (GPT-2's, Llama 3's, Qwen's), "sentencepiece" (Llama 2's, Mistral's of 2023) or "tekken"
-            (Mistral's later ones), in which a word may begin with a sign, as `:go` does.
+        kind: "byte_level" (GPT-2's, Llama 3's, Qwen's), "sentencepiece" (Llama 2's, Mistral's of
+            2023) or "tekken" (Mistral's later ones), in which a word may begin with a sign, as
+            `:go` does.
     """
     blank = "▁" if kind == "sentencepiece" else "Ġ"
     merges = [(a.format(blank=blank), b) for a, b in MERGES]
     merges += [(":", "go")] if kind == "tekken" else []
     is_bytes = kind != "sentencepiece"
-    letters = pre_tokenizers.ByteLevel.alphabet() if is_bytes else [blank, "\n", *map(chr, range(33, 127))]
+    letters = (
+        pre_tokenizers.ByteLevel.alphabet()
+        if is_bytes
+        else [blank, "\n", *map(chr, range(33, 127))]
+    )
     tokens = ["<s>", "</s>", *sorted(letters), *(a + b for a, b in merges)]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     if is_bytes:
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "tekken")
         words = pre_tokenizers.Split(Regex(TEKKEN_WORDS), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain]) if kind == "tekken" else plain
+        backend.pre_tokenizer = (
+            pre_tokenizers.Sequence([words, plain]) if kind == "tekken" else plain
+        )
         backend.decoder = decoders.ByteLevel()
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
         backend.decoder = decoders.Metaspace(prepend_scheme="always")
-    backend.add_special_tokens(["<s>", "</s>", *(["[INST]", "[/INST]"] if kind == "tekken" else [])])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.add_special_tokens(
+        ["<s>", "</s>", *(["[INST]", "[/INST]"] if kind == "tekken" else [])]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

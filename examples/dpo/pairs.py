@@ -1,4 +1,5 @@
-"""Make pairs of which the shorter answer is the better one, from the rows that come with the program.
+"""Make pairs of which the shorter answer is the better one, from the rows that come with the
+program.
 
 python examples/dpo/pairs.py runs/pairs.jsonl
 """
@@ -12,7 +13,9 @@ ROWS = Path(__file__).parents[2] / "fsdp_qlora/data/alpaca_demo.jsonl"
 
 
 def pairs() -> list[dict[str, str]]:
-    """Each row whose answer has several sentences: the first one alone is chosen, the whole answer is rejected."""
+    """Each row whose answer has several sentences: the first one alone is chosen, the whole answer
+    is rejected.
+    """
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     made = []
     for row in rows:

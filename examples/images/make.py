@@ -1,4 +1,5 @@
-"""Make a tiny random model for images and text (gemma3), and 400 questions about the colour of a square.
+"""Make a tiny random model for images and text (gemma3), and 400 questions about the colour of a
+square.
 
 python examples/images/make.py runs/squares
 """
@@ -11,16 +12,33 @@ from pathlib import Path
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 80, 220), "yellow": (230, 210, 40)}
+COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (40, 80, 220),
+    "yellow": (230, 210, 40),
+}
 QUESTION = "What colour is the square?"
-TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+TOKENS = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{{ '<start_of_image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
-    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ "
+    "'<start_of_image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{{ "
+    "eos_token if m.role == 'assistant' }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:\n"
+    "{% endif %}"
 )
 
 
@@ -33,18 +51,39 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([f"user:\n{QUESTION}\nassistant:\n{color}" for color in COLORS] * 2, trainer)
-    options = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "chat_template": TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=TOKENS, **options)
+    tokenizer.train_from_iterator(
+        [f"user:\n{QUESTION}\nassistant:\n{color}" for color in COLORS] * 2, trainer
+    )
+    options = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "chat_template": TEMPLATE,
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, extra_special_tokens=TOKENS, **options
+    )
 
 
 def make_model(folder: Path) -> None:
-    """Two blocks of width 64 behind a tower of two: the program trains the blocks, the tower stays as it is."""
+    """Two blocks of width 64 behind a tower of two: the program trains the blocks, the tower stays
+    as it is.
+    """
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = sizes | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(tokenizer), "initializer_range": 0.1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text = sizes | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(tokenizer),
+        "initializer_range": 0.1,
+    }
     config = Gemma3Config(
         text_config=text | {"max_position_embeddings": 256},
         vision_config=sizes | {"image_size": 28, "patch_size": 14, "initializer_range": 0.1},
@@ -54,7 +93,8 @@ def make_model(folder: Path) -> None:
         eoi_token_index=ids["eoi_token"],
     )
     model = Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)  # zero in a new model
+    # zero in a new model
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.save_pretrained(folder)
     images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
@@ -68,10 +108,15 @@ def make_rows(folder: Path) -> None:
     for number in range(400):
         color, channels = numbers.choice(sorted(COLORS.items()))
         image = Image.new("RGB", (56, 56), (numbers.randrange(256),) * 3)
-        square = tuple(min(255, max(0, channel + numbers.randrange(-25, 26))) for channel in channels)
+        square = tuple(
+            min(255, max(0, channel + numbers.randrange(-25, 26))) for channel in channels
+        )
         image.paste(square, (numbers.randrange(16), numbers.randrange(16), 44, 44))
         image.save(folder / f"{number}.png")
-        chat = [{"role": "user", "content": f"<image>{QUESTION}"}, {"role": "assistant", "content": color}]
+        chat = [
+            {"role": "user", "content": f"<image>{QUESTION}"},
+            {"role": "assistant", "content": color},
+        ]
         lines.append(json.dumps({"messages": chat, "images": [f"{number}.png"]}) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))
 

@@ -1,8 +1,9 @@
 """A run's checkpoints on disk: folders that are complete or absent, with a hash of every file.
 
-CHECKPOINTS/step_NNNNNN holds state.json, safetensors files and manifest.json, which has the size and SHA-256 of the
-others and is written last. A folder is written as .step_NNNNNN.writing, flushed, and then renamed, so a reader never
-sees a partial checkpoint. A damaged one is quarantined: renamed to step_NNNNNN.set_aside.
+CHECKPOINTS/step_NNNNNN holds state.json, safetensors files and manifest.json, which has the size
+and SHA-256 of the others and is written last. A folder is written as .step_NNNNNN.writing, flushed,
+and then renamed, so a reader never sees a partial checkpoint. A damaged one is quarantined: renamed
+to step_NNNNNN.set_aside.
 """
 
 import errno
@@ -17,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import FileRecord, publish_folder, read_named, record_of, write_hashed_json
+from fsdp_qlora.utils.files import (
+    FileRecord,
+    publish_folder,
+    read_named,
+    record_of,
+    write_hashed_json,
+)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -80,7 +87,9 @@ def remove_leftovers(root: Path) -> None:
 
 
 def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
-    """The folder of a checkpoint until it is published. action: writing, or fetching (from a mirror)."""
+    """The folder of a checkpoint until it is published. action: writing, or fetching (from a
+    mirror).
+    """
     return root / f".step_{step:06d}.{action}"
 
 
@@ -88,12 +97,16 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
     """Make a written checkpoint visible, complete and durable.
 
     Raises:
-        OSError: a file is missing, the disk is full, or the step is published already: it is never replaced.
+        OSError: a file is missing, the disk is full, or the step is published already: it is never
+        replaced.
     """
     for name, record in files.items():
         if (staging / name).stat().st_size != record.size:
             raise OSError(errno.EIO, "the file is incomplete", str(staging / name))
-    manifest = {"format": FORMAT_VERSION, "files": {name: record._asdict() for name, record in files.items()}}
+    manifest = {
+        "format": FORMAT_VERSION,
+        "files": {name: record._asdict() for name, record in files.items()},
+    }
     write_hashed_json(staging / MANIFEST, manifest | {"sha256": _manifest_hash(manifest)})
     publish_folder(staging, target)
 
@@ -109,9 +122,9 @@ def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of a checkpoint; returns its state.json.
 
     Raises:
-        DamagedCheckpoint: names the file that has changed.
-        UserError: a later version of this program saved it.
-        OSError: a file cannot be read at present, such as on a network disk that is away; it may be undamaged.
+        DamagedCheckpoint: names the file that has changed. UserError: a later version of this
+        program saved it. OSError: a file cannot be read at present, such as on a network disk that
+        is away; it may be undamaged.
     """
     check_files(folder, _read_manifest(folder))
     state: dict[str, Any] = json.loads(read_named(folder / STATE))
@@ -132,14 +145,18 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads {FORMAT_VERSION}. Resume "
+            f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads "
+            f"{FORMAT_VERSION}. Resume "
             "with the version that saved it, or start from zero with --resume off:replace."
         )
     return files
 
 
 def records_of(paths: Sequence[Path]) -> list[FileRecord]:
-    """The sizes and hashes of files. Threads hash them in parallel, since hashlib releases the GIL."""
+    """The sizes and hashes of files.
+
+    Threads hash them in parallel, since hashlib releases the GIL.
+    """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(record_of, paths))
 
@@ -153,6 +170,8 @@ def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
         size = path.stat().st_size
         if size != record.size:
             raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
-    for name, record in zip(expected, records_of([folder / name for name in expected]), strict=True):
+    for name, record in zip(
+        expected, records_of([folder / name for name in expected]), strict=True
+    ):
         if record != expected[name]:
             raise DamagedCheckpoint(f"{name} has changed: its SHA-256 differs")

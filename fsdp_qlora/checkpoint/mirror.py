@@ -1,8 +1,9 @@
 """Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
 
 A mirror is a folder, a URL that fsspec opens, or a private repository on the Hugging Face hub. It
-holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and checkpoints/. A copied
-checkpoint is complete once it has its manifest, which is copied last (on the hub, in one commit with the rest).
+holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and
+checkpoints/. A copied checkpoint is complete once it has its manifest, which is copied last (on the
+hub, in one commit with the rest).
 """
 
 import contextlib
@@ -36,7 +37,14 @@ from fsdp_qlora.utils.files import (
     write_json,
 )
 from fsdp_qlora.utils.redact import redact
-from fsdp_qlora.utils.run_files import CHECKPOINTS, METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES_FILE, STATUS
+from fsdp_qlora.utils.run_files import (
+    CHECKPOINTS,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    RUN,
+    SAMPLES_FILE,
+    STATUS,
+)
 from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
@@ -72,7 +80,8 @@ class Mirror:
         except OSError as error:
             if not self._is_failing:
                 log.warning(
-                    "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is tried "
+                    "The mirror %s has no copy of the last checkpoint: %s. Training continues, and "
+                    "the mirror is tried "
                     "again at the next checkpoint.",
                     store.name,
                     error,
@@ -81,10 +90,11 @@ class Mirror:
 
 
 class Store:
-    """A mirror in a folder of a file system that fsspec opens: this machine's, s3://, gcs://, az://, sftp://.
+    """A mirror in a folder of a file system that fsspec opens: this machine's, s3://, gcs://,
+    az://, sftp://.
 
-    Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if the store is
-    unreachable or full.
+    Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if
+    the store is unreachable or full.
     """
 
     def __init__(self, url: str) -> None:
@@ -94,7 +104,9 @@ class Store:
     # --- file operations ---
 
     def files(self, folder: str) -> list[str]:
-        """The paths of all files below a folder, relative to it; empty if there is no such folder."""
+        """The paths of all files below a folder, relative to it;
+        empty if there is no such folder.
+        """
         with _as_os_error():
             self._system.invalidate_cache()
             prefix = f"{folder}/"
@@ -102,7 +114,8 @@ class Store:
                 paths: list[str] = self._system.find(folder)
             except FileNotFoundError:
                 return []
-        return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]  # without markers of folders
+        # without markers of folders
+        return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]
 
     def read(self, file: str) -> str:
         """The text of a small file; empty if it does not exist."""
@@ -110,12 +123,15 @@ class Store:
             try:
                 self._refuse_pipe(file)
                 content: bytes = self._system.cat_file(file)
-            except (FileNotFoundError, NotADirectoryError):  # or a file stands where the mirror should be
+            # or a file stands where the mirror should be
+            except (FileNotFoundError, NotADirectoryError):
                 return ""
         return content.decode()
 
     def _refuse_pipe(self, file: str) -> None:
-        """Raise OSError for what the system would wait for, or read without an end, in a folder of this machine."""
+        """Raise OSError for what the system would wait for, or read without an end, in a folder of
+        this machine.
+        """
         if isinstance(self._system.fs, LocalFileSystem):
             check_is_file(Path(self._system.path, file))
 
@@ -125,7 +141,8 @@ class Store:
             self._system.makedirs(folder, exist_ok=True)
             for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
                 target = f"{folder}/{path.name}".lstrip("/")
-                written = target if folder else f"{target}.partial"  # the run's own files are replaced atomically
+                # the run's own files are replaced atomically
+                written = target if folder else f"{target}.partial"
                 self._system.put_file(str(path), written)
                 if isinstance(self._system.fs, LocalFileSystem):
                     flush(Path(self._system.path, written))
@@ -145,11 +162,14 @@ class Store:
         """Delete an existing folder with its content."""
         with _as_os_error():
             with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(f"{folder}/{MANIFEST}")  # first: without it a kill leaves no valid checkpoint
+                # first: without it a kill leaves no valid checkpoint
+                self._system.rm_file(f"{folder}/{MANIFEST}")
             self._system.rm(folder, recursive=True)
 
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
-        """Put folders (path -> source) in order, then delete outdated ones, in one commit if the store has commits."""
+        """Put folders (path -> source) in order, then delete outdated ones, in one commit if the
+        store has commits.
+        """
         for folder, source in folders.items():
             try:
                 self.put(source, folder)
@@ -161,7 +181,9 @@ class Store:
 
     @functools.cached_property
     def _system(self) -> DirFileSystem:
-        """The file system of the store's folder, opened at the first use: opening may connect to a server."""
+        """The file system of the store's folder, opened at the first use: opening may connect to a
+        server.
+        """
         system, root = fsspec.core.url_to_fs(self.url)
         return DirFileSystem(root.rstrip("/") or root, system)
 
@@ -180,25 +202,37 @@ class Store:
         return [step for step, is_complete in self._checkpoints().items() if is_complete]
 
     def update(self, output_dir: Path) -> None:
-        """Copy a run folder's new checkpoints to the store, and delete those that the run has deleted.
+        """Copy a run folder's new checkpoints to the store, and delete those that the run has
+        deleted.
 
-        Checkpoints later than any in the folder stay: they belong to a start that got further on another machine.
+        Checkpoints later than any in the folder stay: they belong to a start that got further on
+        another machine.
         """
         local = checkpoint.published(output_dir / CHECKPOINTS)
         copied = self._checkpoints()
-        outdated = [_path(step) for step in copied if step not in local and step < max(local, default=-1)]
+        outdated = [
+            _path(step) for step in copied if step not in local and step < max(local, default=-1)
+        ]
         with tempfile.TemporaryDirectory() as small:
             _write_small_files(output_dir, Path(small))
             # run.json first: checkpoints without it would belong to no run.
             folders = {"": Path(small)}
-            folders |= {_path(step): folder for step, folder in reversed(local.items()) if not copied.get(step)}
+            folders |= {
+                _path(step): folder
+                for step, folder in reversed(local.items())
+                if not copied.get(step)
+            }
             self.put_all(folders, outdated, f"Checkpoints up to step {max(local, default='none')}")
 
     def delete_later_than(self, last_step: int) -> None:
-        """Delete checkpoints later than a step: another run's (-1: all), or an abandoned branch of this run."""
+        """Delete checkpoints later than a step: another run's (-1: all), or an abandoned branch of
+        this run.
+        """
         outdated = [_path(step) for step in self._checkpoints() if step > last_step]
         if outdated:
-            self.put_all({}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run")
+            self.put_all(
+                {}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run"
+            )
 
     def _checkpoints(self) -> dict[int, bool]:
         """Step -> whether the checkpoint is complete, oldest first."""
@@ -212,7 +246,9 @@ class Store:
 
 
 class HubStore(Store):
-    """A private repository on the Hugging Face hub; each change is one commit, as the hub advises."""
+    """A private repository on the Hugging Face hub; each change is one commit,
+    as the hub advises.
+    """
 
     def __init__(self, repo: str) -> None:
         super().__init__(f"hf://{repo}")
@@ -248,17 +284,26 @@ def open_store(target: str) -> Store:
 
 
 def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
-    """Copy the newest verified checkpoint later than a step, and the small files, into a run's folder.
+    """Copy the newest verified checkpoint later than a step, and the small files, into a run's
+    folder.
 
-    A killed fetch is completed by the next one, which keeps the files that it finds. status.json names the checkpoint
-    before run.json makes the folder a run's, so a run without its checkpoint is noticed.
+    A killed fetch is completed by the next one, which keeps the files that it finds. status.json
+    names the checkpoint before run.json makes the folder a run's, so a run without its checkpoint
+    is noticed.
 
     Returns:
         False if the store has checkpoints later than the step and none passes verification.
     """
     root = output_dir / CHECKPOINTS
     steps = [step for step in reversed(store.steps()) if step > later_than]
-    newest = next((step for step in steps if _fetch_step(store, step, staging_folder(root, step, "fetching"))), -1)
+    newest = next(
+        (
+            step
+            for step in steps
+            if _fetch_step(store, step, staging_folder(root, step, "fetching"))
+        ),
+        -1,
+    )
     if steps and newest < 0:
         return False
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -281,7 +326,9 @@ def _fetch_step(store: Store, step: int, target: Path) -> bool:
     try:
         checkpoint.verify(target)
     except checkpoint.DamagedCheckpoint as error:
-        log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
+        log.warning(
+            "The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error
+        )
         shutil.rmtree(target, ignore_errors=True)
         return False
     return True
@@ -302,9 +349,11 @@ def _write_small_files(output_dir: Path, target: Path) -> None:
             shutil.copyfile(output_dir / name, target / name)
         else:
             (target / name).touch()  # replaces another run's file
-    # A new machine does not have the results, so the mirrored run must not appear finished. Nor may its status name a
-    # checkpoint whose copy has been cut off.
-    write_json(target / STATUS, read_json(output_dir / STATUS) | {"state": "running", "saved_step": -1})
+    # A new machine does not have the results, so the mirrored run must not appear finished. Nor may
+    # its status name a checkpoint whose copy has been cut off.
+    write_json(
+        target / STATUS, read_json(output_dir / STATUS) | {"state": "running", "saved_step": -1}
+    )
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ _SIGMAS = 8.0
 class Evaluations:
     """Losses of a run's evaluations.
 
-    last_eval_step: step of the last evaluation, -1 for none. best_eval_loss: lowest evaluation loss after step 0.
-    best_eval_step: its step. num_evals_without_best: number of evaluations since then.
+    last_eval_step: step of the last evaluation, -1 for none. best_eval_loss: lowest evaluation loss
+    after step 0. best_eval_step: its step. num_evals_without_best: number of evaluations since
+    then.
     """
 
     first_eval_loss: float | None = None
@@ -32,7 +33,8 @@ class Evaluations:
     def add_evaluation(self, step: int, eval_loss: float) -> bool:
         """Count an evaluation after a step. Returns whether it is the best.
 
-        An evaluation before the first step is never the best: the best adapter must have been trained.
+        An evaluation before the first step is never the best: the best adapter must have been
+        trained.
         """
         self.last_eval_step = step
         self.eval_loss = eval_loss
@@ -54,8 +56,8 @@ class Progress(Evaluations):
     """Counters and losses of a run, under their names in state.json.
 
     step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
-    loss_scale: `LossScale.state` of an fp16 run. stream: the position of the rows' source, such as `mark_of` the
-    last answers of training/rl/source.py. idle: `IdleSteps.state`.
+    loss_scale: `LossScale.state` of an fp16 run. stream: the position of the rows' source, such as
+    `mark_of` the last answers of training/rl/source.py. idle: `IdleSteps.state`.
     """
 
     step: int = 0
@@ -102,8 +104,9 @@ class Progress(Evaluations):
 def spike(recent: list[float], loss: float) -> float | None:
     """The median of `recent` if `loss` is far above it, else None.
 
-    "Far above" means by 8 standard deviations and by a tenth of the median. The standard deviation is estimated as
-    1.4826 times the median absolute deviation (exact for a normal distribution), which few outliers do not change.
+    "Far above" means by 8 standard deviations and by a tenth of the median. The standard deviation
+    is estimated as 1.4826 times the median absolute deviation (exact for a normal distribution),
+    which few outliers do not change.
     """
     if len(recent) < _MIN_RECENT:
         return None

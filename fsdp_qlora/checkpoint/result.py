@@ -1,4 +1,6 @@
-"""A run's result: written atomically into its folder, and recorded in result.json with each file's size and SHA-256."""
+"""A run's result: written atomically into its folder, and recorded in result.json with each file's
+size and SHA-256.
+"""
 
 import json
 import logging
@@ -23,7 +25,8 @@ _SLOW_BYTES = 2**32  # hashing a whole model takes a minute or more
 def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
 
-    Readers see each file complete or not at all. If the disk is full, the oldest checkpoints are deleted.
+    Readers see each file complete or not at all. If the disk is full, the oldest checkpoints are
+    deleted.
 
     Raises:
         TrainingError: the files could not be written.
@@ -35,7 +38,9 @@ def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
-    """Call `write`. On a full disk, delete a checkpoint and call it again. Returns the last error, None on success."""
+    """Call `write`. On a full disk, delete a checkpoint and call it again. Returns the last error,
+    None on success.
+    """
     while True:
         try:
             write()
@@ -49,7 +54,8 @@ def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception 
 
 def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
     return TrainingError(
-        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: free disk space, and "
+        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: "
+        "free disk space, and "
         "the same command saves it without training again."
     )
 
@@ -60,9 +66,12 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
     staging.mkdir(parents=True)
     write(staging)
     flush_files(staging)
-    # Weights first: programs look for the configuration to decide whether a model is there. result.json has the hashes
-    # of all files, so it comes last: a kill in between leaves a result that does not pass verification.
-    for path in sorted(staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)):
+    # Weights first: programs look for the configuration to decide whether a model is there.
+    # result.json has the hashes of all files, so it comes last: a kill in between leaves a result
+    # that does not pass verification.
+    for path in sorted(
+        staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)
+    ):
         target = output_dir / path.name
         if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
             shutil.rmtree(target)
@@ -77,7 +86,9 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
     Args:
         staged: files outside the folder that will be added to it under their names.
     """
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    paths = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
     paths |= {path.name: path for path in staged}
     records = dict(zip(paths, records_of(list(paths.values())), strict=True))
     content = {"files": {name: record._asdict() for name, record in sorted(records.items())}}
@@ -85,12 +96,14 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
 
 
 def result_error(output_dir: Path, only: Collection[str] | None = None) -> str | None:
-    """Compare the result in a folder with result.json. Returns the first difference, None if there is none.
+    """Compare the result in a folder with result.json. Returns the first difference, None if there
+    is none.
 
     The card (README.md) may be edited.
 
     Args:
-        only: compare only these files, and only if result.json lists them. Without `only` a result must exist.
+        only: compare only these files, and only if result.json lists them. Without `only` a result
+        must exist.
     Raises:
         OSError: a file cannot be read at present.
     """
@@ -103,10 +116,16 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} lists no files of the folder"
-    files = {name: record for name, record in files.items() if (name != CARD if only is None else name in only)}
+    files = {
+        name: record
+        for name, record in files.items()
+        if (name != CARD if only is None else name in only)
+    }
     size = sum(record.size for record in files.values())
     if size > _SLOW_BYTES:
-        log.info("Comparing the %.0f GiB of the result in %s with %s.", size / 2**30, output_dir, RESULT)
+        log.info(
+            "Comparing the %.0f GiB of the result in %s with %s.", size / 2**30, output_dir, RESULT
+        )
     try:
         check_files(output_dir, files)
     except DamagedCheckpoint as error:

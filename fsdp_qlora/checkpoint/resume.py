@@ -1,4 +1,6 @@
-"""Decides where a run starts: at step 0, or at the newest verified checkpoint if it is the same run."""
+"""Decides where a run starts: at step 0, or at the newest verified checkpoint if it is the same
+run.
+"""
 
 import contextlib
 import dataclasses
@@ -41,21 +43,24 @@ log = logging.getLogger("fsdp_qlora")
 
 _MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
 _NOT_SEEN = (
-    "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Every rank writes its part of a checkpoint "
-    "when whole modules are trained, or with an 8-bit optimizer: give an --output_dir on a file system that all "
+    "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Every rank writes its "
+    "part of a checkpoint "
+    "when whole modules are trained, or with an 8-bit optimizer: give an --output_dir on a file "
+    "system that all "
     "machines share, or train an adapter without --modules_to_save and with another --optimizer."
 )
-_FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts that ended without a request
+# states of starts that ended without a request
+_FAILED = ("running", "failed", "out_of_memory", "hung")
 
 
 @dataclass(frozen=True)
 class Start:
     """The point at which a run starts, the same on all ranks.
 
-    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: contents of
-    the checkpoint's state.json. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: see Budget.
-    failed_starts: number of starts in a row that made no progress. too_few: number of blocks that recomputed when a
-    start last ran out of memory.
+    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress,
+    tensors: contents of the checkpoint's state.json. global_batch_size: rows per optimizer step.
+    used_seconds, reserve_seconds: see Budget. failed_starts: number of starts in a row that made no
+    progress. too_few: number of blocks that recomputed when a start last ran out of memory.
     """
 
     run_id: str
@@ -80,10 +85,13 @@ class Start:
 class RunFolder:
     """The folder of the run that is about to start. Only rank 0 writes into it.
 
-    mirror: a store with its copies, used if the folder is empty. identity: as for `choose_start`, from then on.
+    mirror: a store with its copies, used if the folder is empty. identity: as for `choose_start`,
+    from then on.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
+    def __init__(
+        self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None
+    ) -> None:
         self.path = path
         self.ranks = ranks
         self.request = request
@@ -92,15 +100,21 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
-        """Lock the folder against other runs. Refuse it if it is in use, or holds something else than this run."""
+        """Lock the folder against other runs. Refuse it if it is in use, or holds something else
+        than this run.
+        """
         if self._is_on_this_machine:
             origin = self.request.origin
             if origin is not None and not origin.is_dir():
                 raise UserError(
-                    f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
+                    f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's "
+                    "folder, auto or off."
                 )
             with errors_explained(self.path):
-                check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
+                check_usable(
+                    self.path,
+                    overwrite=self.request.overwrite or _continues(self.path, self.request),
+                )
         self._refuse_another_run({})
         with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
             yield self
@@ -111,20 +125,33 @@ class RunFolder:
         return self.ranks.rank < self.ranks.local_world_size
 
     def _refuse_another_run(self, facts: Mapping[str, Any]) -> None:
-        """Refuse the folder's run if it has other options or facts. The message names each with both values."""
-        if self._is_on_this_machine and self.request.resume == "auto" and not self.request.overwrite:
+        """Refuse the folder's run if it has other options or facts. The message names each with
+        both values.
+        """
+        if (
+            self._is_on_this_machine
+            and self.request.resume == "auto"
+            and not self.request.overwrite
+        ):
             with errors_explained(self.path):
-                if is_run(self.path) and (changes := find_differences(read_run(self.path), facts, self.request)):
+                if is_run(self.path) and (
+                    changes := find_differences(read_run(self.path), facts, self.request)
+                ):
                     refuse(self.path, changes)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
-        """Refuse the model's own folder, and another run's before weights are there. facts: known without them."""
+        """Refuse the model's own folder, and another run's before weights are there. facts: known
+        without them.
+        """
         if self.path.resolve() == model_folder.resolve():
-            raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
+            raise UserError(
+                f"output_dir {self.path} is the folder of the model itself. Give another folder."
+            )
         self._refuse_another_run(facts)
 
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
-        """Decide on rank 0 where the run starts, and send the decision to all ranks. Collective; rank 0 has the lock.
+        """Decide on rank 0 where the run starts, and send the decision to all ranks. Collective;
+        rank 0 has the lock.
 
         Args:
             identity: this run's options, facts (see FACTS), world_size and global_batch_size.
@@ -151,16 +178,22 @@ class RunFolder:
         return find_differences(stored, self.identity["facts"], self.request)
 
     def prepare(
-        self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool, all_write: bool = False
+        self,
+        files: Mapping[str, str],
+        identity: Mapping[str, Any],
+        *,
+        keep_run: bool,
+        all_write: bool = False,
     ) -> None:
-        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Collective.
+        """Create the folder, remove an earlier run's results, and write `files` (name -> text).
+        Collective.
 
         Called when the model is loaded and verified: a run that cannot load removes nothing.
 
         Args:
-            identity: content of run.json, which is written first and marks the folder as this run's.
-            keep_run: remove nothing, since the run in the folder continues.
-            all_write: each rank will write its part of a checkpoint, so every machine must see the folder.
+            identity: content of run.json, which is written first and marks the folder as this
+            run's. keep_run: remove nothing, since the run in the folder continues. all_write: each
+            rank will write its part of a checkpoint, so every machine must see the folder.
         """
         with raise_on_all_ranks(UserError, self.ranks.device):
             if self.ranks.is_rank_0:
@@ -168,8 +201,13 @@ class RunFolder:
                     self.path.mkdir(parents=True, exist_ok=True)
                     if not keep_run:
                         remove_run(self.path)
-                    write_json(self.path / RUN, dict(identity) | {"started_from": self.request.resume})
-                    publish_files(self.path, lambda into: [(into / name).write_text(files[name]) for name in files])
+                    write_json(
+                        self.path / RUN, dict(identity) | {"started_from": self.request.resume}
+                    )
+                    publish_files(
+                        self.path,
+                        lambda into: [(into / name).write_text(files[name]) for name in files],
+                    )
                 except (OSError, TrainingError) as error:
                     raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
         with raise_on_all_ranks(UserError, self.ranks.device):
@@ -184,7 +222,10 @@ def _continues(output_dir: Path, request: StartRequest) -> bool:
     if request.resume == "auto" or _has_started(output_dir, request):
         return True
     origin = request.origin
-    return origin is not None and output_dir.resolve() in (origin.resolve(), *origin.resolve().parents)
+    return origin is not None and output_dir.resolve() in (
+        origin.resolve(),
+        *origin.resolve().parents,
+    )
 
 
 def choose_start(run: RunFolder) -> Start:
@@ -202,7 +243,11 @@ def choose_start(run: RunFolder) -> Start:
     if mirror and copied and continues:
         _take_from_mirror(run, mirror, copied)
     if has_started:
-        log.info("The run in %s continues: a previous start has begun at --resume %s.", run.path, request.resume)
+        log.info(
+            "The run in %s continues: a previous start has begun at --resume %s.",
+            run.path,
+            request.resume,
+        )
     if continues:
         start = _resume_folder(run, overwrite=request.overwrite and not has_started)
     else:
@@ -220,18 +265,24 @@ def choose_start(run: RunFolder) -> Start:
 
 
 def _has_started(output_dir: Path, request: StartRequest) -> bool:
-    """Whether a previous attempt has already started from an explicit `resume`, so that this one continues its run.
+    """Whether a previous attempt has already started from an explicit `resume`, so that this one
+    continues its run.
 
-    The folder decides, not the number of restarts: a previous attempt may have died before it wrote run.json.
+    The folder decides, not the number of restarts: a previous attempt may have died before it wrote
+    run.json.
     """
     if request.resume == "auto" or not request.is_unattended:
         return False  # run.json is not read: it may be another run's, or damaged
     stored = read_run(output_dir)
-    return stored.get("started_from") == redact(request.resume) and not find_differences(stored, {}, request)
+    return stored.get("started_from") == redact(request.resume) and not find_differences(
+        stored, {}, request
+    )
 
 
 def _resume_folder(run: RunFolder, *, overwrite: bool) -> Start:
-    """Resume the folder's unfinished run. Refuse another run; with `overwrite` replace a finished or another one."""
+    """Resume the folder's unfinished run. Refuse another run; with `overwrite` replace a finished
+    or another one.
+    """
     output_dir = run.path
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
@@ -241,7 +292,9 @@ def _resume_folder(run: RunFolder, *, overwrite: bool) -> Start:
         refuse(output_dir, differences)
     if differences or (was_finished and overwrite):
         content = "another run" if differences else "this run, finished"
-        log.warning("output_dir %s holds %s. It is replaced (--resume auto:replace).", output_dir, content)
+        log.warning(
+            "output_dir %s holds %s. It is replaced (--resume auto:replace).", output_dir, content
+        )
         return Start(secrets.token_hex(4))
     return _keep_result(run) if was_finished else _continue(run)
 
@@ -253,8 +306,8 @@ def _keep_result(run: RunFolder) -> Start:
     if not difference:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     log.warning(
-        "The result in %s differs from the one that the finished run saved: %s. It is written again from the last "
-        "checkpoint.",
+        "The result in %s differs from the one that the finished run saved: %s. It is written "
+        "again from the last checkpoint.",
         run.path,
         difference,
     )
@@ -262,7 +315,9 @@ def _keep_result(run: RunFolder) -> Start:
 
 
 def _continue(run: RunFolder) -> Start:
-    """Resume the folder's run at its newest valid checkpoint. Without one, start again at its origin or at step 0."""
+    """Resume the folder's run at its newest valid checkpoint. Without one, start again at its
+    origin or at step 0.
+    """
     output_dir = run.path
     root = run.path / CHECKPOINTS
     stored = read_run(output_dir)
@@ -270,35 +325,51 @@ def _continue(run: RunFolder) -> Start:
     checkpoint.remove_leftovers(root)
     start = _newest_whole(run, root)
     if start is None and (status.get("saved_step", -1) >= 0 or status.get("state") == "finished"):
-        done = "the run has finished" if status.get("state") == "finished" else f"step {status['saved_step']} was saved"
+        done = (
+            ("the run has finished")
+            if status.get("state") == "finished"
+            else (f"step {status['saved_step']} was saved")
+        )
         raise UserError(
-            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? Restore the checkpoints, "
-            f"{OR_START_OVER}"
+            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? "
+            f"Restore the checkpoints, {OR_START_OVER}"
         )
     if start is None and run.request.origin is not None:
         start = dataclasses.replace(_start_from(run, run.request.origin), run_id=stored["run_id"])
     elif start is None:
         start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
-        log.info("Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.", output_dir)
+        log.info(
+            "Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.",
+            output_dir,
+        )
     # The number of starts in a row, up to the previous one, that ended before the next checkpoint.
     made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
     failed_starts = int(status.get("deaths", 0)) + 1 if made_none else 0
     if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
         _give_up(output_dir, status, start, failed_starts)
-    # The number of blocks that recomputed when a start ran out of memory, the previous one or one before it.
+    # The number of blocks that recomputed when a start ran out of memory, the previous one or one
+    # before it.
     ran_out = status.get("state") == "out_of_memory"
     too_few = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
     return dataclasses.replace(start, failed_starts=failed_starts, too_few=too_few, **_used(status))
 
 
-def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int) -> NoReturn:
+def _give_up(
+    output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int
+) -> NoReturn:
     message = (
-        f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: each start from step "
+        f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: "
+        "each start from step "
         f"{start.step} has ended before the next checkpoint. The last known reason: "
-        f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Fix the cause and start it by "
+        f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Fix the "
+        "cause and start it by "
         "hand, perhaps with a shorter --save_every."
     )
-    ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
+    ending = {
+        "state": "no_progress",
+        "reason": message,
+        "exit_code": ENDINGS["no_progress"].exit_code,
+    }
     write_json(output_dir / STATUS, dict(status) | ending)
     raise RunStopped("no_progress", message)
 
@@ -322,13 +393,20 @@ def _copied_run(run: RunFolder) -> dict[str, Any]:
     except OSError as error:
         if not is_run(run.path):
             raise UserError(
-                f"--mirror {mirror.name} cannot be reached ({error}), and it may hold checkpoints of this run. Try "
+                f"--mirror {mirror.name} cannot be reached ({error}), and it may hold checkpoints "
+                "of this run. Try "
                 "again, or leave the option out."
             ) from error
-        log.warning("The mirror %s cannot be reached: %s. The run continues from its own folder.", mirror.name, error)
+        log.warning(
+            "The mirror %s cannot be reached: %s. The run continues from its own folder.",
+            mirror.name,
+            error,
+        )
         return {}
     if copied and not set(RUN_KEYS) <= copied.keys():
-        raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none.")
+        raise UserError(
+            f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none."
+        )
     return copied
 
 
@@ -355,7 +433,8 @@ def _take_from_mirror(run: RunFolder, mirror: Store, copied: Mapping[str, Any]) 
     )
     if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
         raise UserError(
-            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
+            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy "
+            "of one, or start from "
             "zero with another --mirror, or with none."
         )
 
@@ -370,12 +449,15 @@ def _start_from(run: RunFolder, path: Path) -> Start:
         try:
             start: Start | None = _start_at(run, path, checkpoint.verify(path))
         except DamagedCheckpoint as error:
-            raise UserError(f"--resume {path}: the checkpoint is damaged ({error}). Give another one.") from error
+            raise UserError(
+                f"--resume {path}: the checkpoint is damaged ({error}). Give another one."
+            ) from error
     else:
         start = _newest_whole(run, path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
     if start is None:
         raise UserError(
-            f"--resume {path}: there is no checkpoint in it. --resume continues a run with the same options and rows; "
+            f"--resume {path}: there is no checkpoint in it. --resume continues a run with the "
+            "same options and rows; "
             f"to train an adapter further, give --adapter {path}."
         )
     if Path(str(start.folder)).resolve().parent != root.resolve():
@@ -383,27 +465,35 @@ def _start_from(run: RunFolder, path: Path) -> Start:
     # The checkpoint is in the run's own folder: later ones are an abandoned branch.
     for step, folder in checkpoint.published(root).items():
         if step > start.step:
-            log.warning("A checkpoint later than the start was set aside: %s.", checkpoint.quarantine(folder))
+            log.warning(
+                "A checkpoint later than the start was set aside: %s.",
+                checkpoint.quarantine(folder),
+            )
     return dataclasses.replace(start, **_used(read_status(run.path)))
 
 
 def _newest_whole(run: RunFolder, root: Path) -> Start | None:
-    """The newest checkpoint that passes verification, None if there are none. Damaged ones are set aside."""
+    """The newest checkpoint that passes verification, None if there are none. Damaged ones are set
+    aside.
+    """
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
         try:
             state = checkpoint.verify(folder)
         except DamagedCheckpoint as error:
             log.warning(
-                "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.quarantine(folder).name
+                "Checkpoint %s is damaged (%s). It is now %s.",
+                folder,
+                error,
+                checkpoint.quarantine(folder).name,
             )
             continue
         return _start_at(run, folder, state)
     unusable = checkpoint.quarantined(root)
     if unusable:
         raise UserError(
-            f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are damaged or "
-            f"abandoned. Restore a good copy of one, {OR_START_OVER}"
+            f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are "
+            f"damaged or abandoned. Restore a good copy of one, {OR_START_OVER}"
         )
     return None
 
@@ -419,17 +509,27 @@ def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
     old = stored.get("versions", {})
     new = identity.get("versions", {})
-    changes = [f"{name} {old[name]} then, {new[name]} now" for name in old.keys() & new if old[name] != new[name]]
+    changes = [
+        f"{name} {old[name]} then, {new[name]} now"
+        for name in old.keys() & new
+        if old[name] != new[name]
+    ]
     if changes:
-        log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(changes)))
+        log.warning(
+            "It was saved by other versions, which may change the numbers: %s.",
+            "; ".join(sorted(changes)),
+        )
     then = stored.get("rewards")
     if then and (now := identity.get("rewards")) and then != now:
-        log.warning("The reward functions were %s, and are now %s.", ", ".join(then), ", ".join(now))
+        log.warning(
+            "The reward functions were %s, and are now %s.", ", ".join(then), ", ".join(now)
+        )
     if identity["global_batch_size"] != global_batch_size:
         options = identity["options"]
         data_size = identity["world_size"] // options.get("context_parallel_size", 1)
         log.info(
-            "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
+            "The global batch stays at the %d rows that the run was started with: on %d rank(s) "
+            "with --batch_size %d "
             "these are %d micro-batches per step instead of --gradient_accumulation_steps %d.",
             global_batch_size,
             data_size,

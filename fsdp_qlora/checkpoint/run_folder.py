@@ -1,4 +1,6 @@
-"""The folder of one run: its files, its lock, and how its run differs from the one that is about to start."""
+"""The folder of one run: its files, its lock, and how its run differs from the one that is about to
+start.
+"""
 
 import contextlib
 import fcntl
@@ -27,7 +29,8 @@ OR_START_OVER = "or start from zero with --resume off:replace."
 # Values of options with which a resumed run keeps its earlier choice.
 KEPT = {"context_length": "auto"}
 RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")  # in every run.json
-# Files of a start that was killed before it wrote run.json, besides partial checkpoints. They are no results.
+# Files of a start that was killed before it wrote run.json, besides partial checkpoints. They are
+# no results.
 _LEFTOVERS = {LOCK, ".saving", STATUS}
 
 
@@ -43,7 +46,9 @@ def read_run(output_dir: Path) -> dict[str, Any]:
 
 def read_status(output_dir: Path) -> dict[str, Any]:
     """The content of status.json; empty if there is none. Raises UserError if it is damaged."""
-    advice = "Restore the original, or delete it: the run then resumes and counts its hours from zero."
+    advice = (
+        "Restore the original, or delete it: the run then resumes and counts its hours from zero."
+    )
     return _read(output_dir / STATUS, {"state"}, advice)
 
 
@@ -70,8 +75,9 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
     """Explain in one sentence why a run's files cannot be used.
 
     Raises:
-        RunStopped: they cannot be read or written at present, such as on a network disk that is away: try again.
-        UserError: they have been edited: values are missing, or have the wrong type.
+        RunStopped: they cannot be read or written at present, such as on a network disk that is
+        away: try again. UserError: they have been edited: values are missing, or have the wrong
+        type.
     """
     try:
         yield
@@ -80,19 +86,30 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise RunStopped(
             "unreadable",
-            f"The run in {output_dir} cannot be read at present: {error}. No checkpoint was renamed. Try again.",
+            f"The run in {output_dir} cannot be read at present: {error}. No checkpoint was "
+            "renamed. Try again.",
         ) from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise UserError(
-            f"{output_dir / RUN}, {STATUS} beside it or a checkpoint has been edited and cannot be used: {error!r}. "
+            f"{output_dir / RUN}, {STATUS} beside it or a checkpoint has been edited and cannot be "
+            f"used: {error!r}. "
             f"Restore the original, {OR_START_OVER}"
         ) from error
 
 
 class Status:
-    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if log lines were lost.
+    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if log
+    lines were lost.
 
-    Does nothing on ranks other than 0. Errors are ignored: a full or missing disk is no reason to stop a run.
+    Does nothing on ranks other than 0. Errors are ignored: a full or missing disk is no reason to
+    stop a run.
     """
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool, **values: Any) -> None:
@@ -101,7 +118,9 @@ class Status:
         self._written_at = 0.0
 
     def update(self, **values: Any) -> None:
-        self.values |= values | ({"output": f"lost: {lost.strerror}"} if (lost := lost_output()) else {})
+        self.values |= values | (
+            {"output": f"lost: {lost.strerror}"} if (lost := lost_output()) else {}
+        )
         self._written_at = time.monotonic()
         if self._path is not None:
             with contextlib.suppress(OSError):
@@ -112,25 +131,33 @@ class Status:
         self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
 
     def keep(self, **values: Any) -> None:
-        """Set values that change in every step. They are written every few seconds, and with the next update."""
+        """Set values that change in every step. They are written every few seconds, and with the
+        next update.
+        """
         self.values |= values
         if time.monotonic() - self._written_at > _STATUS_SECONDS:
             self.update()
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:
-    """Raise UserError if the folder cannot be created, or is not empty and may not be overwritten."""
+    """Raise UserError if the folder cannot be created,
+    or is not empty and may not be overwritten.
+    """
     reason = why_not_writable(path)
     if reason:
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    results = {name for name in names - _LEFTOVERS if not is_partial(name, RUN) and not is_partial(name, STATUS)}
+    results = {
+        name
+        for name in names - _LEFTOVERS
+        if not is_partial(name, RUN) and not is_partial(name, STATUS)
+    }
     if not list((path / CHECKPOINTS).glob("step_*")):
         results.discard(CHECKPOINTS)
     if results and not overwrite:
         raise UserError(
-            f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
-            "or --resume auto:replace to replace them."
+            f"output_dir {path} is not empty: it may hold the results of another run. Give another "
+            "folder, or --resume auto:replace to replace them."
         )
 
 
@@ -143,9 +170,11 @@ def remove_run(output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Lock a folder, which is created if needed, against other runs. Raises UserError if one has it. For rank 0 only.
+    """Lock a folder, which is created if needed, against other runs. Raises UserError if one has
+    it. For rank 0 only.
 
-    The system releases the lock when its holder dies. Folders that hold nothing but the lock are removed at the end.
+    The system releases the lock when its holder dies. Folders that hold nothing but the lock are
+    removed at the end.
     """
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     descriptor = _open_locked(output_dir)
@@ -167,25 +196,34 @@ def _open_locked(output_dir: Path) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             where = f" ({path.name})" if output_dir.is_dir() else ""
-            raise UserError(f"output_dir {output_dir} cannot be written{where}: {error.strerror}.") from error
+            raise UserError(
+                f"output_dir {output_dir} cannot be written{where}: {error.strerror}."
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise UserError(
-                f"output_dir {output_dir} is in use by another run ({holder}). Wait for it, stop it, or give another "
-                "folder."
+                f"output_dir {output_dir} is in use by another run ({holder}). Wait for it, stop "
+                "it, or give another folder."
             ) from None
         except OSError as error:  # some network disks do not support locks
-            log.warning("%s cannot be locked (%s): make sure that no other run writes there.", output_dir, error)
+            log.warning(
+                "%s cannot be locked (%s): make sure that no other run writes there.",
+                output_dir,
+                error,
+            )
             return descriptor
-        # The last holder may have removed the file between our open and our lock: then the lock protects nothing.
+        # The last holder may have removed the file between our open and our lock: then the lock
+        # protects nothing.
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.ftruncate(descriptor, 0)
                 with contextlib.suppress(OSError):  # a full disk
-                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    os.pwrite(
+                        descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0
+                    )
                 return descriptor
         os.close(descriptor)
 
@@ -206,10 +244,11 @@ FACTS = {
 class StartRequest:
     """The options of a start, and how it may use the run's folder.
 
-    options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
-    model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
-    run's folder. overwrite: whether a finished run or another run may be replaced. is_unattended: whether torchrun or a
-    script restarts the run: an explicit `resume` is followed once, and starts without progress are limited.
+    options: all options of the run, as stored in run.json. may_differ: names of options that may
+    change on resume; the model and the rows are compared by content, the batch by its global size.
+    resume: auto, off, or a checkpoint's or run's folder. overwrite: whether a finished run or
+    another run may be replaced. is_unattended: whether torchrun or a script restarts the run: an
+    explicit `resume` is followed once, and starts without progress are limited.
     """
 
     options: Mapping[str, Any]
@@ -225,17 +264,27 @@ class StartRequest:
         return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
 
 
-def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:
-    """A line for each difference between a stored run and this start. facts: the facts of this start to compare."""
+def find_differences(
+    stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest
+) -> list[str]:
+    """A line for each difference between a stored run and this start. facts: the facts of this
+    start to compare.
+    """
     old = current_options(stored.get("options", {}))
     options = request.options
     differences = [
         f"--{name} was {_shown(old[name])} and is {_shown(value)}"
         for name, value in options.items()
-        if name not in request.may_differ and name in old and old[name] != value and KEPT.get(name) != value
+        if name not in request.may_differ
+        and name in old
+        and old[name] != value
+        and KEPT.get(name) != value
     ]
     context_size = options.get("context_parallel_size", 1)
-    if (request.world_size, context_size) == (stored.get("world_size"), old.get("context_parallel_size", 1)):
+    if (request.world_size, context_size) == (
+        stored.get("world_size"),
+        old.get("context_parallel_size", 1),
+    ):
         data_size = request.world_size // context_size
         rows = _rows_per_step(options, data_size)
         old_rows = stored["global_batch_size"]
@@ -246,7 +295,9 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
         old_fact = stored.get("facts", {}).get(name)
         if old_fact != fact:
             values = f": {old_fact} then, {fact} now" if name == "precision" else ""
-            differences.append(f"{FACTS[name]} {'are' if name == 'rows' else 'is'} not the same{values}")
+            differences.append(
+                f"{FACTS[name]} {'are' if name == 'rows' else 'is'} not the same{values}"
+            )
     return differences
 
 
@@ -259,10 +310,21 @@ def _shown(value: object) -> str:
 
 
 def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
-    """Raise UserError for the run in a folder, a checkpoint or a mirror (its name), with these differences."""
-    advice = "Give the same options to resume it, another folder, or --resume auto:replace to replace it."
+    """Raise UserError for the run in a folder, a checkpoint or a mirror (its name), with these
+    differences.
+    """
+    advice = (
+        "Give the same options to resume it, another folder, or --resume auto:replace to replace "
+        "it."
+    )
     kind = "a finished" if isinstance(folder, Path) and is_finished(folder) else "an unfinished"
     if isinstance(folder, Path):
         run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder
-        advice += f" To train its adapter further, as a new run, give another --output_dir and --adapter {run}."
-    raise UserError("\n  ".join([f"{folder} belongs to {kind} run with other settings:", *differences]) + f"\n{advice}")
+        advice += (
+            " To train its adapter further, as a new run, give another --output_dir and "
+            f"--adapter {run}."
+        )
+    raise UserError(
+        "\n  ".join([f"{folder} belongs to {kind} run with other settings:", *differences])
+        + f"\n{advice}"
+    )

@@ -1,7 +1,8 @@
 """Saves a run's checkpoints on all ranks, large ones in the background, and deletes old ones.
 
-A large state is copied to the host's memory and written by a thread on each rank. In every step the ranks exchange
-whether they are still writing; when none is, all publish the checkpoint after the same step.
+A large state is copied to the host's memory and written by a thread on each rank. In every step the
+ranks exchange whether they are still writing; when none is, all publish the checkpoint after the
+same step.
 """
 
 import contextlib
@@ -40,7 +41,9 @@ _Part = tuple[_Failure | None, dict[str, Any]]  # a rank's failure, and the reco
 
 @dataclass
 class _Save:
-    """A checkpoint being written. part: this rank's result. made_progress: a tensor was written since the last beat."""
+    """A checkpoint being written. part: this rank's result. made_progress: a tensor was written
+    since the last beat.
+    """
 
     progress: dict[str, Any]
     staging: Path
@@ -56,10 +59,10 @@ class _Save:
 class Saver:
     """Writes checkpoints of a run. Every rank calls each method; rank 0 decides and publishes.
 
-    root: the folder of the checkpoints. identity: content of run.json, stored in every checkpoint. save_total_limit:
-    number of newest checkpoints to keep, in addition to the best by evaluation loss. saved_step: step of the newest
-    checkpoint, -1 for none. max_failing_seconds: how long saving may fail before the run ends. seconds: duration of the
-    last save, until it was published.
+    root: the folder of the checkpoints. identity: content of run.json, stored in every checkpoint.
+    save_total_limit: number of newest checkpoints to keep, in addition to the best by evaluation
+    loss. saved_step: step of the newest checkpoint, -1 for none. max_failing_seconds: how long
+    saving may fail before the run ends. seconds: duration of the last save, until it was published.
     """
 
     root: Path
@@ -72,23 +75,26 @@ class Saver:
     seconds: float = 0.0
     _failing_since: float | None = None
     _save: _Save | None = None  # the checkpoint being written
-    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="checkpoint"))
+    _thread: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="checkpoint")
+    )
 
     def save(self, progress: Progress, *, until_published: bool = True) -> bool:
         """Save a checkpoint of this step, unless it exists. Returns whether it exists now.
 
-        A disk error is reported, and training may continue: earlier checkpoints are untouched. A save in the background
-        is finished first, so checkpoints appear in order.
+        A disk error is reported, and training may continue: earlier checkpoints are untouched. A
+        save in the background is finished first, so checkpoints appear in order.
 
         Args:
-            until_published: wait for the checkpoint. Otherwise a large state is copied to the host's memory, if there
-                is room, and written by a thread; `finish` publishes it.
+            until_published: wait for the checkpoint. Otherwise a large state is copied to the
+                host's memory, if there is room, and written by a thread; `finish` publishes it.
         Raises:
             TrainingError: the parameters are not finite, or saving has failed for too long.
         """
         self.finish()
         if self.saved_step == progress.step:
-            self._prune()  # a killed start may have published this checkpoint without deleting an old one
+            # a killed start may have published this checkpoint without deleting an old one
+            self._prune()
             return True
         started = time.monotonic()
         self.state.check_finite()
@@ -100,13 +106,17 @@ class Saver:
                 staging.mkdir(parents=True)
             except OSError as error:
                 failure = self._describe(error)
-        # Called even if until_published: it is a collective, after which rank 0 has created the folder.
+        # Called even if until_published: it is a collective, after which rank 0 has created the
+        # folder.
         in_background = self._fits_in_memory() and not until_published
         contents, description = self.state.contents()
         if in_background:
             contents = {name: content.copied() for name, content in contents.items()}
-        save = _Save(progress.to_dict(), staging, contents, description, started, in_background=in_background)
-        self._start(save, failure)  # raises if a rank is lost meanwhile: then there is nothing to wait for
+        save = _Save(
+            progress.to_dict(), staging, contents, description, started, in_background=in_background
+        )
+        # raises if a rank is lost meanwhile: then there is nothing to wait for
+        self._start(save, failure)
         self._save = save
         if in_background:
             return False
@@ -124,13 +134,20 @@ class Saver:
         return self._save is not None
 
     def finish(self) -> None:
-        """Wait for a background save and publish it. On a full disk, delete an old checkpoint and write it again."""
+        """Wait for a background save and publish it. On a full disk, delete an old checkpoint and
+        write it again.
+        """
         save = self._save
         if save is None:
             return
         step = save.progress["step"]
         while (failure := self._wait_and_publish(save)) and failure["freed"]:
-            log.warning("Step %d: %s. %s was deleted to make room.", step, failure["reason"], failure["freed"])
+            log.warning(
+                "Step %d: %s. %s was deleted to make room.",
+                step,
+                failure["reason"],
+                failure["freed"],
+            )
             if not save.in_background:  # the iterators of the first attempt are exhausted
                 save.contents, _ = self.state.contents()
             self._start(save)
@@ -145,18 +162,24 @@ class Saver:
         log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
 
     def _wait_and_publish(self, save: _Save) -> dict[str, Any] | None:
-        """Wait until all ranks have written their parts. Returns the result of `_publish`, on every rank."""
+        """Wait until all ranks have written their parts. Returns the result of `_publish`, on every
+        rank.
+        """
         while not wait([save.part], timeout=1).done:
             if save.made_progress:
                 save.made_progress = False
                 self.state.beat()
         parts = all_gather_strings(json.dumps(save.part.result()), self.ranks.device)
         outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
-        failure: dict[str, Any] | None = json.loads(all_gather_strings(json.dumps(outcome), self.ranks.device)[0])
+        failure: dict[str, Any] | None = json.loads(
+            all_gather_strings(json.dumps(outcome), self.ranks.device)[0]
+        )
         return failure
 
     def close(self) -> None:
-        """Publish a save in the background that rank 0 writes alone. After a failed run other ranks may be gone."""
+        """Publish a save in the background that rank 0 writes alone. After a failed run other ranks
+        may be gone.
+        """
         save = self._save
         self._save = None
         if save is not None and self.ranks.is_rank_0 and not save.description["is_sharded"]:
@@ -165,10 +188,15 @@ class Saver:
         self._thread.shutdown()
 
     def _fits_in_memory(self) -> bool:
-        """Whether the state is large enough for a thread, and the host's memory has room for a copy. Collective."""
+        """Whether the state is large enough for a thread, and the host's memory has room for a
+        copy. Collective.
+        """
         local = json.dumps([self.state.num_bytes, psutil.virtual_memory().available])
-        sizes, free = zip(*map(json.loads, all_gather_strings(local, self.ranks.device)), strict=True)
-        return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2  # ranks of one machine share its memory
+        sizes, free = zip(
+            *map(json.loads, all_gather_strings(local, self.ranks.device)), strict=True
+        )
+        # ranks of one machine share its memory
+        return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2
 
     def _start(self, save: _Save, failure: _Failure | None = None) -> None:
         """Write this rank's part, in the background in a thread."""
@@ -185,7 +213,10 @@ class Saver:
                 save.made_progress = True
                 yield value
 
-        contents = {name: content._replace(values=counted(content.values)) for name, content in save.contents.items()}
+        contents = {
+            name: content._replace(values=counted(content.values))
+            for name, content in save.contents.items()
+        }
         try:
             files = self.state.write(save.staging, contents)
             return failure, {name: record._asdict() for name, record in files.items()}
@@ -194,20 +225,29 @@ class Saver:
 
     def _note_failure(self, step: int, reason: str, failing_seconds: float) -> None:
         """Report a failed save. End the run if saving has failed for too long."""
-        last = f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet"
+        last = (
+            (f"the last checkpoint is step {self.saved_step}")
+            if self.saved_step >= 0
+            else "there is none yet"
+        )
         if failing_seconds > self.max_failing_seconds:
             raise TrainingError(
-                f"Step {step}: no checkpoint could be saved for {failing_seconds / 60:.0f} minutes: {reason}. The run "
-                f"ends, since its work would be lost; {last}. Make {self.root} writable, and the same command resumes."
+                f"Step {step}: no checkpoint could be saved for {failing_seconds / 60:.0f} "
+                f"minutes: {reason}. The run "
+                f"ends, since its work would be lost; {last}. Make {self.root} writable, and the "
+                "same command resumes."
             )
-        log.warning("Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last)
+        log.warning(
+            "Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last
+        )
 
     def _publish(self, save: _Save, parts: Sequence[str]) -> dict[str, Any] | None:
         """Publish the parts of all ranks, or make room for another attempt. For rank 0.
 
         Returns:
-            None if the checkpoint was published. Otherwise reason: the error of the first rank that failed; freed: name
-            of the deleted checkpoint, if any; failing_seconds: time since the first failed save.
+            None if the checkpoint was published. Otherwise reason: the error of the first rank that
+            failed; freed: name of the deleted checkpoint, if any; failing_seconds: time since the
+            first failed save.
         """
         failures: list[_Failure] = []
         files: dict[str, FileRecord] = {}
@@ -216,8 +256,14 @@ class Saver:
             files |= {name: FileRecord(**record) for name, record in records.items()}
         if not failures:
             try:
-                content = {"progress": save.progress, "tensors": save.description, "about": self.identity}
-                files[checkpoint.STATE] = write_hashed_json(save.staging / checkpoint.STATE, content)
+                content = {
+                    "progress": save.progress,
+                    "tensors": save.description,
+                    "about": self.identity,
+                }
+                files[checkpoint.STATE] = write_hashed_json(
+                    save.staging / checkpoint.STATE, content
+                )
                 target = checkpoint.step_folder(self.root, save.progress["step"])
                 checkpoint.publish_checkpoint(save.staging, target, files)
                 return None
@@ -241,7 +287,8 @@ class Saver:
         folders = checkpoint.published(self.root) if self.ranks.is_rank_0 else {}
         keep = {*list(folders)[-self.save_total_limit :], best_step(folders)}
         for step, folder in folders.items():
-            if step not in keep and read_json(folder / checkpoint.STATE):  # an unreadable one may be the best
+            # an unreadable one may be the best
+            if step not in keep and read_json(folder / checkpoint.STATE):
                 try:
                     checkpoint.remove(folder)
                 except OSError as error:
@@ -249,7 +296,9 @@ class Saver:
 
 
 def delete_oldest(root: Path) -> str | None:
-    """Delete a quarantined checkpoint, otherwise the oldest one; the best by evaluation loss last, the newest never."""
+    """Delete a quarantined checkpoint, otherwise the oldest one; the best by evaluation loss last,
+    the newest never.
+    """
     for folder in checkpoint.quarantined(root):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -264,14 +313,18 @@ def delete_oldest(root: Path) -> str | None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the disk or the quota is full. The safetensors library reports the system's error as text."""
+    """Whether the disk or the quota is full. The safetensors library reports the system's error as
+    text.
+    """
     if isinstance(error, OSError):
         return error.errno in _FULL
     return any(f"os error {code}" in str(error) for code in _FULL)
 
 
 def best_step(folders: Mapping[int, Path]) -> int | None:
-    """The step of the checkpoint with the lowest evaluation loss, among those evaluated at their own step."""
+    """The step of the checkpoint with the lowest evaluation loss, among those evaluated at their
+    own step.
+    """
     losses: dict[int, float] = {}
     for step, folder in folders.items():
         progress = read_json(folder / checkpoint.STATE).get("progress", {})
@@ -282,7 +335,8 @@ def best_step(folders: Mapping[int, Path]) -> int | None:
 
 
 def find_checkpoint(source: Path, *, best: bool) -> Path:
-    """Find a checkpoint by its own folder, or by that of its run, of which it is the newest or the best one.
+    """Find a checkpoint by its own folder, or by that of its run, of which it is the newest or the
+    best one.
 
     Raises:
         UserError: there is none.
@@ -294,8 +348,13 @@ def find_checkpoint(source: Path, *, best: bool) -> Path:
     root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     folders = checkpoint.published(root)
     if not folders:
-        raise UserError(f"{source} has no checkpoint in it. Give a checkpoint's folder, or that of a run.")
+        raise UserError(
+            f"{source} has no checkpoint in it. Give a checkpoint's folder, or that of a run."
+        )
     step = best_step(folders) if best else max(folders)
     if step is None:
-        raise UserError(f"{source}: no checkpoint was evaluated, so none is known to be the best. Leave out --best.")
+        raise UserError(
+            f"{source}: no checkpoint was evaluated, so none is known to be the best. "
+            "Leave out --best."
+        )
     return folders[step]

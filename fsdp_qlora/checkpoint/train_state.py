@@ -1,8 +1,9 @@
 """Saves trainable parameters and optimizer state to a checkpoint's files, and loads them.
 
-Rank 0 gathers, writes and reads small states (adapters) for all ranks, so no other rank needs access to the folder.
-Large states are written by each rank of one copy of the model and read by all ranks: file i of n holds the rows that
-`shard_bounds` gives to rank i of n, so any other number of ranks finds its rows.
+Rank 0 gathers, writes and reads small states (adapters) for all ranks, so no other rank needs
+access to the folder. Large states are written by each rank of one copy of the model and read by all
+ranks: file i of n holds the rows that `shard_bounds` gives to rank i of n, so any other number of
+ranks finds its rows.
 
 An entry of the optimizer's state is stored by its kind:
     rows    a tensor with the local shard's shape: sharded like its parameter
@@ -28,7 +29,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed.shards import (
+    gather_rows,
+    local_part,
+    own_rows,
+    shard_bounds,
+    shard_rank,
+    shard_size,
+)
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.utils.errors import TrainingError, UserError
@@ -41,7 +49,9 @@ _PARAMETER = "parameter"  # the key of the parameter itself
 
 
 class Tensors(NamedTuple):
-    """The content of a safetensors file. forms: dtype and shape of each tensor. values: the tensors, in that order."""
+    """The content of a safetensors file. forms: dtype and shape of each tensor. values: the
+    tensors, in that order.
+    """
 
     forms: Mapping[str, TensorForm]
     values: Iterable[torch.Tensor]
@@ -54,8 +64,8 @@ class TrainState:
     """Trainable parameters and optimizer state of one sharded model.
 
     Args:
-        is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer has
-            entries of kind local.
+        is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the
+            optimizer has entries of kind local.
         beat: called for each tensor written, since a large state takes long.
     """
 
@@ -70,7 +80,9 @@ class TrainState:
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.parameters = {
-            canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+            canonical_name(name): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         self.optimizer = optimizer
         self.mesh = mesh
@@ -87,9 +99,11 @@ class TrainState:
         return sum(value.numel() * value.element_size() for value in values)
 
     def contents(self) -> tuple[dict[str, Tensors], dict[str, Any]]:
-        """The files that this rank writes, by name, and the description that `load` needs. Collective.
+        """The files that this rank writes, by name, and the description that `load` needs.
+        Collective.
 
-        Taking a value copies it to the host, and may be a collective: every rank must take all values, in order.
+        Taking a value copies it to the host, and may be a collective: every rank must take all
+        values, in order.
         """
         layout = self._agreed_layout()
         is_sharded = self.is_large or _has_local(layout)
@@ -105,33 +119,49 @@ class TrainState:
             for name, key in _tensors_of_file(layout, index)
         }
         on_host = itertools.starmap(self._on_host, values.values())
-        is_first_replica = "replicate" not in (self.mesh.mesh_dim_names or ()) or not self.mesh.get_local_rank(0)
+        is_first_replica = "replicate" not in (
+            self.mesh.mesh_dim_names or ()
+        ) or not self.mesh.get_local_rank(0)
         if not (is_first_replica if is_sharded else self.ranks.is_rank_0):
             for _ in on_host:  # gathering is a collective
                 pass
             return {}, description
         forms = {
-            name: TensorForm(value.dtype, tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]))
+            name: TensorForm(
+                value.dtype,
+                tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]),
+            )
             for name, (value, num_rows) in values.items()
         }
         return {_file(index): Tensors(forms, on_host)}, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
-        """Write the files returned by `contents`. All values are taken, even if this raises OSError."""
+        """Write the files returned by `contents`. All values are taken, even if this raises
+        OSError.
+        """
         return {name: write_tensors(folder / name, *content) for name, content in contents.items()}
 
     def check_finite(self) -> None:
-        """Raise TrainingError on every rank if a parameter or its optimizer state is not finite. Collective."""
+        """Raise TrainingError on every rank if a parameter or its optimizer state is not finite.
+        Collective.
+        """
         names = list(self.parameters)
         bad = [
             index
             for index, parameter in enumerate(self.parameters.values())
-            if not all(value.isfinite().all() for value in self._local_values(parameter) if value.is_floating_point())
+            if not all(
+                value.isfinite().all()
+                for value in self._local_values(parameter)
+                if value.is_floating_point()
+            )
         ]
-        first = gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
+        first = (
+            gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
+        )
         if first < len(names):
             raise TrainingError(
-                f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. "
+                f"{names[int(first)]} or its optimizer state has values that are not finite, so "
+                "nothing is saved. "
                 "Earlier checkpoints are intact. A lower --lr or --precision bf16/fp32 may help."
             )
 
@@ -142,14 +172,18 @@ class TrainState:
                 yield value
 
     def _agreed_layout(self) -> _Layout:
-        """The entries to store for each parameter. A rank without rows of a parameter gets them from the others."""
+        """The entries to store for each parameter. A rank without rows of a parameter gets them
+        from the others.
+        """
         local: _Layout = {}
         for name, parameter in self.parameters.items():
             shard = local_part(parameter)
             if shard.numel():
                 state = {_PARAMETER: shard} | self.optimizer.state_of(parameter)
                 local[name] = {key: _describe(value, shard) for key, value in state.items()}
-        by_rank: list[_Layout] = [json.loads(text) for text in all_gather_strings(json.dumps(local), self.ranks.device)]
+        by_rank: list[_Layout] = [
+            json.loads(text) for text in all_gather_strings(json.dumps(local), self.ranks.device)
+        ]
         layout: _Layout = {}
         for name in self.parameters:
             described = [ranks_layout[name] for ranks_layout in by_rank if name in ranks_layout]
@@ -162,9 +196,15 @@ class TrainState:
     def _local_value(
         self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool
     ) -> tuple[torch.Tensor, int | None]:
-        """This rank's value of an entry, with 0 rows if it has none; and the number of rows to gather (None: none)."""
+        """This rank's value of an entry, with 0 rows if it has none; and the number of rows to
+        gather (None: none).
+        """
         parameter = self.parameters[name]
-        value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
+        value = (
+            local_part(parameter)
+            if key == _PARAMETER
+            else self.optimizer.state_of(parameter).get(key)
+        )
         if value is None:
             dims = entry.get("dims", ())
             dtype = DTYPES[entry.get("dtype", "F32")]
@@ -174,21 +214,26 @@ class TrainState:
 
     def _on_host(self, value: torch.Tensor, num_rows: int | None) -> torch.Tensor:
         self.beat()
-        return (value if num_rows is None else gather_rows(value, num_rows, self.mesh)).to("cpu", copy=True)
+        return (value if num_rows is None else gather_rows(value, num_rows, self.mesh)).to(
+            "cpu", copy=True
+        )
 
     # --- reading ---
 
     def check(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that `load` could not load here, from its description alone. Called on every rank.
+        """Refuse a checkpoint that `load` could not load here, from its description alone. Called
+        on every rank.
 
         Raises:
-            UserError: it has other parameters, or requires another number of ranks; the same on every rank.
+            UserError: it has other parameters, or requires another number of ranks; the same on
+            every rank.
         """
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         _check_shapes(folder, description["shapes"], shapes)
         if _has_local(description["layout"]) and description["files"] != shard_size(self.mesh):
             raise UserError(
-                f"{folder} holds optimizer state that can be resumed on {description['files']} ranks only, and this "
+                f"{folder} holds optimizer state that can be resumed on {description['files']} "
+                "ranks only, and this "
                 f"run has {shard_size(self.mesh)}. Start {description['files']} ranks."
             )
 
@@ -210,28 +255,38 @@ class TrainState:
                 files = [opened.enter_context(_open_file(folder, index)) for index in range(count)]
                 for name, parameter in self.parameters.items():
                     values = {
-                        key: entry["value"] if entry["kind"] == "number" else fill(files, name, key, entry)
+                        key: entry["value"]
+                        if entry["kind"] == "number"
+                        else fill(files, name, key, entry)
                         for key, entry in layout[name].items()
                     }
                     self._put(parameter, values)
         except (FileNotFoundError, SafetensorError) as error:
             raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
 
-    def _fill_from_rank_0(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+    def _fill_from_rank_0(
+        self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]
+    ) -> torch.Tensor:
         device = self.ranks.device
         is_rows = entry["kind"] == "rows"
         if files:
             whole = files[0].get_tensor(f"{name}/{key}").to(device)
         else:
             num_rows = self.parameters[name].shape[:1] if is_rows else ()
-            whole = torch.empty((*num_rows, *entry["dims"]), dtype=DTYPES[entry["dtype"]], device=device)
+            whole = torch.empty(
+                (*num_rows, *entry["dims"]), dtype=DTYPES[entry["dtype"]], device=device
+            )
         dist.broadcast(whole, src=0)
         return whole[slice(*own_rows(self.parameters[name], self.mesh))] if is_rows else whole
 
-    def _fill_from_shards(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+    def _fill_from_shards(
+        self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]
+    ) -> torch.Tensor:
         stored = f"{name}/{key}"
         if entry["kind"] != "rows":
-            value: torch.Tensor = files[shard_rank(self.mesh) if entry["kind"] == "local" else 0].get_tensor(stored)
+            value: torch.Tensor = files[
+                shard_rank(self.mesh) if entry["kind"] == "local" else 0
+            ].get_tensor(stored)
             return value
         start, stop = own_rows(self.parameters[name], self.mesh)
         num_rows = self.parameters[name].shape[0]
@@ -239,8 +294,14 @@ class TrainState:
         for index, file in enumerate(files):
             first, end = shard_bounds(num_rows, rank=index, size=len(files))
             if max(start, first) < min(stop, end):
-                parts.append(file.get_slice(stored)[max(start, first) - first : min(stop, end) - first])
-        return torch.cat(parts) if parts else torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
+                parts.append(
+                    file.get_slice(stored)[max(start, first) - first : min(stop, end) - first]
+                )
+        return (
+            torch.cat(parts)
+            if parts
+            else torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
+        )
 
     def _put(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Store the values of a parameter and of its optimizer state. They may be on any device."""
@@ -251,10 +312,12 @@ class TrainState:
 
 
 class StoredValues:
-    """The trained values in a checkpoint, for a model without weights. Implements `first_values.Values`.
+    """The trained values in a checkpoint, for a model without weights. Implements
+    `first_values.Values`.
 
     Args:
-        description: returned by `TrainState.contents`. read_frozen: reads a tensor that does not train, by its name.
+        description: returned by `TrainState.contents`. read_frozen: reads a tensor that does not
+        train, by its name.
     Raises:
         UserError: the checkpoint belongs to another model.
     """
@@ -262,17 +325,31 @@ class StoredValues:
     keeps = True
 
     def __init__(
-        self, model: nn.Module, folder: Path, description: Mapping[str, Any], read_frozen: Callable[[str], torch.Tensor]
+        self,
+        model: nn.Module,
+        folder: Path,
+        description: Mapping[str, Any],
+        read_frozen: Callable[[str], torch.Tensor],
     ) -> None:
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
-        tensors = (*named.items(), *((canonical_name(name), buffer) for name, buffer in persistent_buffers(model)))
+        _check_shapes(
+            folder,
+            description["shapes"],
+            {name: list(value.shape) for name, value in trained.items()},
+        )
+        tensors = (
+            *named.items(),
+            *((canonical_name(name), buffer) for name, buffer in persistent_buffers(model)),
+        )
         self._names = {id(each): name for name, each in tensors}
         self._trained = trained
         self._read = read_frozen
         self._opened = contextlib.ExitStack()
-        self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
+        self._files = [
+            self._opened.enter_context(_open_file(folder, index))
+            for index in range(description["files"])
+        ]
         self.close = self._opened.close
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +366,9 @@ def _open_file(folder: Path, index: int) -> Any:
 
 def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise UserError if a checkpoint's parameters are not the model's."""
-    changed = sorted(name for name in (own.keys() | stored.keys()) if own.get(name) != stored.get(name))
+    changed = sorted(
+        name for name in (own.keys() | stored.keys()) if own.get(name) != stored.get(name)
+    )
     if changed:
         raise UserError(
             f"{folder} belongs to a model with other trainable parameters: {', '.join(changed[:4])}"
@@ -298,7 +377,9 @@ def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any
 
 
 def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
-    """The description of a stored value: its kind; of a tensor also its dtype and dims (without the sharded dim)."""
+    """The description of a stored value: its kind; of a tensor also its dtype and dims (without the
+    sharded dim).
+    """
     if isinstance(value, torch.Tensor):
         kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
         entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
@@ -307,7 +388,10 @@ def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
 
 
 def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
-    """(parameter, key) of each tensor in file `index`. File 0 alone has the entries of kind once."""
+    """(parameter, key) of each tensor in file `index`.
+
+    File 0 alone has the entries of kind once.
+    """
     for name, keys in layout.items():
         for key, entry in sorted(keys.items()):
             if entry["kind"] in ("rows", "local") or (entry["kind"] == "once" and index == 0):

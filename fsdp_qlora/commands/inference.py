@@ -1,4 +1,6 @@
-"""The commands that load a trained model: `generate` answers prompts, `evaluate` measures losses and lm-eval tasks."""
+"""The commands that load a trained model: `generate` answers prompts, `evaluate` measures losses
+and lm-eval tasks.
+"""
 
 import argparse
 import dataclasses
@@ -10,7 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_qlora.commands.run_config import adapter_folder, add_adapter, given_adapter, trained_model_options
+from fsdp_qlora.commands.run_config import (
+    adapter_folder,
+    add_adapter,
+    given_adapter,
+    trained_model_options,
+)
 from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL
 from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
@@ -19,25 +26,47 @@ from fsdp_qlora.utils.errors import UserError
 
 
 def generate_options(parser: argparse.ArgumentParser) -> None:
-    add_adapter(parser, "folder of a run, an adapter or a model, or an adapter's name on the hub; else the base")
-    parser.add_argument("--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes")
-    parser.add_argument("--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line")
+    add_adapter(
+        parser,
+        "folder of a run, an adapter or a model, or an adapter's name on the hub; else the base",
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes"
+    )
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line"
+    )
     parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
-    parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token")
     parser.add_argument(
-        "--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share (default: 1)"
+        "--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 (default): the likeliest token",
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest with this share (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)"
+    )
 
 
 def generate(args: argparse.Namespace) -> int | None:
-    """Generate text with a base and its adapter, in the precision and on the cards of the training: sharded, offloaded
-    as they were, one process per GPU, or on a CPU. Prompts get the format of the training. Without --prompt and
-    --prompts it is a chat. The base and how it was stored are read from the adapter's folder; every option of training
-    may be given too, such as --model_name, --nproc_per_node, --use_cpu_offload, --prompt_template and --batch_size
-    (prompts per process at a time).
+    """Generate text with a base and its adapter, in the precision and on the cards of the training:
+    sharded, offloaded as they were, one process per GPU, or on a CPU. Prompts get the format of the
+    training. Without --prompt and --prompts it is a chat. The base and how it was stored are read
+    from the adapter's folder; every option of training may be given too, such as --model_name,
+    --nproc_per_node, --use_cpu_offload, --prompt_template and --batch_size (prompts per process at
+    a time).
     """
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts FILE and --out FILE go together.")
@@ -46,12 +75,17 @@ def generate(args: argparse.Namespace) -> int | None:
     if args.out and Path(args.out).exists():
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
-        raise UserError("--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at most 1.")
+        raise UserError(
+            "--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above "
+            "0 and at most 1."
+        )
     return _with_model("generate", args, partial(_answer, args))
 
 
 def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]) -> int | None:
-    """Start the processes of a command, or as one of them call `use` with the model's options, ranks and folder."""
+    """Start the processes of a command, or as one of them call `use` with the model's options,
+    ranks and folder.
+    """
     set_torch_variables()
     adapter = given_adapter(args)
     folder = adapter_folder(adapter) if adapter else None
@@ -94,10 +128,19 @@ if TYPE_CHECKING:
 
 def evaluate_options(parser: argparse.ArgumentParser) -> None:
     add_adapter(parser, "as for generate; without it the base is measured")
-    parser.add_argument("--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS")
+    parser.add_argument(
+        "--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS"
+    )
     parser.add_argument("--tasks", type=_names, default=[], help="names of lm-eval's, with commas")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first questions of each task, this many")
-    parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="the first questions of each task, this many"
+    )
+    parser.add_argument(
+        "--num_fewshot",
+        type=int,
+        metavar="N",
+        help="examples before a question (default: the task's)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -110,10 +153,10 @@ def _names(text: str) -> list[str]:
 
 
 def evaluate(args: argparse.Namespace) -> int | None:
-    """Measure a base, an adapter or a merged model: loss per token (in nats) and perplexity on each dataset, and tasks
-    of lm-eval. The model is loaded as `generate` does, sharded over all GPUs, and rows are read as in training. Every
-    option of training may be given too, such as --model_name, --nproc_per_node, --dataset_samples, --context_length and
-    --batch_size.
+    """Measure a base, an adapter or a merged model: loss per token (in nats) and perplexity on each
+    dataset, and tasks of lm-eval. The model is loaded as `generate` does, sharded over all GPUs,
+    and rows are read as in training. Every option of training may be given too, such as
+    --model_name, --nproc_per_node, --dataset_samples, --context_length and --batch_size.
     """
     if not args.dataset and not args.tasks:
         raise UserError("Give --dataset ROWS, --tasks NAMES, or both.")
@@ -131,12 +174,19 @@ def evaluate(args: argparse.Namespace) -> int | None:
 
 
 def measure(
-    config: TrainConfig, ranks: "Ranks", folder: Path | None, datasets: list[str], tasks: list[str], **options: Any
+    config: TrainConfig,
+    ranks: "Ranks",
+    folder: Path | None,
+    datasets: list[str],
+    tasks: list[str],
+    **options: Any,
 ) -> dict[str, Any]:
-    """The loss and perplexity of each dataset, and the metrics of each task on rank 0. Called on every rank.
+    """The loss and perplexity of each dataset, and the metrics of each task on rank 0. Called on
+    every rank.
 
     Args:
-        folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for lm-eval.
+        folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for
+        lm-eval.
     """
     from fsdp_qlora.data.sources.dataset_name import parse_eval_names
     from fsdp_qlora.planning.run_plan import Plan, read_rows
@@ -146,14 +196,19 @@ def measure(
     from fsdp_qlora.training.generation.tasks import Tasks
 
     if OBJECTIVES[config.objective].has_reference:
-        raise UserError(f"--objective {config.objective} compares with the start of a run: see its own --eval_dataset.")
+        raise UserError(
+            f"--objective {config.objective} compares with the start of a run: see its "
+            "own --eval_dataset."
+        )
     loaded = Tasks(tasks) if tasks else None
     sets: dict[str, RunData] = {}
 
     def read(placed: "PlacedModel") -> None:
         for name, dataset in parse_eval_names(datasets).items():
             rows: dict[str, Any] = {"dataset": (dataset,), "eval_dataset": (), "eval_fraction": 0.0}
-            own = dataclasses.replace(config, **rows, resume="off", adapter=str(folder) if folder else None)
+            own = dataclasses.replace(
+                config, **rows, resume="off", adapter=str(folder) if folder else None
+            )
             _, sets[name] = read_rows(own, placed.model)
 
     placed = load_trained(config, ranks, folder, read)
@@ -167,7 +222,9 @@ def measure(
     if loaded:
         plan = placed.model
         size = config.batch_size
-        results |= loaded.measure(plan.meta.model, plan.tokenizer, plan.precision, ranks, batch_size=size, **options)
+        results |= loaded.measure(
+            plan.meta.model, plan.tokenizer, plan.precision, ranks, batch_size=size, **options
+        )
     return results
 
 

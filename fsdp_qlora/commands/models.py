@@ -23,18 +23,28 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
-    parser.add_argument("--out", "--output_dir", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
-    help = "who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its name in the base's files"
+    parser.add_argument(
+        "source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one"
+    )
+    parser.add_argument(
+        "--out", "--output_dir", required=True, metavar="DIR", help="folder to make"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss"
+    )
+    help = (
+        "who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its name "
+        "in the base's files"
+    )
     parser.add_argument("--for", dest="reader", choices=("peft", "vllm"), default="peft", help=help)
 
 
 def export(args: argparse.Namespace) -> None:
-    """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
-    its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
-    small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
-    is now, and --base_name, --push_to_hub and --trust_remote_code mean what they do there.
+    """Export a checkpoint as the folder that the run would have saved at that step: an adapter in
+    PEFT's format with its tokenizer and card, or for full and the llama_pro types a whole model. It
+    needs no GPU, and of the base only the small files (for the llama_pro types its weights too). Of
+    the options of training, --model_name says where the base is now, and --base_name, --push_to_hub
+    and --trust_remote_code mean what they do there.
     """
     source = Path(args.source).expanduser()
     out = Path(args.out).expanduser()
@@ -90,19 +100,27 @@ def merge_options(parser: argparse.ArgumentParser) -> None:
         "--base",
         choices=["original", "dequantized"],
         default="original",
-        help="weights to merge into: those of the base's files, or the dequantized ones that the adapter was trained "
+        help="weights to merge into: those of the base's files, or the dequantized ones that the "
+        "adapter was trained "
         "on (default: original)",
     )
-    parser.add_argument("--dtype", choices=["auto", *_DTYPES], default="auto", help="number format; auto is the base's")
-    help = "same: round the weights to the format in which the base is published (MXFP4, NVFP4, FP8)"
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", *_DTYPES],
+        default="auto",
+        help="number format; auto is the base's",
+    )
+    help = (
+        "same: round the weights to the format in which the base is published (MXFP4, NVFP4, FP8)"
+    )
     parser.add_argument("--format", choices=["same"], help=help)
 
 
 def merge(args: argparse.Namespace) -> None:
-    """Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder that transformers and
-    vLLM load without PEFT. Memory holds one piece of a tensor at a time. The base and how it was quantized are read
-    from the run's config.yaml beside the adapter; every option of training may be given instead, such as --model_name
-    and --train_type.
+    """Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder
+    that transformers and vLLM load without PEFT. Memory holds one piece of a tensor at a time. The
+    base and how it was quantized are read from the run's config.yaml beside the adapter; every
+    option of training may be given instead, such as --model_name and --train_type.
     """
     adapter = given_adapter(args)
     if not adapter or not args.out:
@@ -124,7 +142,10 @@ def merge(args: argparse.Namespace) -> None:
     planned = open_merge(folder, config)
     same = rounded(planned) if args.format else None
     if same and (args.base == "dequantized" or args.dtype != "auto"):
-        raise UserError("--format same merges into the weights of the base's files, in their types: give no other.")
+        raise UserError(
+            "--format same merges into the weights of the base's files, in their "
+            "types: give no other."
+        )
     check_base(planned, args.base)
     if same:
         write_merged(planned, same, out)
@@ -135,13 +156,18 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="name on the Hugging Face hub, or local folder")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="name on the Hugging Face hub, or local folder"
+    )
     parser.add_argument("--model_name", help="the same as MODEL")
     parser.add_argument("--out", "--output_dir", metavar="DIR", help="folder to make")
 
 
 def _folders(args: argparse.Namespace) -> tuple[str, Path]:
-    """The model and the folder to make. Raises UserError if one is missing or cannot be a folder."""
+    """The model and the folder to make.
+
+    Raises UserError if one is missing or cannot be a folder.
+    """
     model = args.model or args.model_name
     if not model or not args.out:
         raise UserError("Give MODEL and --out DIR. See --help.")
@@ -157,31 +183,44 @@ def quantize_options(parser: argparse.ArgumentParser) -> None:
     help = "of nf4 and fp4: quantize scales too (default: true)"
     parser.add_argument("--double_quant", choices=["true", "false"], default="true", help=help)
     parser.add_argument(
-        "--trust_remote_code", choices=["true", "false"], default="false", help="run the model's code (default: false)"
+        "--trust_remote_code",
+        choices=["true", "false"],
+        default="false",
+        help="run the model's code (default: false)",
     )
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Save a model in bitsandbytes' 4-bit format (nf4, fp4) or in one of compressed-tensors (mxfp4, nvfp4, fp8), as a
-    folder that training and transformers load, with or without a GPU and a piece of a tensor in memory at a time (a
-    mixture of experts in nf4 or fp4 is loaded by training only: bitsandbytes has no format for experts).
+    """Save a model in bitsandbytes' 4-bit format (nf4, fp4) or in one of compressed-tensors (mxfp4,
+    nvfp4, fp8), as a folder that training and transformers load, with or without a GPU and a piece
+    of a tensor in memory at a time (a mixture of experts in nf4 or fp4 is loaded by training only:
+    bitsandbytes has no format for experts).
     """
     model, out = _folders(args)
     from fsdp_qlora.export.model_folder import quantize_model
 
     double_quant = args.double_quant == "true"
     with_code = args.trust_remote_code == "true"
-    quantize_model(model, out, quant_type=args.quant_type, double_quant=double_quant, trust_remote_code=with_code)
+    quantize_model(
+        model,
+        out,
+        quant_type=args.quant_type,
+        double_quant=double_quant,
+        trust_remote_code=with_code,
+    )
 
 
 def expand_options(parser: argparse.ArgumentParser) -> None:
     _add_folders(parser)
-    parser.add_argument("--expansion_rate", type=float, default=0.1, help="new blocks per block (default: 0.1)")
+    parser.add_argument(
+        "--expansion_rate", type=float, default=0.1, help="new blocks per block (default: 0.1)"
+    )
 
 
 def expand(args: argparse.Namespace) -> None:
-    """Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024), for train types
-    bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json says which blocks are new.
+    """Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024),
+    for train types bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json
+    says which blocks are new.
     """
     model, out = _folders(args)
     from fsdp_qlora.export.expand import expand_model

@@ -17,21 +17,30 @@ _ROWS_PER_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options, w
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help='such as "RTX 3090" or H100')
-    parser.add_argument("--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here")
+    parser.add_argument(
+        "--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here"
+    )
     parser.add_argument("--num_gpus", type=int, metavar="N", help="on one machine (default: 1)")
-    parser.add_argument("--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine")
-    parser.add_argument("--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)")
+    parser.add_argument(
+        "--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine"
+    )
+    parser.add_argument(
+        "--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)"
+    )
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
-    parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
+    parser.add_argument(
+        "--explain", action="store_true", help="name the ten largest things at the peak"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for how much. It takes
-    the options of training; --model_name may be a folder, a config.json, a well-known name such as llama-2-70b, or a
-    model on the hub. --auto finds the fastest settings, with the same rows per step if they are given. Memory is that
-    of the longest rows of --dataset, or without it that the options allow, counted from the model without weights;
-    speed is estimated from published runs of other programs. The exit status is 1 if nothing fits.
+    """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for
+    how much. It takes the options of training; --model_name may be a folder, a config.json, a
+    well-known name such as llama-2-70b, or a model on the hub. --auto finds the fastest settings,
+    with the same rows per step if they are given. Memory is that of the longest rows of --dataset,
+    or without it that the options allow, counted from the model without weights; speed is estimated
+    from published runs of other programs. The exit status is 1 if nothing fits.
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     config, searches = dataclasses.replace(config, auto=False), config.auto
@@ -49,9 +58,19 @@ def run(args: argparse.Namespace) -> int:
 
     request = GpuOffer(gpu, args.num_gpus or 1, args.host_ram_gib, args.price_per_hour)
     planner = offers.make_planner(config, request, tokens)
-    with tqdm(desc="Measuring blocks", unit=" operators", mininterval=1, leave=False, delay=_SILENT_SECONDS) as bar:
+    with tqdm(
+        desc="Measuring blocks",
+        unit=" operators",
+        mininterval=1,
+        leave=False,
+        delay=_SILENT_SECONDS,
+    ) as bar:
         planner.on_operator = bar.update
-        planned = planner.fastest(keeps_rows=_keeps_rows(args, config)) if searches else [planner.as_asked()]
+        planned = (
+            planner.fastest(keeps_rows=_keeps_rows(args, config))
+            if searches
+            else [planner.as_asked()]
+        )
     if args.json:
         plans = [offers.as_json(run_plan) for run_plan in planned[:3]]
         print(json.dumps(plans if searches else plans[0], indent=1))
@@ -63,12 +82,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
     """Whether the rows per step are asked for."""
-    is_given = any(word.replace("-", "_").startswith(_ROWS_PER_STEP) for word in args.training_options)
+    is_given = any(
+        word.replace("-", "_").startswith(_ROWS_PER_STEP) for word in args.training_options
+    )
     return is_given or config.batch_size * config.gradient_accumulation_steps > 1
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    """The GPU with the given name; --gpu_memory_gib alone takes the rates of a usual GPU of that size."""
+    """The GPU with the given name; --gpu_memory_gib alone takes the rates of a usual GPU of that
+    size.
+    """
     if not (args.gpu or args.gpu_memory_gib):
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
     gpu = find_gpu(args.gpu) if args.gpu else nearest_gpu(args.gpu_memory_gib)

@@ -22,29 +22,43 @@ log = logging.getLogger("fsdp_qlora")
 _MODULE = ("-u", "-m", "fsdp_qlora", "serve")
 _KEY_VARIABLE = "TINKER_API_KEY"
 _KEY_HELP = (
-    "requests must have KEY (by default that of TINKER_API_KEY, else one that is drawn at the first start and kept in "
+    "requests must have KEY (by default that of TINKER_API_KEY, else one that is drawn at the "
+    "first start and kept in "
     "the folder); none for no key"
 )
 _DEFAULTS = {"--lora_rank": "32", "--batching": "packed"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", required=True, metavar="DIR", help="for adapters and what clients have asked")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="to listen at (default: 8000)")
-    parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="other machines need 0.0.0.0 here")
+    parser.add_argument(
+        "--folder", required=True, metavar="DIR", help="for adapters and what clients have asked"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="to listen at (default: 8000)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="NAME", help="other machines need 0.0.0.0 here"
+    )
     parser.add_argument("--api_key", metavar="KEY", help=_KEY_HELP)
-    parser.add_argument("--teacher", metavar="NAME", help="a second model to sample from and to ask, not trained")
-    parser.add_argument("--max_models", type=int, default=8, metavar="N", help="adapters in memory (default: 8)")
+    parser.add_argument(
+        "--teacher", metavar="NAME", help="a second model to sample from and to ask, not trained"
+    )
+    parser.add_argument(
+        "--max_models", type=int, default=8, metavar="N", help="adapters in memory (default: 8)"
+    )
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Serve training to programs that speak Tinker's protocol, on these GPUs: forward and backward passes, optimizer
-    steps, samples and checkpoints of many adapters over one base, which is loaded as for a run. Every option of
-    training about the model, memory and supervision may be given, such as --model_name, --train_type,
-    --nproc_per_node, --use_cpu_offload and --save_every. --lora_rank (32) is the largest of an adapter,
-    --context_length (4096, or the model's) that of a row, and --batch_size times it are the tokens of a pass.
+    """Serve training to programs that speak Tinker's protocol, on these GPUs: forward and backward
+    passes, optimizer steps, samples and checkpoints of many adapters over one base, which is loaded
+    as for a run. Every option of training about the model, memory and supervision may be given,
+    such as --model_name, --train_type, --nproc_per_node, --use_cpu_offload and --save_every.
+    --lora_rank (32) is the largest of an adapter, --context_length (4096, or the model's) that of a
+    row, and --batch_size times it are the tokens of a pass.
     """
-    missing = [name for name in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
     if args.max_models < 1:
@@ -53,7 +67,9 @@ def run(args: argparse.Namespace) -> int | None:
         os.environ[_KEY_VARIABLE] = args.api_key
         _hide_key(args.words)
     given = {word.partition("=")[0] for word in args.training_options}
-    defaults = [part for name, value in _DEFAULTS.items() if name not in given for part in (name, value)]
+    defaults = [
+        part for name, value in _DEFAULTS.items() if name not in given for part in (name, value)
+    ]
     config = parse_train_config([*args.training_options, *defaults, "--output_dir", args.folder])
     set_torch_variables()
     if not config.is_preview:
@@ -66,18 +82,24 @@ def run(args: argparse.Namespace) -> int | None:
 
     key = NO_KEY if args.api_key == NO_KEY else os.environ.get(_KEY_VARIABLE)
     with process_group_closed():
-        address = Address(args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher)
+        address = Address(
+            args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher
+        )
         serve(config, address)
     return None
 
 
 def _hide_key(words: list[str]) -> None:
-    """Start this program again without the key, which is in its environment: everybody can read arguments.
+    """Start this program again without the key, which is in its environment: everybody can read
+    arguments.
 
     Those of another launcher have it too, so there it is only said.
     """
     if is_started_by_others():
-        log.warning("The launcher's arguments, which everybody can read, have the --api_key. Use %s.", _KEY_VARIABLE)
+        log.warning(
+            "The launcher's arguments, which everybody can read, have the --api_key. Use %s.",
+            _KEY_VARIABLE,
+        )
         return
     left = list[str]()
     for word in words:

@@ -1,4 +1,6 @@
-"""Commands of a few lines, most of which need no model: report, cache, configs, completion, env and doctor."""
+"""Commands of a few lines, most of which need no model: report, cache, configs, completion, env and
+doctor.
+"""
 
 import argparse
 from pathlib import Path
@@ -10,14 +12,19 @@ from fsdp_qlora.utils.errors import UserError
 
 
 def report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run's --output_dir; also while it trains")
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder; of several, here")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="a run's --output_dir; also while it trains"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="default: report.html in the run's folder; of several, here"
+    )
 
 
 def report(args: argparse.Namespace) -> None:
-    """Draw the curves of runs in one HTML file that needs no network: losses, learning rate, gradient norm, speed,
-    memory, time per phase, the data's lengths, samples, settings and what differs between them, environment. Several
-    runs are drawn over each other. A run writes its own at its end.
+    """Draw the curves of runs in one HTML file that needs no network: losses, learning rate,
+    gradient norm, speed, memory, time per phase, the data's lengths, samples, settings and what
+    differs between them, environment. Several runs are drawn over each other. A run writes its own
+    at its end.
     """
     from fsdp_qlora.observability.report import REPORT_FILE, write_report
 
@@ -32,8 +39,8 @@ def configs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configs(args: argparse.Namespace) -> None:
-    """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are
-    printed, to be kept in a file and changed.
+    """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them.
+    With NAME they are printed, to be kept in a file and changed.
     """
     paths = shipped_configs()
     if args.name is None:
@@ -46,15 +53,17 @@ def configs(args: argparse.Namespace) -> None:
 
 
 def completion(args: argparse.Namespace) -> None:
-    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit; bashcompinit` first."""
+    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit;
+    bashcompinit` first.
+    """
     words = " ".join([*args.commands, *(f"--{name}" for name in option_types())])
     print(f'complete -o default -W "{words}" fsdp-qlora')
 
 
 def env(args: argparse.Namespace) -> None:
-    """Print facts for a bug report: versions, the environment variables that change a run, and the machine, GPUs and
-    driver as torch.utils.collect_env has them. Values of secret variables, tokens and passwords in addresses are left
-    out.
+    """Print facts for a bug report: versions, the environment variables that change a run, and the
+    machine, GPUs and driver as torch.utils.collect_env has them. Values of secret variables, tokens
+    and passwords in addresses are left out.
     """
     from fsdp_qlora.utils.environment import describe_machine, variables, versions
 
@@ -64,9 +73,10 @@ def env(args: argparse.Namespace) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Check this machine before a run, one line per check: ok, or FIX and what to do. The checks are the GPUs and their
-    kernels, what two ranks send each other (with NCCL on GPUs, else with gloo), memory, disk and logins. A check takes
-    two minutes at most; all run without a GPU too. The exit status is 1 if something must be fixed. `env` prints facts.
+    """Check this machine before a run, one line per check: ok, or FIX and what to do. The checks
+    are the GPUs and their kernels, what two ranks send each other (with NCCL on GPUs, else with
+    gloo), memory, disk and logins. A check takes two minutes at most; all run without a GPU too.
+    The exit status is 1 if something must be fixed. `env` prints facts.
     """
     is_all_fine = True
     for name, sentence, is_fine in check_machine():

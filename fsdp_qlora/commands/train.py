@@ -12,7 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences, is_run, read_run, refuse
+from fsdp_qlora.checkpoint.run_folder import (
+    StartRequest,
+    find_differences,
+    is_run,
+    read_run,
+    refuse,
+)
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.objectives import TEXTS
@@ -42,20 +48,27 @@ from fsdp_qlora.utils.redact import guard_output, redact_values
 from fsdp_qlora.utils.text import quiet_libraries
 
 # A path, and not a name on the hub: it begins as one, or ends as a file of rows or prompts.
-_PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja|j2)(\.(gz|zst))?", re.DOTALL | re.IGNORECASE)
+_PATH = re.compile(
+    r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja|j2)(\.(gz|zst))?",
+    re.DOTALL | re.IGNORECASE,
+)
 
 _MOST_BYTES = 2**22  # of a file whose first rows are looked at twice
 _FILES = ("sample_prompts", "prompt_template")
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status of the processes that it starts, or of an attempt that was final, else 0."""
+    """Returns the exit status of the processes that it starts, or of an attempt that was final,
+    else 0.
+    """
     guard_output()
     set_torch_variables()
     end = restarts.previous_exit()
     if end is not None:
         status, message = end
-        print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))
+        print_error(
+            RuntimeError(f"not restarted, since the end of the attempt before was final: {message}")
+        )
         return status
     signals = Signals(ends_process=True)
     try:
@@ -64,11 +77,15 @@ def main(argv: list[str]) -> int:
             config = parse_train_config(argv, notes=notes)
             refuse_early(config)
             refuse_names(config)
-            if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
+            if (
+                not config.is_preview
+                and (status_of_workers := relaunch_if_needed(config, argv)) is not None
+            ):
                 return status_of_workers
             sys.argv = redact_values(sys.argv)  # wandb keeps a copy
             quiet_libraries()
-            if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
+            # a crash in a library shows where Python was
+            if sys.__stderr__ and not faulthandler.is_enabled():
                 faulthandler.enable(sys.__stderr__)
             # Imported here so that --help and wrong options answer at once.
             with importing():
@@ -91,8 +108,8 @@ def teach_options(parser: argparse.ArgumentParser) -> None:
 
 
 def teach(args: argparse.Namespace) -> int:
-    """Let the teacher of --objective distill go over the rows alone, with the options of `train`, and keep what it says
-    of them in --output_dir, which a run on any machine takes as --teacher.
+    """Let the teacher of --objective distill go over the rows alone, with the options of `train`,
+    and keep what it says of them in --output_dir, which a run on any machine takes as --teacher.
     """
     set_torch_variables()
     out = ["--output_dir", args.out] if args.out else []
@@ -111,7 +128,8 @@ def teach(args: argparse.Namespace) -> int:
 
 
 def refuse_early(config: TrainConfig) -> None:
-    """Refuse missing files, and other options than those of the run in output_dir, before torch is imported.
+    """Refuse missing files, and other options than those of the run in output_dir, before torch is
+    imported.
 
     Raises:
         UserError: all that is missing, or all that differs.
@@ -128,25 +146,35 @@ def refuse_early(config: TrainConfig) -> None:
 
 
 def refuse_names(config: TrainConfig) -> None:
-    """Refuse a model that is nowhere, a dataset of an unknown name, and small files whose columns are of no format.
+    """Refuse a model that is nowhere, a dataset of an unknown name, and small files whose columns
+    are of no format.
 
     Raises:
         UserError: as the run would say it, some imports later.
     """
-    from fsdp_qlora.data.sources import source as sources  # the hub's client takes a while to import
+    # the hub's client takes a while to import
+    from fsdp_qlora.data.sources import source as sources
     from fsdp_qlora.data.text import recognition
     from fsdp_qlora.utils import hub
 
     if not is_started_by_others() and not hub.is_here(config.model_name):
         _find_on_hub(config.model_name, with_code=config.trust_remote_code)
-    wanted = recognition.RequestedFormat(config.dataset_format, recognition.parse_columns(config.columns))
+    wanted = recognition.RequestedFormat(
+        config.dataset_format, recognition.parse_columns(config.columns)
+    )
     for name in map(parse_name, config.dataset):
         path = Path(name.name).expanduser()
-        if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
+        if (
+            name.name in (*sources.DATASETS, sources.DUMMY)
+            or hub.is_hub_name(name.name)
+            or path.is_dir()
+        ):
             continue  # found later, perhaps over the network
         source = sources.find_source(name)
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
-            entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=wanted.used)
+            entries = source.entries(
+                min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=wanted.used
+            )
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
             columns = list(dict.fromkeys(itertools.chain(*rows)))
             first = rows[: sources.ROWS_LOOKED_AT]
@@ -155,7 +183,9 @@ def refuse_names(config: TrainConfig) -> None:
 
 
 def _find_on_hub(model_name: str, *, with_code: bool) -> None:
-    """Download a model's small files. Raises UserError, for a name that only `plan` knows with the hub's."""
+    """Download a model's small files. Raises UserError, for a name that only `plan` knows with the
+    hub's.
+    """
     from fsdp_qlora.planning.known_models import hub_name
     from fsdp_qlora.utils import hub
 
@@ -169,14 +199,25 @@ def _find_on_hub(model_name: str, *, with_code: bool) -> None:
 
 def _missing(config: TrainConfig) -> Iterator[str]:
     """A sentence for each path that leads nowhere."""
-    named = [(option, word, word) for option in ("model_name", *_FILES) if (word := getattr(config, option))]
+    named = [
+        (option, word, word)
+        for option in ("model_name", *_FILES)
+        if (word := getattr(config, option))
+    ]
     named += [("dataset", word, parse_name(word).name) for word in config.dataset]
-    eval_datasets = zip(config.eval_dataset, parse_eval_names(config.eval_dataset).values(), strict=True)
-    named += [("eval_dataset", word, parse_name(dataset, weighted=False).name) for word, dataset in eval_datasets]
+    eval_datasets = zip(
+        config.eval_dataset, parse_eval_names(config.eval_dataset).values(), strict=True
+    )
+    named += [
+        ("eval_dataset", word, parse_name(dataset, weighted=False).name)
+        for word, dataset in eval_datasets
+    ]
     for option, word, path in named:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
             what = "folder" if option == "model_name" else "file or folder"
             yield f"{option} {word}: there is no such {what}. Check the path."
     model = Path(config.model_name).expanduser()
     if model.is_dir() and not (model / "config.json").is_file():
-        yield f"model_name {config.model_name}: it has no config.json, so it is not a model's folder."
+        yield (
+            f"model_name {config.model_name}: it has no config.json, so it is not a model's folder."
+        )

@@ -1,7 +1,8 @@
-"""Command line and YAML file -> `TrainConfig`: defaults, then the file of `--config`, then the flags.
+"""Command line and YAML file -> `TrainConfig`: defaults, then the file of `--config`, then the
+flags.
 
-The text of a YAML value is converted like a flag's value. So `lr: 2e-4`, which YAML 1.1 reads as a string, is a
-number here, and a misspelled choice is an error in both places.
+The text of a YAML value is converted like a flag's value. So `lr: 2e-4`, which YAML 1.1 reads as a
+string, is a number here, and a misspelled choice is an error in both places.
 
 (argparse stops at the first error; tyro refuses `true`, and gives errors no name of file and key.)
 """
@@ -47,13 +48,15 @@ _AS_KEYWORD = ("{}", "{}={}")
 
 
 def parse_options(
-    argv: list[str], result: Path | Mapping[str, object] | None = None, notes: list[str] | None = None
+    argv: list[str],
+    result: Path | Mapping[str, object] | None = None,
+    notes: list[str] | None = None,
 ) -> tuple[TrainConfig, Collection[str]]:
     """Read the options of a run; returns them, and the names of those that were given.
 
     Args:
-        argv: the arguments after the program's name.
-        result: the config.yaml of a result, or the options that another file of it has; those in `argv` win. Only
+        argv: the arguments after the program's name. result: the config.yaml of a result, or the
+        options that another file of it has; those in `argv` win. Only
             RESULT_OPTIONS are read from it.
         notes: gets a line for each older name of an option that was given.
     Raises:
@@ -61,7 +64,11 @@ def parse_options(
         SystemExit: with status 0, after `--help`.
     """
     if {"--help", "-h"} & {*argv}:
-        _print_help(next((after for word, after in itertools.pairwise(argv) if word in ("--help", "-h")), ""))
+        _print_help(
+            next(
+                (after for word, after in itertools.pairwise(argv) if word in ("--help", "-h")), ""
+            )
+        )
         raise SystemExit(0)
     errors: list[str] = []
     flags = _split(argv, errors)
@@ -85,14 +92,19 @@ def parse_options(
 def options_of(
     base: TrainConfig | str | Path | None, options: Mapping[str, object]
 ) -> tuple[TrainConfig, Collection[str]]:
-    """Read the options of a run from Python values, by the rules and with the messages of the command line.
+    """Read the options of a run from Python values, by the rules and with the messages of the
+    command line.
 
     Args:
-        base: options that those in `options` replace: a YAML file, a name of `shipped_configs`, or made before.
+        base: options that those in `options` replace: a YAML file, a name of `shipped_configs`, or
+        made before.
     Raises: as `parse_options`.
     """
     others = {name: str(value) for name, value in options.items() if name not in _KNOWN}
-    errors = [f"Unknown option {name}{_advice(name, _AS_KEYWORD, value)}" for name, value in others.items()]
+    errors = [
+        f"Unknown option {name}{_advice(name, _AS_KEYWORD, value)}"
+        for name, value in others.items()
+    ]
     settings = settings_of(options)
     if isinstance(base, (str, Path)):
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
@@ -106,9 +118,15 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
         settings = _read_yaml(result, errors, is_result=True)
     else:
         told = result or {}
-        settings = settings_of({name: told[name] for name in RESULT_OPTIONS if name in told}, "its ")
+        settings = settings_of(
+            {name: told[name] for name in RESULT_OPTIONS if name in told}, "its "
+        )
     # A template's name, or else a file of this machine.
-    return [setting for setting in settings if setting.name != "prompt_template" or setting.text.isidentifier()]
+    return [
+        setting
+        for setting in settings
+        if setting.name != "prompt_template" or setting.text.isidentifier()
+    ]
 
 
 def is_option(name: str) -> bool:
@@ -117,14 +135,15 @@ def is_option(name: str) -> bool:
 
 
 def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored options of a run, which an earlier version may have written: an option that it did not have is at its
-    default.
+    """The stored options of a run, which an earlier version may have written: an option that it did
+    not have is at its default.
     """
     return resolved_options(DEFAULTS) | dict(stored)
 
 
 def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]:
-    """Options as they would be given on the command line. None leaves an option that is never None at its default.
+    """Options as they would be given on the command line. None leaves an option that is never None
+    at its default.
 
     Args:
         place: what the names of the options in messages begin with.
@@ -133,7 +152,9 @@ def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]
     for name in [name for name in options if name in _KNOWN]:
         value = options[name]
         items = value if isinstance(value, (list, tuple)) else [value]
-        words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items] or ["none"]
+        words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items] or [
+            "none"
+        ]
         if value is not None or type(None) in get_args(_HINTS.get(name)):
             settings.append(Setting(f"{place}{name}", name, ["none"] if value is None else words))
     return settings
@@ -141,7 +162,9 @@ def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]
 
 def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
     # An option that is not known, or was not understood, may be what another one needs.
-    errors = [cut(error) for error in ([*errors, *out_of_range(config)] if errors else check(config))]
+    errors = [
+        cut(error) for error in ([*errors, *out_of_range(config)] if errors else check(config))
+    ]
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
@@ -216,7 +239,8 @@ def _choice(text: str, choices: tuple[str, ...]) -> str:
 
 
 def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
-    """The end of a sentence on an option that does not exist: what to give instead, where that is known.
+    """The end of a sentence on an option that does not exist: what to give instead, where that is
+    known.
 
     Args:
         forms: how options are written there. value: that was given; "" for none.
@@ -262,11 +286,15 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         if is_result and name not in RESULT_OPTIONS:
             continue
         if name not in _KNOWN:
-            errors.append(f'{where}: unknown key "{name}"{_advice(name, _AS_KEY, "".join((words or [])[:1]))}')
+            errors.append(
+                f'{where}: unknown key "{name}"{_advice(name, _AS_KEY, "".join((words or [])[:1]))}'
+            )
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
         elif words is None:
-            errors.append(f"{where}: {name} expects a value or a list of values; options are not nested.")
+            errors.append(
+                f"{where}: {name} expects a value or a list of values; options are not nested."
+            )
         elif value.tag != "tag:yaml.org,2002:null":  # which leaves the option at its default
             settings.append(Setting(f"{where}: {name}", name, words))
         lines.setdefault(name, line)
@@ -279,16 +307,25 @@ def _words(value: yaml.Node) -> list[str] | None:
     if not isinstance(value, yaml.SequenceNode):
         return None
     items = value.value
-    return [item.value for item in items] if all(isinstance(item, yaml.ScalarNode) for item in items) else None
+    return (
+        [item.value for item in items]
+        if all(isinstance(item, yaml.ScalarNode) for item in items)
+        else None
+    )
 
 
 def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
-        # The nodes and not the values: they keep the text as written, the lines, and keys given twice.
+        # The nodes and not the values: they keep the text as written, the lines, and keys given
+        # twice.
         root = yaml.compose(read_named(path, _MOST_BYTES).decode(), Loader=yaml.SafeLoader)
     except OSError as error:
         names = ", ".join(shipped_configs())
-        hint = f" It is no file, and not one of {names} either." if isinstance(error, FileNotFoundError) else ""
+        hint = (
+            (f" It is no file, and not one of {names} either.")
+            if isinstance(error, FileNotFoundError)
+            else ""
+        )
         raise UserError(f"--config {path}: cannot read it: {error.strerror}.{hint}") from error
     except UnicodeError as error:  # of the content, or of the name
         raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error
@@ -316,7 +353,8 @@ Fine-tune a language model with a sharded, 4-bit quantized base on one or more d
 
   fsdp-qlora train --model_name Qwen/Qwen3-8B-Base --dataset rows.jsonl
   fsdp-qlora train --config qlora_8b_2x24gb --dataset alpaca --dry_run true
-  fsdp-qlora train --model_name ./my_model --dataset chats.jsonl --eval_fraction 0.05 --output_dir runs/1
+  fsdp-qlora train --model_name ./my_model --dataset chats.jsonl --eval_fraction 0.05 \
+    --output_dir runs/1
 
 --help GROUP shows the options of one group: %s.
 --config takes a YAML file of options, or a name that `fsdp-qlora configs` lists; flags win over it.
@@ -334,14 +372,20 @@ def _split(argv: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
         elif words is not None:
             words.append(word)
         else:
-            option = "config" if word in shipped_configs() or word.endswith((".yaml", ".yml")) else "dataset"
+            option = (
+                "config"
+                if word in shipped_configs() or word.endswith((".yaml", ".yml"))
+                else "dataset"
+            )
             hint = f" Did you mean --{option} {word}?" if option == "config" or "." in word else ""
             errors.append(f"Unexpected argument {word!r}: options are given as --name value.{hint}")
     return flags
 
 
 def _print_help(group: str) -> None:
-    """Print the options on rank 0. group: the one whose options are shown; all if there is none of this name."""
+    """Print the options on rank 0. group: the one whose options are shown; all if there is none of
+    this name.
+    """
     groups = option_help()
     lines = [_DESCRIPTION % ", ".join(groups)]
     width = min(shutil.get_terminal_size().columns, 120)

@@ -1,4 +1,6 @@
-"""The values and combinations of options that are refused before a model is read or a device is used."""
+"""The values and combinations of options that are refused before a model is read or a device is
+used.
+"""
 
 import importlib.util
 import math
@@ -40,12 +42,18 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.quant_cache not in ("auto", "off"):
         options.append("quant_cache")
     if options and kind.quantizer is None:
-        yield f"--train_type {c.train_type} does not quantize: leave out {_flags(options)}, or use --train_type qlora."
+        yield (
+            f"--train_type {c.train_type} does not quantize: leave out {_flags(options)}, or use "
+            "--train_type qlora."
+        )
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
         options = _changed(c, *names_marked(of_quantizer(quantizer)))
         if options and TRAIN_TYPES[c.train_type].quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
-            yield f"--train_type {c.train_type} does not take {_flags(options)}, which is for {', '.join(takers)}."
+            yield (
+                f"--train_type {c.train_type} does not take {_flags(options)}, which is for "
+                f"{', '.join(takers)}."
+            )
     if _changed(c, "double_quant") and QUANT_TYPES[c.quant_type] != "bnb_4bit":
         yield f"--quant_type {c.quant_type} does not take --double_quant, which is for nf4 and fp4."
     package = PACKAGES.get(kind.quantizer or "")
@@ -57,19 +65,26 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
     options = _changed(c, *names_marked(OF_ADAPTER))
     if options and not kind.adapter:
-        yield f"--train_type {c.train_type} has no adapter: leave out {_flags(options)}, or use --train_type lora."
+        yield (
+            f"--train_type {c.train_type} has no adapter: leave out {_flags(options)}, or use "
+            "--train_type lora."
+        )
     if c.lora_target_parameters and c.lora_dropout:
         yield (
-            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
+            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: "
+            "PEFT adapts experts "
             "without dropout."
         )
     if c.lora_target_parameters and kind.adapter == "dora":
         yield (
-            f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
-            "--lora_target_parameters."
+            f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave "
+            "out --lora_target_parameters."
         )
     if c.add_tokens and c.modules_to_save:
-        yield "--add_tokens trains the rows of some tokens, and --modules_to_save those of all: give one of them."
+        yield (
+            "--add_tokens trains the rows of some tokens, and --modules_to_save those of all: "
+            "give one of them."
+        )
     yield from _init_errors(c)
     yield from _target_errors(c.lora_target_modules)
     yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
@@ -82,11 +97,19 @@ def _init_errors(c: TrainConfig) -> Iterator[str]:
     if init == "true":
         return
     if kind.adapter and kind.quantizer is None:
-        yield f"--init_lora_weights loftq corrects the quantization, but --train_type {c.train_type} does not quantize."
+        yield (
+            "--init_lora_weights loftq corrects the quantization, but --train_type "
+            f"{c.train_type} does not quantize."
+        )
     if kind.adapter == "dora":
-        yield f"--train_type {c.train_type} is DoRA, which starts from the base: leave --init_lora_weights at true."
+        yield (
+            f"--train_type {c.train_type} is DoRA, which starts from the base: leave "
+            "--init_lora_weights at true."
+        )
     if c.lora_target_parameters:
-        yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+        yield (
+            f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+        )
 
 
 def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
@@ -95,25 +118,34 @@ def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
         special = [name for name in targets if name in (*ALL, "default")]
         if special:
             yield (
-                f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is {value}."
+                f"--lora_target_modules: {min(special)} cannot be combined with other names, but "
+                f"the value is {value}."
             )
         elif any(is_regex(name) for name in targets):
             yield (
-                "--lora_target_modules: give one regular expression and nothing else, without commas; the value is "
-                f"{value}."
+                "--lora_target_modules: give one regular expression and nothing else, without "
+                f"commas; the value is {value}."
             )
     elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
-        yield f"--lora_target_modules: {value} is neither a name nor a valid regular expression: {reason}."
+        yield (
+            f"--lora_target_modules: {value} is neither a name nor a valid regular expression: "
+            f"{reason}."
+        )
 
 
-def _pattern_errors(option: str, items: tuple[str, ...], to_number: type, allowed: str) -> Iterator[str]:
+def _pattern_errors(
+    option: str, items: tuple[str, ...], to_number: type, allowed: str
+) -> Iterator[str]:
     for name, value in pairs(items):
         try:
             good = 0 < to_number(value) < math.inf
         except ValueError:
             good = False
         if not name or not good:
-            yield f"--{option} needs name=number with {allowed}, but has {name + '=' * bool(value) + value!r}."
+            yield (
+                f"--{option} needs name=number with {allowed}, but has "
+                f"{name + '=' * bool(value) + value!r}."
+            )
         elif reason := _regex_error(name):
             yield f"--{option}: {name} is not a valid regular expression: {reason}."
 
@@ -131,37 +163,63 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     everything = dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
     for name in _changed(c, *everything):  # records of runs have defaults in words
         if name not in chosen.options and getattr(c, name) != DEFAULTS.objective_settings.get(name):
-            takers = ", ".join(objective for objective, other in OBJECTIVES.items() if name in other.options)
+            takers = ", ".join(
+                objective for objective, other in OBJECTIVES.items() if name in other.options
+            )
             yield f"--objective {c.objective} does not take --{name}, which is for {takers}."
     if c.loss_type not in ("auto", *chosen.loss_types):
-        yield f"--objective {c.objective} has no --loss_type {c.loss_type}, but {', '.join(chosen.loss_types)}."
+        yield (
+            f"--objective {c.objective} has no --loss_type {c.loss_type}, but "
+            f"{', '.join(chosen.loss_types)}."
+        )
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
     if c.distills and c.objective_settings["beta"] > 1:
-        yield f"--beta of --objective {c.objective} is between 0, the forward KL divergence, and 1, the reverse one."
+        yield (
+            f"--beta of --objective {c.objective} is between 0, the forward KL divergence, and "
+            "1, the reverse one."
+        )
     if c.precompute_reference and (not c.has_reference or c.distills):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
-    if not c.teacher and (unused := _changed(c, "teacher_adapter", "teacher_url", "top_k")) and c.distills:
+    if (
+        not c.teacher
+        and (unused := _changed(c, "teacher_adapter", "teacher_url", "top_k"))
+        and c.distills
+    ):
         yield f"{_flags(unused)}: these are for --teacher NAME."
     is_rated = c.rating_threshold is not None
     formats = ("rating", "ratings")
     if is_rated and chosen.row_kind not in (PAIRS, LABELS):
-        yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
+        yield (
+            f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, "
+            "kto and the others."
+        )
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
-        yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
+        yield (
+            f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; "
+            "auto finds the format."
+        )
     if c.row_kind == TEXTS:
         return
     more = _changed(c, "modules_to_save", "add_tokens")
     if more or not c.kind.adapter:
         what = _flags(more) or f"--train_type {c.train_type}"
-        yield f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used with {what}."
+        yield (
+            f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used "
+            f"with {what}."
+        )
     if c.keeps_start and c.kind.adapter == "dora":
         yield (
-            f"--objective {c.objective} compares with the adapter that training starts from, which is kept once more "
-            "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
+            f"--objective {c.objective} compares with the adapter that training starts from, which "
+            "is kept once more "
+            "for LoRA alone: merge it into the base first, or take an objective without a "
+            "reference (cpo, simpo, orpo)."
         )
     if c.teaches_itself and (c.batching == "padded" or c.context_parallel_size != 1):
-        yield f"--objective {c.objective} joins two texts: leave out --batching padded and --context_parallel_size."
+        yield (
+            f"--objective {c.objective} joins two texts: leave out --batching padded and "
+            "--context_parallel_size."
+        )
     if c.learn == "all":
         yield f"--objective {c.objective} trains on answers only: leave out --learn all."
 
@@ -170,31 +228,52 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
     if not c.row_kind.is_sampled:
         return
     if not (c.rewards or c.distills):
-        yield f"--objective {c.objective} needs --rewards: functions that score the completions, such as exact_match."
+        yield (
+            f"--objective {c.objective} needs --rewards: functions that score the completions, "
+            "such as exact_match."
+        )
     for name in _changed(c, "rollout_url", "teacher_url"):
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
             yield f"--{name} is {getattr(c, name)!r}; give one such as http://localhost:8000."
     if c.teacher and not c.teacher_url:
-        yield f"--objective {c.objective}: another model teaches from a server: give --teacher_url, or no --teacher."
+        yield (
+            f"--objective {c.objective}: another model teaches from a server: give "
+            "--teacher_url, or no --teacher."
+        )
     if c.teacher_url and c.temperature != 1:
         yield "--teacher_url: servers give probabilities at temperature 1: leave out --temperature."
     if c.rollout_url and c.kind.adapter == "dora":
-        yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."
+        yield (
+            f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} "
+            "trains DoRA."
+        )
     refused = _changed(c, "eval_dataset", "eval_fraction", "precompute_reference")
     if refused:
-        yield f"--objective {c.objective} generates its rows during training: it cannot be used with {_flags(refused)}."
+        yield (
+            f"--objective {c.objective} generates its rows during training: it cannot be used "
+            f"with {_flags(refused)}."
+        )
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.context_parallel_size != 1 and c.neftune_alpha:
         yield "--neftune_alpha needs whole rows on a rank: leave out --context_parallel_size."
     if c.context_parallel_size != 1 and c.batching == "padded":
-        yield "--context_parallel_size divides rows without padding among ranks: leave out --batching padded."
+        yield (
+            "--context_parallel_size divides rows without padding among ranks: leave out "
+            "--batching padded."
+        )
     if c.batch_size * c.longest_row > _MOST_TOKENS:
-        yield f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more than any GPU holds."
+        yield (
+            f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more "
+            "than any GPU holds."
+        )
     if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both choose the evaluation rows. Give one."
-    need_rows = {"eval_steps": "needs rows to measure on", "sample_prompts": "are answered at each evaluation"}
+    need_rows = {
+        "eval_steps": "needs rows to measure on",
+        "sample_prompts": "are answered at each evaluation",
+    }
     need_rows |= {"eval_tasks": "are measured at each evaluation"}
     for name, reason in need_rows.items():
         if getattr(c, name) and not c.eval_dataset and c.eval_fraction == 0:
@@ -202,7 +281,10 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.eval_tasks and not importlib.util.find_spec("lm_eval"):
         yield f"--eval_tasks {NEEDS_LM_EVAL}"
     if c.early_stopping and not c.eval_steps:
-        yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
+        yield (
+            "--early_stopping counts the evaluations during training: it needs --eval_steps (such "
+            "as 50)."
+        )
 
 
 def _place_errors(c: TrainConfig) -> Iterator[str]:
@@ -213,7 +295,9 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
     yield from filter(None, [*errors, mirror_error(c.mirror or "")])
     for name in ("base_name", "push_to_hub"):
         value = getattr(c, name)
-        if value is not None and not is_repository(value.removesuffix(PUBLIC if name == "push_to_hub" else "")):
+        if value is not None and not is_repository(
+            value.removesuffix(PUBLIC if name == "push_to_hub" else "")
+        ):
             yield f"--{name} is {value!r}, but a name on the hub is OWNER/NAME."
 
 
@@ -230,11 +314,15 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _text_errors(c: TrainConfig) -> Iterator[str]:
-    """Text that is not UTF-8, which Python keeps as lone surrogates, and null characters: they would fail only when a
-    file is written."""
+    """Text that is not UTF-8, which Python keeps as lone surrogates, and null characters: they
+    would fail only when a file is written.
+    """
     for name, value in vars(c).items():
         for text in value if isinstance(value, tuple) else [value]:
-            if isinstance(text, str) and text.encode(errors="replace").decode().replace("\0", "") != text:
+            if (
+                isinstance(text, str)
+                and text.encode(errors="replace").decode().replace("\0", "") != text
+            ):
                 what = "has a null character" if "\0" in text else "is not UTF-8 text"
                 yield f"--{name} {what}: {text[:80]!a}. Give the file or folder another name."
 

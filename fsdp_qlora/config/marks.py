@@ -1,4 +1,6 @@
-"""Annotations of an option's type in `TrainConfig`: the limit of its value, and marks for its properties."""
+"""Annotations of an option's type in `TrainConfig`: the limit of its value, and marks for its
+properties.
+"""
 
 import math
 import re
@@ -9,8 +11,8 @@ from typing import Any, NamedTuple
 class Mark(NamedTuple):
     """A property of an option. is_of_result: commands read the option from the files of a result.
 
-    Such a file may be a stranger's. It says what the run was; which code may run, and what is read, written or sent
-    where on this machine, is said by the user alone.
+    Such a file may be a stranger's. It says what the run was; which code may run, and what is read,
+    written or sent where on this machine, is said by the user alone.
     """
 
     meaning: str
@@ -18,8 +20,9 @@ class Mark(NamedTuple):
 
 
 MAY_DIFFER = Mark("may differ when a run is continued")
-"""Options about place, speed, logging and saving. Options without this mark identify a run. The model and the rows are
-compared by content and not by name, the batch by its global size."""
+"""Options about place, speed, logging and saving. Options without this mark identify a run. The
+model and the rows are compared by content and not by name, the batch by its global size.
+"""
 PER_NODE = Mark("may differ between the nodes of a run")
 """Paths, and how each node was started."""
 OF_RESULT = Mark("describes the model or its rows", is_of_result=True)
@@ -27,7 +30,9 @@ OF_ADAPTER = Mark("is for train types with an adapter", is_of_result=True)
 
 
 def of_quantizer(name: str | None) -> Mark:
-    """An argument of that quantizer's layers, by the same name; for train types with that quantizer."""
+    """An argument of that quantizer's layers, by the same name; for train types with that
+    quantizer.
+    """
     return Mark(f"is for the quantizer {name}", is_of_result=True)
 
 
@@ -43,7 +48,9 @@ class Limit(NamedTuple):
 
 
 def at_least(low: int) -> Limit:
-    return Limit(lambda value: value is None or isinstance(value, str) or value >= low, f"{low} or more")
+    return Limit(
+        lambda value: value is None or isinstance(value, str) or value >= low, f"{low} or more"
+    )
 
 
 def all_or_at_least_1(what: str) -> Limit:
@@ -63,10 +70,18 @@ NOT_EMPTY = Limit(bool, "given")
 POSITIVE = Limit(lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
 PLANNABLE = Limit(lambda value: value is None or 0 < value <= 1e9, "above 0 and at most 1e9")
 FINITE = Limit(lambda value: value is None or abs(value) < math.inf, "a finite number")
-NOT_NEGATIVE = Limit(lambda value: value is None or 0 <= value < math.inf, "a finite number, 0 or more")
-COUNT_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number")
-SIZE_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 1, "1 or more if it is a number")
-SWITCH_OR_COUNT = Limit(lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number")
+NOT_NEGATIVE = Limit(
+    lambda value: value is None or 0 <= value < math.inf, "a finite number, 0 or more"
+)
+COUNT_OR_WORD = Limit(
+    lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number"
+)
+SIZE_OR_WORD = Limit(
+    lambda value: isinstance(value, str) or value >= 1, "1 or more if it is a number"
+)
+SWITCH_OR_COUNT = Limit(
+    lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number"
+)
 SHARE = between(0, 1)
 SHARE_OR_STEPS = Limit(
     lambda value: value >= 0 if isinstance(value, int) else 0 <= value <= 1,
@@ -78,7 +93,9 @@ ONE_OR_TWO = Limit(
     "one or two finite numbers, 0 or more",
 )
 SAMPLES = Limit(
-    lambda value: isinstance(value, bool) or re.fullmatch(r"samples(=[1-9]\d*)?", value) is not None,
+    lambda value: (
+        isinstance(value, bool) or re.fullmatch(r"samples(=[1-9]\d*)?", value) is not None
+    ),
     "true, false, samples or samples=NUMBER",
 )
 _SAVE_TIME = re.compile(r"(?P<steps>\d+)|(?P<minutes>\d+(\.\d+)?)m")
@@ -90,6 +107,10 @@ REPLACE = ":replace"  # behind a value of --resume
 
 
 def save_times(save_every: Sequence[str]) -> tuple[int, float]:
-    """Read --save_every: the optimizer steps and the minutes between two checkpoints, 0 for never."""
+    """Read --save_every: the optimizer steps and the minutes between two checkpoints,
+    0 for never.
+    """
     matches = [match for word in save_every if (match := _SAVE_TIME.fullmatch(word))]
-    return sum(int(match["steps"] or 0) for match in matches), sum(float(match["minutes"] or 0) for match in matches)
+    return sum(int(match["steps"] or 0) for match in matches), sum(
+        float(match["minutes"] or 0) for match in matches
+    )

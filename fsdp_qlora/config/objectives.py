@@ -1,7 +1,9 @@
-"""The objectives of `--objective`: what a row is, and how its loss follows from the log-probabilities of its answers.
+"""The objectives of `--objective`: what a row is, and how its loss follows from the
+log-probabilities of its answers.
 
-The functions use methods of tensors alone, so that the options can name the table without importing torch.
-Names and defaults are TRL's, where it has them. R is the number of rows (pairs) of a micro-batch.
+The functions use methods of tensors alone, so that the options can name the table without importing
+torch. Names and defaults are TRL's, where it has them. R is the number of rows (pairs) of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
 class RowKind(NamedTuple):
     """A kind of rows that objectives learn from.
 
-    num_documents: texts of a row. num_learned: those of them that are learned from. described: in messages. objective:
-    one that learns from such rows. is_sampled: they are completions that the model gives during training. has_teacher:
-    the second document is the same answer to the teacher's prompt.
+    num_documents: texts of a row. num_learned: those of them that are learned from. described: in
+    messages. objective: one that learns from such rows. is_sampled: they are completions that the
+    model gives during training. has_teacher: the second document is the same answer to the
+    teacher's prompt.
     """
 
     name: str
@@ -38,7 +41,9 @@ LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
 PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo", is_sampled=True)
 _PROMPT = "a teacher_prompt or a teacher_system"
 TAUGHT = RowKind("taught", 2, 1, f"texts with {_PROMPT}", "distill", has_teacher=True)
-ASKED = RowKind("asked", 2, 1, f"prompts with {_PROMPT}", "distill_on_policy", is_sampled=True, has_teacher=True)
+ASKED = RowKind(
+    "asked", 2, 1, f"prompts with {_PROMPT}", "distill_on_policy", is_sampled=True, has_teacher=True
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,9 @@ def hinge(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
 
 
 def robust(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
-    """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al. 2024)."""
+    """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al.
+    2024).
+    """
     x = s.beta * margin
     flipped = s.label_smoothing
     return (flipped * log_sigmoid(-x) - (1 - flipped) * log_sigmoid(x)) / (1 - 2 * flipped)
@@ -88,7 +95,8 @@ LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_nor
 class LogProbs(NamedTuple):
     """Log-probabilities of R answers, each tensor float32 [R].
 
-    policy, reference: the sum over the answer's tokens; 0 where there is no reference. tokens: how many.
+    policy, reference: the sum over the answer's tokens; 0 where there is no reference. tokens: how
+    many.
     """
 
     policy: torch.Tensor
@@ -106,10 +114,10 @@ class LogProbs(NamedTuple):
 class LossInputs:
     """The inputs of a loss: the R rows of a micro-batch.
 
-    token_losses: -log p of each target on this rank, float32 [1, N], or [2, N] with the reference's. num_targets: of
-    each document, on this rank.
-    chosen, rejected: the answers of pairs; of rows with a label both are the one answer. desired: the labels, 1
-    or 0, [R]. divergence: mean log-ratio of other rows' answers, at least 0, where rows have labels.
+    token_losses: -log p of each target on this rank, float32 [1, N], or [2, N] with the
+    reference's. num_targets: of each document, on this rank. chosen, rejected: the answers of
+    pairs; of rows with a label both are the one answer. desired: the labels, 1 or 0, [R].
+    divergence: mean log-ratio of other rows' answers, at least 0, where rows have labels.
     """
 
     token_losses: torch.Tensor
@@ -123,8 +131,9 @@ class LossInputs:
 class TokenInputs(NamedTuple):
     """The learned tokens of sampled answers, each tensor float32 [N].
 
-    logps: log-probabilities under the policy. old_logps: when the answers were sampled. reference: under the reference;
-    None without one. sampled_logps: the engine's own. advantages: of the answers.
+    logps: log-probabilities under the policy. old_logps: when the answers were sampled. reference:
+    under the reference; None without one. sampled_logps: the engine's own. advantages: of the
+    answers.
     """
 
     logps: torch.Tensor
@@ -138,11 +147,12 @@ class TokenInputs(NamedTuple):
 class Objective:
     """One row of the table.
 
-    row_kind: what a row is. loss: of each row, [R], from the inputs and the settings; None for the mean over target
-    tokens. has_reference: whether it compares with the model that training starts from, if beta is not 0. score: of an
-    answer, whose product with beta is its reward in the metrics. options: those that it reads. sft_weight, beta: if no
-    option says another. loss_types: that it takes, the first if no option says another. token_loss: instead of a loss
-    of rows one of each token, [N], and its metrics.
+    row_kind: what a row is. loss: of each row, [R], from the inputs and the settings; None for the
+    mean over target tokens. has_reference: whether it compares with the model that training starts
+    from, if beta is not 0. score: of an answer, whose product with beta is its reward in the
+    metrics. options: those that it reads. sft_weight, beta: if no option says another. loss_types:
+    that it takes, the first if no option says another. token_loss: instead of a loss of rows one of
+    each token, [N], and its metrics.
     """
 
     row_kind: RowKind
@@ -153,14 +163,18 @@ class Objective:
     sft_weight: float = 0.0
     beta: float = 0.1
     loss_types: tuple[str, ...] = tuple(LOSS_TYPES)
-    token_loss: Callable[[TokenInputs, LossSettings], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None = None
+    token_loss: (
+        Callable[[TokenInputs, LossSettings], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None
+    ) = None
 
 
 # --- losses of pairs, by --objective ---
 
 
 def margin_loss(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Loss of the difference between chosen and rejected log-ratios; sigmoid_norm takes their means over tokens."""
+    """Loss of the difference between chosen and rejected log-ratios; sigmoid_norm takes their means
+    over tokens.
+    """
     score = LogProbs.mean_ratio if s.loss_type == "sigmoid_norm" else LogProbs.ratio
     return LOSS_TYPES[s.loss_type](score(x.chosen) - score(x.rejected), s)
 
@@ -176,13 +190,19 @@ def simpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
 
 
 def orpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Hong et al. 2024, eq. 7: of the odds p / (1 - p) for p the geometric mean of an answer's probabilities."""
-    odds = [side.mean_ratio() - side.mean_ratio().expm1().neg().log() for side in (x.chosen, x.rejected)]
+    """Hong et al. 2024, eq. 7: of the odds p / (1 - p) for p the geometric mean of an answer's
+    probabilities.
+    """
+    odds = [
+        side.mean_ratio() - side.mean_ratio().expm1().neg().log() for side in (x.chosen, x.rejected)
+    ]
     return -s.beta * log_sigmoid(odds[0] - odds[1])
 
 
 def kto(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the wrong side."""
+    """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the
+    wrong side.
+    """
     distance = (2 * x.desired - 1) * s.beta * (x.chosen.ratio() - x.divergence)
     weight = x.desired * s.kto_weights[0] + (1 - x.desired) * s.kto_weights[-1]
     return weight * (1 - distance.sigmoid())
@@ -196,9 +216,10 @@ MOST_CORRECTED = 3.0  # ratio of the policy's probability to the engine's; TRL's
 def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Shao et al. 2024, eq. 3, for each token, with TRL's names of its metrics.
 
-    The upper clip may be a higher one (Yu et al. 2025). What a server samples with other probabilities than the
-    policy's is weighed by truncated importance sampling (Yao et al. 2025). The rounding of the run's own model is only
-    measured, as by TRL: where the old log-probabilities are the step's, weights would add the noise of its dropout.
+    The upper clip may be a higher one (Yu et al. 2025). What a server samples with other
+    probabilities than the policy's is weighed by truncated importance sampling (Yao et al. 2025).
+    The rounding of the run's own model is only measured, as by TRL: where the old log-probabilities
+    are the step's, weights would add the noise of its dropout.
     """
     low = s.epsilon[0]
     high = s.epsilon[-1]
@@ -215,19 +236,37 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
     loss = loss * weight if s.rollout_url else loss
     if x.reference is not None:
         difference = x.reference - x.logps
-        # Schulman 2020, k3; times the ratio it has the gradient of the divergence itself (DeepSeek-AI 2025, V3.2).
+        # Schulman 2020, k3; times the ratio it has the gradient of the divergence itself
+        # (DeepSeek-AI 2025, V3.2).
         metrics["kl"] = ratio * (difference.exp() - difference - 1)
         loss = loss + s.beta * metrics["kl"]
     return loss, metrics
 
 
 _OF_GRPO = (
-    "rewards", "num_generations", "max_completion_length", "temperature", "scale_rewards", "epsilon",
-    "num_iterations", "rollout_url", "on_reward_error", "beta", "loss_type",
-)  # fmt: skip
+    "rewards",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "scale_rewards",
+    "epsilon",
+    "num_iterations",
+    "rollout_url",
+    "on_reward_error",
+    "beta",
+    "loss_type",
+)
 _OF_MARGIN = ("beta", "loss_type", "label_smoothing", "sft_weight")
 _OF_TEACHER = ("beta", "temperature", "sft_weight", "teacher", "teacher_adapter", "top_k")
-_OF_ONLINE_TEACHER = ("beta", "temperature", "teacher", "teacher_url", "top_k", "max_completion_length", "rollout_url")
+_OF_ONLINE_TEACHER = (
+    "beta",
+    "temperature",
+    "teacher",
+    "teacher_url",
+    "top_k",
+    "max_completion_length",
+    "rollout_url",
+)
 
 OBJECTIVES: dict[str, Objective] = {
     "sft": Objective(TEXTS, options=("neftune_alpha",)),
@@ -236,9 +275,14 @@ OBJECTIVES: dict[str, Objective] = {
     "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "kto_weights")),
     "cpo": Objective(PAIRS, margin_loss, options=_OF_MARGIN, sft_weight=1.0),
     "simpo": Objective(
-        PAIRS, simpo, score=LogProbs.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")
+        PAIRS,
+        simpo,
+        score=LogProbs.mean_ratio,
+        options=("beta", "simpo_gamma", "label_smoothing", "sft_weight"),
     ),
-    "orpo": Objective(PAIRS, orpo, score=LogProbs.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0),
+    "orpo": Objective(
+        PAIRS, orpo, score=LogProbs.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0
+    ),
     "grpo": Objective(
         PROMPTS,
         None,

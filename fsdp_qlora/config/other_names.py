@@ -1,7 +1,7 @@
 """Names of options that are not ours now.
 
-Names of the 2024 program are read as what they mean now. Names of other trainers are answered with the name here;
-other_programs.yaml has the rows.
+Names of the 2024 program are read as what they mean now. Names of other trainers are answered with
+the name here; other_programs.yaml has the rows.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ class Setting(NamedTuple):
 class Older(NamedTuple):
     """The meaning of an option of the 2024 program now.
 
-    option: its name now, "" if there is none, for the reason. words: value then -> value now, "" for the default.
-    prefix: comes before the value now. wins: over the option's own name, if that is given too. unset: values that were
-    the default, of which nothing is said.
+    option: its name now, "" if there is none, for the reason. words: value then -> value now, ""
+    for the default. prefix: comes before the value now. wins: over the option's own name, if that
+    is given too. unset: values that were the default, of which nothing is said.
     """
 
     option: str = ""
@@ -60,7 +60,8 @@ class Older(NamedTuple):
 def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) -> list[Setting]:
     """Replace older names by what they mean now; adds to `errors` and, a line each, to `notes`.
 
-    A list gets the words of both names. Otherwise an option is given by one name, and a flag wins over the file.
+    A list gets the words of both names. Otherwise an option is given by one name, and a flag wins
+    over the file.
     """
     options = {setting.name: setting for setting in settings if not is_older(setting)}
     older = {setting.name: setting for setting in settings if is_older(setting)}
@@ -83,12 +84,22 @@ def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) 
             continue
         adds = get_origin(_HINTS[option]) is tuple
         is_free = not before or before.text in ("", value_text(getattr(DEFAULTS, option)))
-        if before and _is_in_file(before) == _is_in_file(setting) and not (adds or row.wins or is_free):
-            errors.append(f"{setting.where} is the older name of {option}, which is given too. Give one.")
+        if (
+            before
+            and _is_in_file(before) == _is_in_file(setting)
+            and not (adds or row.wins or is_free)
+        ):
+            errors.append(
+                f"{setting.where} is the older name of {option}, which is given too. Give one."
+            )
         notes.append(f"--{name} is now --{option} {value}.")
         values = [before.text, value] if before and before.text and adds else [value]
         options[option] = Setting(f"{setting.where}, now {option}", option, values)
-    unread = [setting for setting in settings if not is_older(setting) and setting != options.get(setting.name)]
+    unread = [
+        setting
+        for setting in settings
+        if not is_older(setting) and setting != options.get(setting.name)
+    ]
     return [*unread, *options.values()]
 
 
@@ -106,17 +117,25 @@ def is_older(setting: Setting) -> bool:
 _TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("other_programs.yaml").read_text(encoding="utf-8")
 )
-OTHER_NAMES: dict[str, str] = {other: ours for ours, names in _TABLES["names"].items() for other in names.split()}
+OTHER_NAMES: dict[str, str] = {
+    other: ours for ours, names in _TABLES["names"].items() for other in names.split()
+}
 _NOT_HERE = {name: reason for reason, names in _TABLES["reasons"].items() for name in names.split()}
 _VALUES_OF: dict[str, dict[str, str]] = {
     name: rows for names, rows in _TABLES["values"].items() for name in names.split()
 }
 OLDER = {name: Older(**row) for name, row in _TABLES["older"].items()}
-OLDER |= {name: Older(reason=reason) for reason, names in _TABLES["needless"].items() for name in names.split()}
+OLDER |= {
+    name: Older(reason=reason)
+    for reason, names in _TABLES["needless"].items()
+    for name in names.split()
+}
 
 
 class Advice(NamedTuple):
-    """option: the one here. value: its value, "" if it is the same as there. reason: why there is no option instead."""
+    """option: the one here. value: its value, "" if it is the same as there. reason: why there is
+    no option instead.
+    """
 
     option: str = ""
     value: str = ""

@@ -1,4 +1,6 @@
-"""Options as text: their help, the stored options of a run, and the YAML files that come with the program."""
+"""Options as text: their help, the stored options of a run, and the YAML files that come with the
+program.
+"""
 
 import ast
 import inspect
@@ -19,7 +21,9 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_named
 from fsdp_qlora.utils.redact import redact_values
 
-SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for word in ("false", "no", "off", "0")}
+SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {
+    word: False for word in ("false", "no", "off", "0")
+}
 """The words of YAML 1.1 for a switch, which a user may well write in the file."""
 
 
@@ -28,7 +32,9 @@ def parse_number(kind: type, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}, got {text!r}") from None
+        raise ValueError(
+            f"expected {'a whole number' if kind is int else 'a number'}, got {text!r}"
+        ) from None
 
 
 def switch(text: str) -> bool:
@@ -42,9 +48,13 @@ def switch(text: str) -> bool:
 
 
 def option_help() -> dict[str, dict[str, str]]:
-    """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
+    """Heading -> option -> help, in the order of the fields,
+    read from the source of `TrainConfig`.
+    """
     source = textwrap.dedent(inspect.getsource(TrainConfig))
-    headings = {row: line.strip(" #=") for row, line in enumerate(source.splitlines(), 1) if "# ==" in line}
+    headings = {
+        row: line.strip(" #=") for row, line in enumerate(source.splitlines(), 1) if "# ==" in line
+    }
     body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
     options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
     for field, text in itertools.pairwise(body):
@@ -64,7 +74,11 @@ def type_text(hint: Any) -> str:
         return type_text(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
         members = [type_text(member) for member in get_args(hint) if member is not types.NoneType]
-        return members[0] if len(members) == 1 else "|".join(text.strip("{}").replace(",", "|") for text in members)
+        return (
+            members[0]
+            if len(members) == 1
+            else "|".join(text.strip("{}").replace(",", "|") for text in members)
+        )
     return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
 
 
@@ -79,7 +93,8 @@ def value_text(value: object) -> str:
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with defaults that other options decide; a dry run's are those of the run it plans.
+    """All options of the run, with defaults that other options decide; a dry run's are those of the
+    run it plans.
 
     For files, logs and other machines: secrets are taken out.
     """
@@ -89,7 +104,9 @@ def resolved_options(config: TrainConfig) -> dict[str, Any]:
 
 def stored_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Values of options as JSON and YAML have them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
+    }
 
 
 def resolved_yaml(config: TrainConfig) -> str:
@@ -98,11 +115,21 @@ def resolved_yaml(config: TrainConfig) -> str:
 
 
 def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The stored options that identify a run, none of which is a path, and those of them that are not the default."""
+    """The stored options that identify a run, none of which is a path, and those of them that are
+    not the default.
+    """
     may_differ = names_marked(MAY_DIFFER)
     defaults = resolved_options(DEFAULTS)
-    settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
-    changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}
+    settings = {
+        name: value
+        for name, value in options.items()
+        if name in defaults and name not in may_differ
+    }
+    changed = {
+        name: value
+        for name, value in settings.items()
+        if value != defaults[name] or name == "train_type"
+    }
     return settings, changed
 
 
@@ -112,7 +139,10 @@ def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
     """["q_proj=8"] -> [("q_proj", "8")]; without `=` the value is empty."""
     return [
-        (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
+        (name, value)
+        for name, _, value in (
+            item.rpartition("=") if "=" in item else (item, "", "") for item in items
+        )
     ]
 
 
@@ -120,7 +150,8 @@ def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
     """The tokens of --add_tokens, those of .txt files in their place; each once.
 
     Raises:
-        UserError: a file cannot be read or has no token, or a description has no token or another one before it.
+        UserError: a file cannot be read or has no token, or a description has no token or another
+        one before it.
     """
     listed = [_tokens_of_file(word) if word.endswith(".txt") else [word] for word in words]
     tokens = tuple(dict.fromkeys(itertools.chain(*listed)))
@@ -130,7 +161,9 @@ def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
         if not token:
             raise UserError(f"--add_tokens: {word[:80]!r} is a description without its token.")
         if described.setdefault(token, description) != description:
-            raise UserError(f"--add_tokens: {token} has two descriptions, or one and none. Name it once.")
+            raise UserError(
+                f"--add_tokens: {token} has two descriptions, or one and none. Name it once."
+            )
     return tokens
 
 
@@ -166,7 +199,8 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(name: str) -> Path:
     """The file that was given, or the one that comes with the program under this name.
 
-    An existing file wins, but a folder does not: demo.sh makes one whose name is also that of its settings.
+    An existing file wins, but a folder does not: demo.sh makes one whose name is also that of its
+    settings.
     """
     path = Path(name)
     is_users = os.path.exists(path) and not os.path.isdir(path)

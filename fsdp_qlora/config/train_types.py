@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 
 class TrainType(NamedTuple):
-    """adapter: kind of adapter. quantizer: how the base is stored. trains: all, adapter or new_blocks.
+    """adapter: kind of adapter. quantizer: how the base is stored. trains: all, adapter or
+    new_blocks.
 
     quantizer: bnb_4bit in the table of train types stands for all of QUANT_TYPES.
     """
@@ -20,8 +21,13 @@ class TrainType(NamedTuple):
 
 # Value of --quant_type -> quantizer of the train types that store the base as this option says.
 QUANT_TYPES = {
-    "auto": "bnb_4bit", "nf4": "bnb_4bit", "fp4": "bnb_4bit", "mxfp4": "mxfp4", "nvfp4": "nvfp4", "fp8": "fp8",
-}  # fmt: skip
+    "auto": "bnb_4bit",
+    "nf4": "bnb_4bit",
+    "fp4": "bnb_4bit",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+    "fp8": "fp8",
+}
 
 # Quantizer -> the package that it needs beside the program's own.
 PACKAGES = {"hqq": "hqq"}

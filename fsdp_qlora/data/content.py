@@ -1,4 +1,6 @@
-"""Rows as they are read, and as content: what a format finds in a row before a template turns it into text."""
+"""Rows as they are read, and as content: what a format finds in a row before a template turns it
+into text.
+"""
 
 import dataclasses
 import re
@@ -19,12 +21,15 @@ Row = Mapping[str, object]
 Image = Path | bytes
 """An image of a row: its file, or what is in one."""
 Kind = Literal["segments", "template", "text", "document", "chat", "tokens"]
-"""How a row is tokenized: each segment for itself (those of a filled prompt template, too); a text as a whole, as it is
-when the model is used; a document likewise, with rows for what the context has no room for; a chat with the tokens that
-begin and end it; or not at all."""
+"""How a row is tokenized: each segment for itself (those of a filled prompt template, too); a text
+as a whole, as it is when the model is used; a document likewise, with rows for what the context has
+no room for; a chat with the tokens that begin and end it; or not at all.
+"""
 FOLDER = "folder of its file"  # the name by which a reader finds it in a row, for relative paths
-ENDED_WORKERS = "two processes that fill the chat template have ended at it"  # and how: perhaps not the row's fault
-_MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")  # where models of images have one
+# and how: perhaps not the row's fault
+ENDED_WORKERS = "two processes that fill the chat template have ended at it"
+# where models of images have one
+_MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")
 ANSWERS = ("answer", "solution", "target", "label", "output", "response")
 """Columns in which reward functions look for the right answer, the first that a row has."""
 
@@ -45,7 +50,9 @@ class BadRow(ValueError):
 
 
 def most_row_bytes() -> int:
-    """How long a row may be: a packed file or an image of a few KiB may unpack to more than the memory."""
+    """How long a row may be: a packed file or an image of a few KiB may unpack to more than the
+    memory.
+    """
     return bytes_of_variable(MAX_ROW)
 
 
@@ -55,7 +62,9 @@ class Segment:
 
     text: str
     learned: bool | float
-    """True where the model learns to write the text, false where it only reads it; or a weight of its tokens' loss."""
+    """True where the model learns to write the text, false where it only reads it; or a weight of
+    its tokens' loss.
+    """
     ends: bool = False
     """Whether an end-of-sequence token follows. One always follows the last segment."""
 
@@ -84,11 +93,15 @@ class Chat:
     """Each with `role`; `content`, `tool_calls` or both; and what else chat templates know."""
     tools: list[dict[str, Any]] | None = None
     weights: tuple[float | None, ...] = ()
-    """For a message of which the row says it: how much it is learned, 0, 1 or another number; None for others."""
+    """For a message of which the row says it: how much it is learned, 0, 1 or another number; None
+    for others.
+    """
     unused: tuple[str, ...] = ()
     """Names of what turns have besides."""
     images: tuple[Image, ...] = ()
-    """The images in the order in which messages show them, as parts of type image. Then all contents are in parts."""
+    """The images in the order in which messages show them, as parts of type image. Then all
+    contents are in parts.
+    """
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the row sets, such as enable_thinking."""
 
@@ -98,8 +111,12 @@ class Chat:
             raise BadRow("no assistant turn, so nothing to learn")
 
     def learned_turns(self, learn: str) -> list[int]:
-        """The places of the messages that are learned: those of the assistant, all or the last, without weight 0."""
-        turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
+        """The places of the messages that are learned: those of the assistant, all or the last,
+        without weight 0.
+        """
+        turns = [
+            turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"
+        ]
         weights = self.weights or (None,) * len(self.messages)
         return [turn for turn in (turns[-1:] if learn == "last" else turns) if weights[turn] != 0]
 
@@ -130,8 +147,8 @@ class Rendered:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """Answers to one prompt, each with the prompt, of which nothing is learned: a chosen and a rejected one, or, with
-    what `desired` says of each, any number.
+    """Answers to one prompt, each with the prompt, of which nothing is learned: a chosen and a
+    rejected one, or, with what `desired` says of each, any number.
     """
 
     answers: Sequence[Chat | Rendered | Fields]
@@ -153,7 +170,9 @@ def with_template_kwargs(content: AnyContent, kwargs: Mapping[str, Any]) -> AnyC
     if not kwargs or isinstance(content, list):
         return content
     if isinstance(content, PreferenceRow):
-        return dataclasses.replace(content, answers=[with_template_kwargs(each, kwargs) for each in content.answers])
+        return dataclasses.replace(
+            content, answers=[with_template_kwargs(each, kwargs) for each in content.answers]
+        )
     if isinstance(content, Rendered):
         return dataclasses.replace(content, notes=(*content.notes, NO_CHAT))
     return dataclasses.replace(content, template_kwargs=kwargs)
@@ -182,7 +201,11 @@ def prompt_text(prompt: PromptContent) -> str:
     """The text of a prompt; of a chat that of its last message."""
     if isinstance(prompt, Chat):
         return "".join(texts_of(prompt.messages[-1]))
-    return prompt.instruction if isinstance(prompt, Fields) else "".join(segment.text for segment in prompt.segments)
+    return (
+        prompt.instruction
+        if isinstance(prompt, Fields)
+        else "".join(segment.text for segment in prompt.segments)
+    )
 
 
 def text_of(row: Row, column: str, *, required: bool = True) -> str:
@@ -207,11 +230,17 @@ def refuse_media(text: str, where: str) -> None:
 def texts_of(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message's content, which may be in parts."""
     content = message.get("content") or []
-    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+    return (
+        [content]
+        if isinstance(content, str)
+        else [part["text"] for part in content if "text" in part]
+    )
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a table as JSON has it: dates and times in ISO's form, decimals as numbers; others as they are."""
+    """A value of a table as JSON has it: dates and times in ISO's form, decimals as numbers; others
+    as they are.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -236,7 +265,9 @@ def _number(value: Decimal) -> int | float:
 
 
 def unicode_of(text: str, where: str) -> str:
-    """The text, unless it has lone surrogates: JSON can contain them, a tokenizer cannot read them. Raises BadRow."""
+    """The text, unless it has lone surrogates: JSON can contain them, a tokenizer cannot read them.
+    Raises BadRow.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -247,7 +278,8 @@ def unicode_of(text: str, where: str) -> str:
 def num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of characters, or of turns, that both begin with.
 
-    By bisection, since slices are compared at once: a loop over the characters of a long chat takes seconds.
+    By bisection, since slices are compared at once: a loop over the characters of a long chat takes
+    seconds.
     """
     least = 0
     most = min(len(a), len(b))

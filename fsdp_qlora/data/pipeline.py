@@ -1,4 +1,6 @@
-"""Turns the rows of one dataset into tokens or prompts, and reports on the rows that cannot be used."""
+"""Turns the rows of one dataset into tokens or prompts, and reports on the rows that cannot be
+used.
+"""
 
 import contextlib
 import dataclasses
@@ -55,7 +57,8 @@ from fsdp_qlora.utils.errors import UserError
 log = logging.getLogger("fsdp_qlora")
 
 _MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
-_OURS = {"prompt", "completion", "completion_ids"}  # names that reward functions know for something else
+# names that reward functions know for something else
+_OURS = {"prompt", "completion", "completion_ids"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class TextOptions:
 
     @property
     def requested_format(self) -> str:
-        """The format that the options ask for; rows with a label or ratings are told by the objective and threshold."""
+        """The format that the options ask for; rows with a label or ratings are told by the
+        objective and threshold.
+        """
         told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
         by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
         return by_objective if self.dataset_format == "auto" else self.dataset_format
@@ -94,7 +99,9 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The options that decide a run's rows. Each is the option of the same name, and its help says what it means."""
+    """The options that decide a run's rows. Each is the option of the same name, and its help says
+    what it means.
+    """
 
     text: TextOptions
     dataset: tuple[str, ...]
@@ -116,9 +123,9 @@ class DataOptions:
 class Prompt:
     """A row of a run that learns from its own completions.
 
-    row_number: in the dataset. ids: the tokens before a completion. content: text or messages, as reward functions get
-    it. columns: all others. answer: the right one, where it is in no column of its own. teacher_ids: the tokens before
-    a completion that a teacher sees, if they are others.
+    row_number: in the dataset. ids: the tokens before a completion. content: text or messages, as
+    reward functions get it. columns: all others. answer: the right one, where it is in no column of
+    its own. teacher_ids: the tokens before a completion that a teacher sees, if they are others.
     """
 
     row_number: int
@@ -157,7 +164,8 @@ class DatasetPipeline:
         [dataset] = map(parse_name, options.dataset)
         self.source = source or sources.find_source(dataset)
         self.samples = options.dataset_samples or sources.DEFAULT_SAMPLES.get(dataset.name)
-        self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
+        # of all rows so far: those of one batch may lack one that others have
+        self._columns: dict[str, None] = {}
         self._reading: Reading | None = None  # known from the first rows on
         self._kwargs: dict[str, str] = {}  # of `_find_kwargs`
 
@@ -169,7 +177,9 @@ class DatasetPipeline:
         return self.requested.used(columns) | may_be.keys()
 
     def _find_kwargs(self, row_format: Format, used: Collection[str] = ()) -> None:
-        """Find the columns that set variables of the chat template, if rows of this format may be chats."""
+        """Find the columns that set variables of the chat template, if rows of this format may be
+        chats.
+        """
         if not (row_format.may_be_chat or self.template.is_chat):
             self._kwargs = {}
             return
@@ -179,7 +189,8 @@ class DatasetPipeline:
         self._kwargs = columns_of(others, self.requested.renames, template.source, ask)
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
-        """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there.
+        """The rows as a whole: mapped from the cache, or tokenized by one process at a time and
+        kept there.
 
         A run that learns from its own completions gets `prompts` instead, which are not cached.
         """
@@ -190,11 +201,15 @@ class DatasetPipeline:
         def make() -> tuple[TokenizedRows, DataReport]:
             made = self._tokenize(source.entries(self.samples, used=self.used), show_progress=True)
             if source.fingerprint() != source.identity:
-                raise UserError(f"{source.origin} was changed while it was read. Start again when it is complete.")
+                raise UserError(
+                    f"{source.origin} was changed while it was read. Start again when it is "
+                    "complete."
+                )
             return made
 
         rows, report = through_cache(self._key, make)
-        return rows, dataclasses.replace(report, origin=source.origin)  # the same content may be at another path now
+        # the same content may be at another path now
+        return rows, dataclasses.replace(report, origin=source.origin)
 
     @property
     def _key(self) -> list[object]:
@@ -202,24 +217,47 @@ class DatasetPipeline:
         text = self.options.text
         kind = self.options.text.row_kind
         source = self.source
-        key: list[object] = [source.identity, source.start, source.stop, self.samples, self.requested.renames]
-        key += [dataclasses.astuple(self.template), text.dataset_format, self.options.context_length, text.learn]
+        key: list[object] = [
+            source.identity,
+            source.start,
+            source.stop,
+            self.samples,
+            self.requested.renames,
+        ]
+        key += [
+            dataclasses.astuple(self.template),
+            text.dataset_format,
+            self.options.context_length,
+            text.learn,
+        ]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += [*text.image_processor.identity, source.folder_of(source.parts[0].name)] if text.image_processor else []
+        key += (
+            [*text.image_processor.identity, source.folder_of(source.parts[0].name)]
+            if text.image_processor
+            else []
+        )
         key += [kind.name, preferences.PROMPTS, text.max_completion_length] if kind != TEXTS else []
-        return key + ([f"rated {text.rating_threshold}"] if text.rating_threshold is not None else [])
+        return key + (
+            [f"rated {text.rating_threshold}"] if text.rating_threshold is not None else []
+        )
 
     def measured(self) -> DataReport:
-        """The report on the uncut rows that decide; num_rows were read, and num_used of them tokenized."""
+        """The report on the uncut rows that decide; num_rows were read, and num_used of them
+        tokenized.
+        """
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            num_rows, chosen = _sample_evenly(self.source.entries(self.samples, used=self.used), _MOST_MEASURED)
+            num_rows, chosen = _sample_evenly(
+                self.source.entries(self.samples, used=self.used), _MOST_MEASURED
+            )
             _, report = self._tokenize(chosen)
             return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
 
         return through_cache(["measured", *self._key], make)[1]
 
-    def _tokenize(self, entries: Iterable[Entry], *, show_progress: bool = False) -> tuple[TokenizedRows, DataReport]:
+    def _tokenize(
+        self, entries: Iterable[Entry], *, show_progress: bool = False
+    ) -> tuple[TokenizedRows, DataReport]:
         """Tokenize entries in batches, so that few rows are in memory as text."""
         pieces = [NO_ROWS]
         lengths = [0]
@@ -236,15 +274,23 @@ class DatasetPipeline:
                 bar.update(len(batch))
         if not self._columns:
             [(place, reason), *_] = report.places() or [(report.origin, "the dataset is empty")]
-            more = f" None of its {report.num_rows:,} rows can be read." if report.num_rows else " Give one with rows."
+            more = (
+                (f" None of its {report.num_rows:,} rows can be read.")
+                if report.num_rows
+                else " Give one with rows."
+            )
             raise UserError(f"{place}: {reason}.{more}")
         joined = join_rows(pieces)
-        report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf"))
+        report.length_of_99_percent = int(
+            np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf")
+        )
         report.count(joined)
         return joined, report
 
     def _rows(self, entries: Sequence[Entry], report: DataReport) -> list[tuple[int, Row, str]]:
-        """(number, row, the folder of its file) of the entries that are rows; the others are in the report."""
+        """(number, row, the folder of its file) of the entries that are rows; the others are in the
+        report.
+        """
         rows: list[tuple[int, Row, str]] = []
         for file, row_number, row in entries:
             if report.parts[-1:] != [file]:
@@ -267,24 +313,45 @@ class DatasetPipeline:
             read = partial(row_format.read, threshold=text.rating_threshold)
             row_format = dataclasses.replace(row_format, read=read)
         if text.has_teacher:
-            taught = partial(preferences.read_taught, asked=row_format.asks[0], read=row_format.read)
+            taught = partial(
+                preferences.read_taught, asked=row_format.asks[0], read=row_format.read
+            )
             row_format = dataclasses.replace(row_format, read=taught, row_kind=text.row_kind)
-        row_format = dataclasses.replace(row_format, read=partial(read_with_kwargs, read=row_format.read))
+        row_format = dataclasses.replace(
+            row_format, read=partial(read_with_kwargs, read=row_format.read)
+        )
         renderer = Renderer(
-            self.tokenizer, self.template, text.learn, row_format.template, self.workers, text.image_processor
+            self.tokenizer,
+            self.template,
+            text.learn,
+            row_format.template,
+            self.workers,
+            text.image_processor,
         )
         length = self.options.longest_row
-        return tokenization.tokenize_batch(named, row_format, renderer, self.tokenizer, length, report)
+        return tokenization.tokenize_batch(
+            named, row_format, renderer, self.tokenizer, length, report
+        )
 
-    def _named(self, rows: Sequence[tuple[int, Row, str]], report: DataReport) -> list[tuple[int, Row]]:
-        """(number, row) of those that can be used, whose columns are called as their format calls them."""
+    def _named(
+        self, rows: Sequence[tuple[int, Row, str]], report: DataReport
+    ) -> list[tuple[int, Row]]:
+        """(number, row) of those that can be used, whose columns are called as their format calls
+        them.
+        """
         num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if len(self._columns) > num_columns or self._reading is None:
             first_rows = [row for _, row, _ in rows[: sources.ROWS_LOOKED_AT]]
-            requested = self.requested._replace(name=self._reading.dataset_format) if self._reading else self.requested
+            requested = (
+                self.requested._replace(name=self._reading.dataset_format)
+                if self._reading
+                else self.requested
+            )
             reading = requested.find(list(self._columns), first_rows, report.origin)
-            self._reading = reading if self.options.text.image_processor else reading.without_images()
+            self._reading = (
+                reading if self.options.text.image_processor else reading.without_images()
+            )
             _check_objective(self._reading, self.options.text, first_rows, report.origin)
             self._find_kwargs(FORMATS[reading.dataset_format], self._reading.names)
         report.dataset_format = self._reading.dataset_format
@@ -304,7 +371,9 @@ class DatasetPipeline:
     def _collect_prompts(
         self, rows: Sequence[tuple[int, Row, str]], report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
-        """Add prompts, each with all columns, to `prompts`; return their tokens, and with a completion their number."""
+        """Add prompts, each with all columns, to `prompts`; return their tokens, and with a
+        completion their number.
+        """
         num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if len(self._columns) > num_columns:
@@ -315,17 +384,26 @@ class DatasetPipeline:
         text = self.options.text
         may_be_taught = "teacher" in OBJECTIVES[text.objective].options
 
-        def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, list[Rendered], object]:
+        def read(
+            row: Row, worker: TemplateWorker
+        ) -> tuple[str, PromptContent, list[Rendered], object]:
             name, content, said = self.requested.prompt(row)
             if name not in renderers:
                 of_format = FORMATS[name].template
-                renderers[name] = Renderer(self.tokenizer, self.template, "assistant", of_format, self.workers)
+                renderers[name] = Renderer(
+                    self.tokenizer, self.template, "assistant", of_format, self.workers
+                )
             contents = [content]
             if text.has_teacher or (may_be_taught and any(map(row.get, preferences.TEACHERS))):
                 contents.append(self.requested.prompt(row, for_teacher=True)[1])
             kwargs = read_kwargs(row, self._kwargs)
             contents = [with_template_kwargs(each, kwargs) for each in contents]
-            return name, content, [renderers[name].prompt(each, worker) for each in contents], _right_answer(row, said)
+            return (
+                name,
+                content,
+                [renderers[name].prompt(each, worker) for each in contents],
+                _right_answer(row, said),
+            )
 
         kept = list[Prompt]()
         lengths = list[int]()
@@ -338,14 +416,25 @@ class DatasetPipeline:
             report.dataset_format = report.dataset_format or name
             report.is_chat |= rendered.kind == "chat"
             report.is_filled |= rendered.kind == "template"
-            ids, *of_teacher = (tokenization.encode_prompt(each, self.tokenizer) for each in (rendered, *others))
+            ids, *of_teacher = (
+                tokenization.encode_prompt(each, self.tokenizer) for each in (rendered, *others)
+            )
             lengths.append(max(map(len, (ids, *of_teacher))) + text.max_completion_length)
             if not ids:
                 report.reject(row_number, "the prompt has no tokens")
             elif lengths[-1] > self.options.longest_row:
                 report.reject(row_number, NO_ROOM)
             else:
-                kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row), right, *of_teacher))
+                kept.append(
+                    Prompt(
+                        row_number,
+                        ids,
+                        _shown(content, rendered),
+                        self._beside(row),
+                        right,
+                        *of_teacher,
+                    )
+                )
         self.prompts += kept
         prompt_ids = [prompt.ids for prompt in kept]
         row_numbers = [prompt.row_number for prompt in kept]
@@ -360,7 +449,9 @@ class DatasetPipeline:
 
 
 def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]:
-    """The number of items, and `most` to half as many of them at even distances, or all if they are fewer."""
+    """The number of items, and `most` to half as many of them at even distances, or all if they are
+    fewer.
+    """
     count = 0
     kept = list[Entry]()
     distance = 1
@@ -373,7 +464,9 @@ def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]
 
 
 def _right_answer(row: Row, said: str | None) -> object:
-    """The right answer that is in no column of its own: of verl's rows, or what the assistant says at the end."""
+    """The right answer that is in no column of its own: of verl's rows, or what the assistant says
+    at the end.
+    """
     for name in ("reward_model", "verification_info"):
         value = row.get(name)
         with contextlib.suppress(ValueError, RecursionError):
@@ -385,7 +478,9 @@ def _right_answer(row: Row, said: str | None) -> object:
     return said or (last.get("content") if isinstance(last, Mapping) else last)
 
 
-def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
+def _check_objective(
+    reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str
+) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
     kind = FORMATS[reading.dataset_format].row_kind
     wanted = options.row_kind
@@ -395,7 +490,8 @@ def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequenc
         return
     if wanted != TEXTS:
         raise UserError(
-            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these rows have none in "
+            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these "
+            "rows have none in "
             "columns of known names. Other names are given with --columns."
         )
     alone = ""
@@ -419,7 +515,9 @@ def _shown(content: PromptContent, rendered: Rendered) -> Any:
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:
-    """Log what became of the rows, and raise UserError if none is left or too many were rejected."""
+    """Log what became of the rows, and raise UserError if none is left or too many
+    were rejected.
+    """
     allowed = options.max_bad_rows
     num_bad = report.num_rejected
     advice = report.describe_cut(options.longest_row)
@@ -429,8 +527,9 @@ def check_report(report: DataReport, options: DataOptions) -> None:
             lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
         cure = f"raise {'--context_length or ' if report.num_too_long else ''}--max_bad_rows"
         raise UserError(
-            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are {allowed:.1%}. "
-            f"Repair them or {cure}." + "".join(f"\n  {line}" for line in [*lines, *advice])
+            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are "
+            f"{allowed:.1%}. Repair them or {cure}."
+            + "".join(f"\n  {line}" for line in [*lines, *advice])
         )
     log.info("%s", report.describe())
     for line in report.describe_rejected():

@@ -1,4 +1,6 @@
-"""The rows of a run: training and held-out, tokenized or taken from the cache, checked and described."""
+"""The rows of a run: training and held-out, tokenized or taken from the cache, checked and
+described.
+"""
 
 import contextlib
 import dataclasses
@@ -47,10 +49,14 @@ class RunData:
     """Indices of the rows of `train` to train on, int64."""
     evaluation: TokenizedRows = NO_ROWS
     eval_sets: dict[str, np.ndarray] = field(default_factory=dict)
-    """The name of each evaluation, the main one first -> indices of its rows of `evaluation`, int64."""
+    """The name of each evaluation, the main one first -> indices of its rows of `evaluation`,
+    int64.
+    """
     provenance: dict[str, Any] = field(default_factory=dict)
-    """For the result's card, as JSON. data: name, format and number of rows of each dataset; eval_data: the same;
-    prompt: as `prompt_record`, of the first dataset, and in a run's plan with `ends`."""
+    """For the result's card, as JSON. data: name, format and number of rows of each dataset;
+    eval_data: the same; prompt: as `prompt_record`, of the first dataset, and in a run's plan with
+    `ends`.
+    """
     reports: tuple[DataReport, ...] = ()
     """The reports on each dataset to train on."""
     eval_reports: tuple[DataReport, ...] = ()
@@ -63,7 +69,9 @@ class RunData:
     prompts: tuple[Prompt, ...] = ()
     """The rows of `train`, if the run learns from completions that it makes."""
     completion_length: int = 0
-    """The most tokens that follow a row of `train` when it is learned: those of a prompt's completion."""
+    """The most tokens that follow a row of `train` when it is learned: those of a prompt's
+    completion.
+    """
 
     @property
     def lengths(self) -> np.ndarray:
@@ -97,9 +105,13 @@ class RunData:
         return [place for report in self.reports + self.eval_reports for place in report.places()]
 
     def ends(self, tokenizer: PreTrainedTokenizerBase, after_answer: str) -> list[str]:
-        """The tokens, besides the tokenizer's own, with which answers of the first rows end; or what follows them."""
+        """The tokens, besides the tokenizer's own, with which answers of the first rows end; or
+        what follows them.
+        """
         rows = [self.train[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
-        last = [int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()]
+        last = [
+            int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()
+        ]
         last = last or tokenizer(after_answer, add_special_tokens=False)["input_ids"][:1]
         added = tokenizer.added_tokens_decoder
         own = (tokenizer.eos_token_id, tokenizer.bos_token_id)
@@ -107,7 +119,9 @@ class RunData:
         return [str(added[token]) for token in often if token in added and token not in own]
 
     def describe_left_out(self) -> list[str]:
-        """A line for the end, if rows were left out: how many of those that were read before training."""
+        """A line for the end, if rows were left out: how many of those that were read before
+        training.
+        """
         reports = self.reports + self.eval_reports
         left = sum(report.num_rejected for report in reports)
         total = sum(report.num_rows for report in reports)
@@ -115,17 +129,26 @@ class RunData:
 
     def files(self) -> dict[str, str]:
         """Files for the run's folder, name -> text: rejected.jsonl, if rows were left out."""
-        lines = [json.dumps(redact_values({"row": place, "reason": reason})) + "\n" for place, reason in self.rejected]
+        lines = [
+            json.dumps(redact_values({"row": place, "reason": reason})) + "\n"
+            for place, reason in self.rejected
+        ]
         return {"rejected.jsonl": "".join(lines)} if lines else {}
 
 
 def prepare_data(
-    tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vocab_size: int, longest: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    *,
+    vocab_size: int,
+    longest: int | None = None,
 ) -> RunData:
-    """Tokenize the datasets, or take them from the cache, and hold rows out for evaluation; or read prompts.
+    """Tokenize the datasets, or take them from the cache, and hold rows out for evaluation; or read
+    prompts.
 
     Args:
-        vocab_size: the number of embeddings of the model. longest: the most tokens of a row that it supports, if known.
+        vocab_size: the number of embeddings of the model. longest: the most tokens of a row that it
+        supports, if known.
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """
@@ -146,7 +169,9 @@ def prepare_data(
     if options.text.makes_rows:
         prompts = [prompt for part in prepared for prompt in part.prompts]
         most = options.text.max_completion_length
-        data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=tuple(prompts), completion_length=most)
+        data = dataclasses.replace(
+            data, evaluation=NO_ROWS, prompts=tuple(prompts), completion_length=most
+        )
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
         data = _with_evaluation(
@@ -155,19 +180,27 @@ def prepare_data(
     first = data.reports[0]
     template = find_template(options.text.prompt_template)
     provenance = {
-        "prompt": prompt_record(first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled),
+        "prompt": prompt_record(
+            first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled
+        ),
         "data": list(map(describe_dataset, options.dataset, data.reports)),
         "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports)),
     }
     length = options.longest_row
     processor = options.text.image_processor
-    return dataclasses.replace(data, provenance=provenance, context_length=length, image_processor=processor)
+    return dataclasses.replace(
+        data, provenance=provenance, context_length=length, image_processor=processor
+    )
 
 
-def _joined(prepared: Sequence["Prepared"], options: DataOptions, shares: Sequence[float] | None) -> RunData:
+def _joined(
+    prepared: Sequence["Prepared"], options: DataOptions, shares: Sequence[float] | None
+) -> RunData:
     """The rows of all datasets, of which some may be held out."""
     parts = [part.rows for part in prepared]
-    train_rows, held_out = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
+    train_rows, held_out = split_eval(
+        sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed
+    )
     mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
     train = join_cached(parts)
     eval_sets = {"": held_out} if len(held_out) else {}
@@ -175,22 +208,30 @@ def _joined(prepared: Sequence["Prepared"], options: DataOptions, shares: Sequen
     return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
 
 
-def _with_evaluation(data: RunData, prepared: Sequence["Prepared"], names: Iterable[str]) -> RunData:
+def _with_evaluation(
+    data: RunData, prepared: Sequence["Prepared"], names: Iterable[str]
+) -> RunData:
     """The same run with the rows of other datasets to evaluate on, in the order of their names."""
     evaluation = join_cached([part.rows for part in prepared])
     ends = np.cumsum([len(part.rows) for part in prepared])
     eval_sets = dict(zip(names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
     reports = tuple(part.report for part in prepared)
-    return dataclasses.replace(data, evaluation=evaluation, eval_sets=eval_sets, eval_reports=reports)
+    return dataclasses.replace(
+        data, evaluation=evaluation, eval_sets=eval_sets, eval_reports=reports
+    )
 
 
 def _choose_context_length(
-    tokenizer: PreTrainedTokenizerBase, options: DataOptions, known_sources: Mapping[str, Source], longest: int | None
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    known_sources: Mapping[str, Source],
+    longest: int | None,
 ) -> int:
-    """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and `longest`.
+    """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and
+    `longest`.
 
-    All rows decide; of a dataset of more than 10,000 some at even distances. The same rows give the same number on
-    every rank.
+    All rows decide; of a dataset of more than 10,000 some at even distances. The same rows give the
+    same number on every rank.
     """
     reports = []
     for dataset, source in known_sources.items():
@@ -202,12 +243,19 @@ def _choose_context_length(
     used = sum(report.num_used for report in reports)
     total = sum(report.num_rows for report in reports)
     which = f"{used:,} of {total:,}" if used < total else f"{used:,}"
-    log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
+    log.info(
+        "Context: %s tokens (auto: 99%% of %s rows have at most %s)",
+        f"{chosen:,}",
+        which,
+        f"{needed:,}",
+    )
     return chosen
 
 
 class Prepared(NamedTuple):
-    """The rows of a dataset, and what became of them. prompts: those of the rows, if these are prompts."""
+    """The rows of a dataset, and what became of them. prompts: those of the rows, if these are
+    prompts.
+    """
 
     rows: TokenizedRows
     report: DataReport
@@ -242,19 +290,29 @@ def describe_dataset(dataset: str, report: DataReport) -> dict[str, Any]:
 
 
 def _mixture(
-    datasets: Sequence[str], shares: Sequence[float], parts: Sequence[TokenizedRows], train_rows: np.ndarray
+    datasets: Sequence[str],
+    shares: Sequence[float],
+    parts: Sequence[TokenizedRows],
+    train_rows: np.ndarray,
 ) -> Mixture:
     """The datasets in their shares, which are logged."""
     ends = tuple(int(end) for end in np.cumsum([len(part) for part in parts]))
     sizes = [len(group) for group in split_rows(train_rows, ends)]
     mixture = Mixture(ends, mix(shares, sizes))
-    for dataset, share, count, size in zip(datasets, shares, mixture.rows_per_epoch, sizes, strict=True):
-        log.info("%s: %.1f%% of the rows, %d of its %d in each epoch", dataset, 100 * share, count, size)
+    for dataset, share, count, size in zip(
+        datasets, shares, mixture.rows_per_epoch, sizes, strict=True
+    ):
+        log.info(
+            "%s: %.1f%% of the rows, %d of its %d in each epoch", dataset, 100 * share, count, size
+        )
     return mixture
 
 
-def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None = None) -> Prepared:
-    """Tokenize the one `options.dataset`. Of a machine's ranks, which all call it, one does the work.
+def prepare_rows(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None = None
+) -> Prepared:
+    """Tokenize the one `options.dataset`. Of a machine's ranks, which all call it, one does the
+    work.
 
     Raises:
         UserError: the dataset is missing, malformed, empty or has too many unusable rows.
@@ -264,7 +322,9 @@ def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, sourc
         size = len(tokenizer)
         context = options.longest_row
         kind = options.text.row_kind
-        made = tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
+        made = tokenization.dummy_rows(
+            samples, size, kind, context_length=context, seed=options.seed
+        )
         prepared = Prepared(*made)
     else:
         with _opened(tokenizer, options, source) as pipeline:
@@ -277,9 +337,13 @@ def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, sourc
 def _opened(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None
 ) -> Iterator[DatasetPipeline]:
-    """The pipeline of the one `options.dataset`, with processes of its own for the chat template."""
+    """The pipeline of the one `options.dataset`, with processes of its own for the
+    chat template.
+    """
     num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
-    pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source)
+    pipeline = DatasetPipeline(
+        tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source
+    )
     try:
         yield pipeline
     finally:

@@ -1,4 +1,6 @@
-"""Chooses a rank's device, explains why a GPU that exists cannot be used, and copies a batch to it."""
+"""Chooses a rank's device, explains why a GPU that exists cannot be used,
+and copies a batch to it.
+"""
 
 import os
 import subprocess
@@ -19,7 +21,8 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     Args:
         requested: the option `device`: auto, cpu or cuda.
     Raises:
-        UserError: torch cannot use the machine's GPU, no GPU is visible, or there are more ranks than GPUs.
+        UserError: torch cannot use the machine's GPU, no GPU is visible, or there are more ranks
+        than GPUs.
     """
     if requested == "cpu":
         return torch.device("cpu")
@@ -34,14 +37,20 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     if problem:
         raise UserError(problem)
     if requested == "cuda":
-        raise UserError("--device is cuda, but no GPU is visible on this machine. Leave it at auto.")
+        raise UserError(
+            "--device is cuda, but no GPU is visible on this machine. Leave it at auto."
+        )
     return torch.device("cpu")
 
 
 def make_deterministic() -> None:
-    """Make torch use only deterministic kernels, and raise where none exists. Call it before the GPU is used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with a fixed workspace only
-    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers passes it on to flash-attn
+    """Make torch use only deterministic kernels, and raise where none exists. Call it before the
+    GPU is used.
+    """
+    # cuBLAS is deterministic with a fixed workspace only
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # transformers passes it on to flash-attn
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
 
@@ -49,8 +58,9 @@ def make_deterministic() -> None:
 def configure_kernels() -> None:
     """Choose among torch's GPU kernels for this process.
 
-    Matrix products accumulate in fp32. By default torch lets cuBLAS add partial sums in 16 bits if the summed dim is
-    long and the result small, as in the gradients of A and B (an error of 0.24 to 0.7% instead of 0.17%).
+    Matrix products accumulate in fp32. By default torch lets cuBLAS add partial sums in 16 bits if
+    the summed dim is long and the result small, as in the gradients of A and B (an error of 0.24 to
+    0.7% instead of 0.17%).
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -59,7 +69,9 @@ def configure_kernels() -> None:
 
 
 def gpu_problem() -> str | None:
-    """Explain why torch cannot use GPUs that the driver lists. None if it lists none, or they are hidden on purpose."""
+    """Explain why torch cannot use GPUs that the driver lists. None if it lists none, or they are
+    hidden on purpose.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     cards = _listed_cards()
@@ -71,18 +83,27 @@ def gpu_problem() -> str | None:
         reason = f"the installed torch {torch.__version__} is built for the CPU"
         advice = "Install one that is built for CUDA: pip install --force-reinstall torch"
     else:
-        reason = f"the installed torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use them"
-        advice = (
-            f"Install a driver for CUDA {torch.version.cuda} or newer, or a torch for the CUDA version that nvidia-smi "
-            "shows, such as 12.6: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+        reason = (
+            f"the installed torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot "
+            "use them"
         )
-    return f"This machine has {gpus}, but {reason}. {advice}. To train on the CPU, give --device cpu."
+        advice = (
+            f"Install a driver for CUDA {torch.version.cuda} or newer, or a torch for the CUDA "
+            "version that nvidia-smi "
+            "shows, such as 12.6: pip install --force-reinstall torch --index-url "
+            "https://download.pytorch.org/whl/cu126"
+        )
+    return (
+        f"This machine has {gpus}, but {reason}. {advice}. To train on the CPU, give --device cpu."
+    )
 
 
 def _listed_cards() -> list[tuple[str, str]]:
     """(name, driver version) of each card that nvidia-smi lists."""
     try:
-        listed = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):  # no driver, or none that answers
         return []
     pairs = [line.rpartition(",") for line in listed.splitlines() if "," in line]
@@ -92,8 +113,9 @@ def _listed_cards() -> list[tuple[str, str]]:
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Copy the tensors among some values from the CPU to the device; other values stay as they are.
 
-    All tensors are packed into one pinned buffer, so that the host never waits for the copy: from pageable memory the
-    driver copies at most 64 KiB asynchronously. torch's allocator reuses the pinned buffer only after the copy is done.
+    All tensors are packed into one pinned buffer, so that the host never waits for the copy: from
+    pageable memory the driver copies at most 64 KiB asynchronously. torch's allocator reuses the
+    pinned buffer only after the copy is done.
     """
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if device.type != "cuda":
@@ -103,7 +125,9 @@ def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     for part, tensor in zip(pinned.split(sizes), tensors.values(), strict=True):
         _like(tensor, part).copy_(tensor)
     parts = pinned.to(device, non_blocking=True).split(sizes)
-    return dict(values) | {name: _like(tensors[name], part) for name, part in zip(tensors, parts, strict=True)}
+    return dict(values) | {
+        name: _like(tensors[name], part) for name, part in zip(tensors, parts, strict=True)
+    }
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,14 @@
-"""How the ranks share a model and its rows: shards, replicas, and groups for context parallelism."""
+"""How the ranks share a model and its rows: shards, replicas,
+and groups for context parallelism.
+"""
 
 from dataclasses import dataclass
 
 from fsdp_qlora.utils.errors import UserError
 
-# strategy -> (ranks that share a copy of the model, whether a block's weights are freed between forward and backward).
-# "all": every rank. "node": the ranks of a node, with one replica per node. "none": each rank has a whole copy.
+# strategy -> (ranks that share a copy of the model, whether a block's weights are freed between
+# forward and backward). "all": every rank. "node": the ranks of a node, with one replica per node.
+# "none": each rank has a whole copy.
 SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
     "full_shard": ("all", True),
     "shard_grad_op": ("all", False),
@@ -19,11 +22,12 @@ SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
 class Layout:
     """The groups of ranks.
 
-    per_node: number of ranks of one machine. sharding_strategy: a key of SHARDING_STRATEGIES. context_size: number of
-    neighbouring ranks that share each micro-batch (context parallelism).
+    per_node: number of ranks of one machine. sharding_strategy: a key of SHARDING_STRATEGIES.
+    context_size: number of neighbouring ranks that share each micro-batch (context parallelism).
 
     Raises:
-        UserError: a hybrid strategy on nodes with different numbers of ranks, or ranks not divisible by context_size.
+        UserError: a hybrid strategy on nodes with different numbers of ranks, or ranks not
+        divisible by context_size.
     """
 
     world_size: int
@@ -34,12 +38,14 @@ class Layout:
     def __post_init__(self) -> None:
         if self.world_size % self.num_shards:
             raise UserError(
-                f"sharding_strategy {self.sharding_strategy} needs the same number of ranks on every node; "
-                f"{self.world_size} ranks are not a multiple of this node's {self.num_shards}. Use full_shard."
+                f"sharding_strategy {self.sharding_strategy} needs the same number of ranks on "
+                f"every node; {self.world_size} ranks are not a multiple of this node's "
+                f"{self.num_shards}. Use full_shard."
             )
         if self.per_node % self.context_size or self.world_size % self.context_size:
             raise UserError(
-                f"--context_parallel_size {self.context_size} must divide both the {self.per_node} ranks of a machine "
+                f"--context_parallel_size {self.context_size} must divide both the {self.per_node} "
+                "ranks of a machine "
                 f"and the {self.world_size} ranks of the run."
             )
 
@@ -61,22 +67,28 @@ class Layout:
 
     @property
     def communicators(self) -> list[tuple[int, bool]]:
-        """NCCL's communicators of a rank: its ranks in a machine, and whether they exchange tokens (all-to-all)."""
+        """NCCL's communicators of a rank: its ranks in a machine, and whether they exchange tokens
+        (all-to-all).
+        """
         world = (self.per_node, self.world_size in (self.num_shards, self.context_size))
-        is_hybrid = 1 < self.num_shards < self.world_size  # several copies, each shared by several ranks
+        # several copies, each shared by several ranks
+        is_hybrid = 1 < self.num_shards < self.world_size
         hybrid = [(self.per_node, True), (1, False)] if is_hybrid else []  # shards, replicas
         shared = [(self.context_size, True)] if 1 < self.context_size < self.world_size else []
         return [world, *hybrid, *shared] if self.world_size > 1 else []
 
     @property
     def p2p_channels(self) -> int:
-        """The most NCCL channels, each with buffers, of two ranks that exchange tokens; NCCL takes 32 with NVLink."""
+        """The most NCCL channels, each with buffers, of two ranks that exchange tokens; NCCL takes
+        32 with NVLink.
+        """
         return 16 if self.context_size > 1 else 4  # lookups of the vocabulary need few
 
     @property
     def nccl_settings(self) -> dict[str, str]:
         """Environment variables of NCCL."""
-        # Collectives of several communicators may deadlock unless they start in one order (NCCL's guide): the host's.
+        # Collectives of several communicators may deadlock unless they start in one order (NCCL's
+        # guide): the host's.
         ordered = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if len(self.communicators) > 1 else {}
         return {"NCCL_MAX_P2P_NCHANNELS": str(self.p2p_channels)} | ordered
 

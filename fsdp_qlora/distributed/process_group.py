@@ -32,17 +32,25 @@ def start_process_group(
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
-        store: returned by `connect`, which is called if None. The group owns it afterwards.
-        layout: of the run; None: all ranks share one model. NCCL's variables that the user has set stay.
-        backend: another backend, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
+        store: returned by `connect`, which is called if None. The group owns it afterwards. layout:
+        of the run; None: all ranks share one model. NCCL's variables that the user has set stay.
+        backend: another backend, for tests: gloo lets several ranks share a GPU, fake is a group of
+        one rank.
     """
-    # torch's flight recorder is dumped when a collective hangs. It keeps the last collectives, about 1 KiB each, and
-    # made a tiny run grow by 2 MiB on the CPU, where the Python stacks of a hang are enough.
+    # torch's flight recorder is dumped when a collective hangs. It keeps the last collectives,
+    # about 1 KiB each, and made a tiny run grow by 2 MiB on the CPU, where the Python stacks of a
+    # hang are enough.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200")
+        os.environ.setdefault(
+            "TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200"
+        )
     if ranks.device.type == "cuda":
-        defaults = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (layout or ranks.layout("full_shard")).nccl_settings
-        os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
+        defaults = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (
+            layout or ranks.layout("full_shard")
+        ).nccl_settings
+        os.environ.update(
+            {name: value for name, value in defaults.items() if name not in os.environ}
+        )
         if not backend and ranks.local_world_size > 1:
             _warn_of_small_shared_memory()
     store = store or connect(ranks, timeout_minutes=timeout_minutes)
@@ -56,12 +64,15 @@ def start_process_group(
 
 
 def _warn_of_small_shared_memory(folder: str = "/dev/shm") -> None:
-    """Warn of little shared memory, which NCCL uses between GPUs without peer access (docker's default is 64 MiB)."""
+    """Warn of little shared memory, which NCCL uses between GPUs without peer access (docker's
+    default is 64 MiB).
+    """
     with contextlib.suppress(OSError):
         size = shutil.disk_usage(folder).total
         if size < 2**30 and os.environ.get("NCCL_SHM_DISABLE") != "1":
             log.warning(
-                "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, start the container "
+                "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, "
+                "start the container "
                 "with --shm-size 1g or more, or with --ipc host.",
                 folder,
                 size // 2**20,
@@ -69,11 +80,15 @@ def _warn_of_small_shared_memory(folder: str = "/dev/shm") -> None:
 
 
 def gather_numbers(
-    values: Sequence[float | torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+    values: Sequence[float | torch.Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """All-gather a list of numbers: float64 [ranks of the group, len(values)] on the CPU of every rank.
+    """All-gather a list of numbers: float64 [ranks of the group, len(values)] on the CPU of every
+    rank.
 
-    Values may be tensors without dims on any device. The host waits for the GPU once, when the result is copied back.
+    Values may be tensors without dims on any device. The host waits for the GPU once, when the
+    result is copied back.
     """
     floats = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
     host = torch.tensor(floats, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -90,7 +105,8 @@ def gather_numbers(
 def raise_on_all_ranks(
     kind: type[Exception], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """If the block raises an error of `kind` on one rank, raise it on every rank: the others would wait for a timeout.
+    """If the block raises an error of `kind` on one rank, raise it on every rank: the others would
+    wait for a timeout.
 
     The block must raise it on that rank after its last collective.
     """
@@ -100,13 +116,16 @@ def raise_on_all_ranks(
     except kind as error:
         failure = str(error)
     is_alone = not dist.is_initialized()  # a command of one process
-    failure = next(filter(None, [failure] if is_alone else all_gather_strings(failure, device, group)), "")
+    failure = next(
+        filter(None, [failure] if is_alone else all_gather_strings(failure, device, group)), ""
+    )
     if failure:
         raise kind(failure)
 
 
 def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
-    """Check that every rank works on the same input: each computes order, loss and learning rate by itself.
+    """Check that every rank works on the same input: each computes order, loss and learning rate by
+    itself.
 
     Args:
         facts: name for messages -> value. The values' repr are compared.
@@ -119,12 +138,15 @@ def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
         if different:
             raise UserError(
                 f"The ranks do not agree on {name}: rank{'s' * (len(different) > 1)} "
-                f"{', '.join(map(str, different[:16]))} differ from rank 0. Give every node the same command and files."
+                f"{', '.join(map(str, different[:16]))} differ from rank 0. Give every node the "
+                "same command and files."
             )
 
 
 def release_cached_memory(device: torch.device) -> float:
-    """Return cached GPU memory to the device, and begin a new peak; returns the last one, GiB reserved; 0 on a CPU."""
+    """Return cached GPU memory to the device, and begin a new peak; returns the last one, GiB
+    reserved; 0 on a CPU.
+    """
     if device.type != "cuda":
         return 0.0
     peak = torch.cuda.max_memory_reserved(device) / 2**30
@@ -136,9 +158,10 @@ def release_cached_memory(device: torch.device) -> float:
 def stop_process_group() -> None:
     """End the process group and its threads. Call it when nothing refers to the model any more.
 
-    A gloo thread releases its tensor after it has woken the waiting thread, and needs the GIL for that: if Python is
-    finalizing by then, the process aborts (pytorch#190489). The group's destructor joins the threads, so reference
-    cycles that hold the group are collected. torch's cache of layouts still holds it: hence the sleep without the GIL.
+    A gloo thread releases its tensor after it has woken the waiting thread, and needs the GIL for
+    that: if Python is finalizing by then, the process aborts (pytorch#190489). The group's
+    destructor joins the threads, so reference cycles that hold the group are collected. torch's
+    cache of layouts still holds it: hence the sleep without the GIL.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -148,7 +171,8 @@ def stop_process_group() -> None:
 
 @contextlib.contextmanager
 def process_group_closed() -> Iterator[None]:
-    """End the process group with the block, in which another function holds the model: see `stop_process_group`.
+    """End the process group with the block, in which another function holds the model: see
+    `stop_process_group`.
 
     After a failure the group is aborted, since another rank may be gone, or may wait for this one.
     """
@@ -165,7 +189,9 @@ def process_group_closed() -> Iterator[None]:
         stop_process_group()
 
 
-def all_gather_strings(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+def all_gather_strings(
+    text: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[str]:
     """All-gather a text, as UTF-8 bytes and without pickle."""
     content = text.encode()
     lengths = gather_numbers([len(content)], device, group).flatten().int().tolist()

@@ -30,9 +30,12 @@ def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
 
 
 def timeout_of_world() -> datetime.timedelta:
-    """The timeout of the group of all ranks. torch gives 30 minutes to other groups, whatever that of the world is."""
+    """The timeout of the group of all ranks. torch gives 30 minutes to other groups, whatever that
+    of the world is.
+    """
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
-    return options._timeout if options else dist.distributed_c10d.default_pg_timeout  # torch's fake group has none
+    # torch's fake group has none
+    return options._timeout if options else dist.distributed_c10d.default_pg_timeout
 
 
 def shard_size(mesh: DeviceMesh) -> int:
@@ -56,7 +59,9 @@ def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def padded_rows(parameter: torch.Tensor) -> int:
-    """Number of rows that FSDP2 gathers from every rank, with padding: as many as the first rank has."""
+    """Number of rows that FSDP2 gathers from every rank, with padding: as many as the first rank
+    has.
+    """
     assert isinstance(parameter, DTensor)
     return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
 
@@ -86,7 +91,9 @@ def whole_weights(module: FSDPModule) -> Iterator[None]:
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
-    """All-gather a tensor that `shard_bounds` has split along dim 0. Returns [num_rows, ...] on every rank."""
+    """All-gather a tensor that `shard_bounds` has split along dim 0. Returns [num_rows, ...] on
+    every rank.
+    """
     size = shard_size(mesh)
     chunk = -(-num_rows // size)
     dims = local.shape[1:]

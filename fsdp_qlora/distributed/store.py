@@ -1,4 +1,6 @@
-"""Communication between ranks before the process group exists, through the store that rank 0 opens."""
+"""Communication between ranks before the process group exists,
+through the store that rank 0 opens.
+"""
 
 import contextlib
 import datetime
@@ -17,16 +19,20 @@ from fsdp_qlora.utils.errors import LostRank, UserError
 
 log = logging.getLogger("fsdp_qlora")
 _START_SECONDS = 30.0  # most time between the starts of two ranks of one command
-_ANSWER_TIMEOUT = datetime.timedelta(minutes=1)  # another program may listen at the port, and never answer
+# another program may listen at the port, and never answer
+_ANSWER_TIMEOUT = datetime.timedelta(minutes=1)
 _DOWNLOAD_HOURS = 24.0
 MAX_WAIT_MINUTES = 5.0  # for rank 0 before training begins; later, it was most likely never started
 
 
-def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
+def connect(
+    ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES
+) -> dist.Store:
     """Connect to this start's store, which rank 0's process hosts. Waits for rank 0 only.
 
-    Only one thread at a time may use the store, since a request blocks its connection until the answer comes: another
-    thread, such as the one that polls for heartbeats, needs a connection of its own, from `clone()`.
+    Only one thread at a time may use the store, since a request blocks its connection until the
+    answer comes: another thread, such as the one that polls for heartbeats, needs a connection of
+    its own, from `clone()`.
 
     Args:
         timeout_minutes: how long each later request may take.
@@ -40,11 +46,14 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     if not ranks.is_rank_0:
-        _wait_for_store(ranks.rank, address, port, min(wait_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES))
+        _wait_for_store(
+            ranks.rank, address, port, min(wait_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES)
+        )
     resolved = _resolve(address)
     if ranks.is_rank_0 and resolved is not None and resolved.is_global:
         log.warning(
-            "The store of this run listens at %s:%d, which is a public address, and has no password: close the port to "
+            "The store of this run listens at %s:%d, which is a public address, and has no "
+            "password: close the port to "
             "all but the run's own nodes.",
             address,
             port,
@@ -65,35 +74,44 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
         reason = str(error).partition("\n")[0]
         if is_master:
-            raise UserError(f"Rank 0 cannot open its store at {where}: {reason}. Choose a free port.") from error
-        raise LostRank(f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}") from error
+            raise UserError(
+                f"Rank 0 cannot open its store at {where}: {reason}. Choose a free port."
+            ) from error
+        raise LostRank(
+            f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}"
+        ) from error
     store.set_timeout(timeout)
-    # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
-    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). A store hosted by rank 0 is new at each
-    # start, and agents that joined later count fewer attempts, so it needs no attempt. The run's id, which our launcher
-    # and `torchrun --standalone` draw at random, hides the keys from programs that reach the port only.
+    # torchrun keeps its store when it restarts the workers. Without a prefix they would read
+    # addresses of the previous attempt (measured: 3 of 8 restarts worked, with the prefix 16 of
+    # 16). A store hosted by rank 0 is new at each start, and agents that joined later count fewer
+    # attempts, so it needs no attempt. The run's id, which our launcher and `torchrun --standalone`
+    # draw at random, hides the keys from programs that reach the port only.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"{run}/attempt-{attempt if is_agents else 0}", store)
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
-    """Wait for rank 0's store. torch itself would wait for twice the timeout and then print pages of C++ frames."""
+    """Wait for rank 0's store. torch itself would wait for twice the timeout and then print pages
+    of C++ frames.
+    """
     reason = ""
 
     def is_listening() -> bool:
         nonlocal reason
         try:
             with socket.create_connection((address, port), timeout=10) as connection:
-                return bool(connection.getsockname() != connection.getpeername())  # a TCP socket may connect to itself
+                # a TCP socket may connect to itself
+                return bool(connection.getsockname() != connection.getpeername())
         except OSError as error:
             reason = error.strerror or str(error)
             return False
 
     if not _becomes_true(is_listening, seconds=60 * minutes):
         raise LostRank(
-            f"Rank {rank} has waited {minutes:.3g} minutes for rank 0, which opens the store at {address}:{port} "
-            f"(MASTER_ADDR, MASTER_PORT): it was not started, has ended, or is out of reach ({reason})."
+            f"Rank {rank} has waited {minutes:.3g} minutes for rank 0, which opens the store at "
+            f"{address}:{port} (MASTER_ADDR, MASTER_PORT): it was not started, has ended, or is "
+            f"out of reach ({reason})."
         )
 
 
@@ -105,10 +123,14 @@ def _resolve(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return None
 
 
-def _listen_on_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address | None, port: int) -> int | None:
-    """Open a listening socket if `address` is a loopback address, so all ranks are on this machine; otherwise None.
+def _listen_on_loopback(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address | None, port: int
+) -> int | None:
+    """Open a listening socket if `address` is a loopback address, so all ranks are on this machine;
+    otherwise None.
 
-    By itself torch's store listens on every interface, and anyone who reaches the port can read and write it.
+    By itself torch's store listens on every interface, and anyone who reaches the port can read and
+    write it.
     """
     if address is None or not address.is_loopback:
         return None
@@ -122,8 +144,8 @@ def _listen_on_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address |
 def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
     """If rank 0 fails in the block, keep its store open until every rank has connected.
 
-    The store ends with rank 0's process. A rank that starts a little later would wait minutes for it, instead of
-    failing by itself for the same reason.
+    The store ends with rank 0's process. A rank that starts a little later would wait minutes for
+    it, instead of failing by itself for the same reason.
     """
     store.add("connected", 1)
     try:
@@ -131,7 +153,9 @@ def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
     except Exception:
         if ranks.is_rank_0:
             with contextlib.suppress(Exception):
-                _becomes_true(lambda: store.add("connected", 0) >= ranks.world_size, seconds=_START_SECONDS)
+                _becomes_true(
+                    lambda: store.add("connected", 0) >= ranks.world_size, seconds=_START_SECONDS
+                )
         raise
 
 
@@ -139,7 +163,8 @@ def once_per_machine(ranks: Ranks, store: dist.Store, work: Callable[[], str], w
     """Call `work`, a download, on local rank 0 and return its result on every rank of the machine.
 
     Args:
-        what: name of the work for messages, such as "the download of owner/model"; unique in this start.
+        what: name of the work for messages, such as "the download of owner/model"; unique in this
+        start.
     Raises:
         UserError: raised by `work` on local rank 0; the same on every rank of the machine.
         LostRank: local rank 0 failed in another way, has ended, or takes more than a day.
@@ -155,8 +180,13 @@ def once_per_machine(ranks: Ranks, store: dist.Store, work: Callable[[], str], w
         _tell_machine(["done", result], what, ranks, store)
         return result
     try:
-        is_over = _becomes_true(lambda: store.check([f"{what}/{first}"]), seconds=3600 * _DOWNLOAD_HOURS)
-        late = ["failed", f"it takes more than {_DOWNLOAD_HOURS:g} hours, so its process may be stuck."]
+        is_over = _becomes_true(
+            lambda: store.check([f"{what}/{first}"]), seconds=3600 * _DOWNLOAD_HOURS
+        )
+        late = [
+            "failed",
+            f"it takes more than {_DOWNLOAD_HOURS:g} hours, so its process may be stuck.",
+        ]
         outcome, text = json.loads(store.get(f"{what}/{first}")) if is_over else late
     except RuntimeError as error:
         raise LostRank(f"Rank 0 has ended while rank {ranks.rank} waited for {what}.") from error
@@ -181,11 +211,15 @@ def all_gather_via_store(value: str, what: str, ranks: Ranks, store: dist.Store)
     try:
         return [store.get(f"{what}/{rank}").decode() for rank in range(ranks.world_size)]
     except RuntimeError as error:
-        raise LostRank(f"A rank has ended while rank {ranks.rank} waited for {what} of all ranks.") from error
+        raise LostRank(
+            f"A rank has ended while rank {ranks.rank} waited for {what} of all ranks."
+        ) from error
 
 
 def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store) -> None:
-    """Send the answer to the other ranks, and wait until they have read it: the store may end with this process."""
+    """Send the answer to the other ranks, and wait until they have read it: the store may end with
+    this process.
+    """
     with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
         store.set(f"{what}/{ranks.rank}", json.dumps(answer))
         heard = f"{what}/{ranks.rank}/heard"
@@ -193,7 +227,9 @@ def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store)
 
 
 def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Poll a condition ten times a second; False on timeout. Python handles signals between the polls."""
+    """Poll a condition ten times a second; False on timeout. Python handles signals between the
+    polls.
+    """
     end = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < end:
         time.sleep(0.1)

@@ -22,9 +22,19 @@ from fsdp_qlora.utils.run_files import CARD, RECORD
 _TEMPLATE = Path(__file__).resolve().parent / "card.md"
 # The training.json of an adapter from another program.
 _UNKNOWN: dict[str, Any] = {
-    "format": 1, "base": {}, "run_id": None, "parent": None, "step": None, "num_tokens": None, "losses": {"loss": None},
-    "prompt": None, "data": [], "eval_data": [], "settings": {}, "versions": {},
-}  # fmt: skip
+    "format": 1,
+    "base": {},
+    "run_id": None,
+    "parent": None,
+    "step": None,
+    "num_tokens": None,
+    "losses": {"loss": None},
+    "prompt": None,
+    "data": [],
+    "eval_data": [],
+    "settings": {},
+    "versions": {},
+}
 _KINDS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
 _PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
 
@@ -48,7 +58,8 @@ def training_record(
     """The content of training.json.
 
     Args:
-        about: the run's identity, as in its run.json and checkpoints. progress: of the step, as in the checkpoint.
+        about: the run's identity, as in its run.json and checkpoints. progress: of the step, as in
+        the checkpoint.
     """
     step = progress["step"]
     losses = {"loss": progress.get("loss")}
@@ -61,7 +72,10 @@ def training_record(
     stored = {"format": about["base_format"]} if "base_format" in about else {}
     record = {
         "format": 1,
-        "base": ({"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")} | stored),
+        "base": (
+            {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")}
+            | stored
+        ),
         "run_id": about["run_id"],
         "parent": about.get("parent"),
         "step": step,
@@ -80,7 +94,9 @@ def training_record(
 
 
 def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
-    """File name -> text: training.json and the model card. kind: of the adapter; None for a whole model."""
+    """File name -> text: training.json and the model card. kind: of the adapter; None for a whole
+    model.
+    """
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     return {RECORD: text, CARD: _card(record, kind)}
 
@@ -88,11 +104,13 @@ def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
 def merged_documents(
     earlier: Mapping[str, Any], base: Base, settings: Mapping[str, Any], merged: Mapping[str, str]
 ) -> dict[str, str]:
-    """File name -> text: training.json and the model card of an adapter that was merged into its base.
+    """File name -> text: training.json and the model card of an adapter that was merged into its
+    base.
 
     Args:
-        earlier: the adapter's training.json; empty if it is not of this program, and `base` and `settings` count then.
-        merged: adapter, the name of its folder; kind, lora or dora; into, original or dequantized.
+        earlier: the adapter's training.json; empty if it is not of this program, and `base` and
+        `settings` count then. merged: adapter, the name of its folder; kind, lora or dora; into,
+        original or dequantized.
     """
     if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
         earlier = _UNKNOWN | {"base": base._asdict(), "settings": dict(settings)}
@@ -112,9 +130,13 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
     )
     prompt = record["prompt"]
     eval_loss = record["losses"].get("eval_loss")
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     # A name from outside in Markdown: one line, and no markup.
-    environment.filters["name"] = lambda name: re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))
+    environment.filters["name"] = lambda name: re.sub(
+        r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split())
+    )
     return environment.from_string(_TEMPLATE.read_text()).render(
         {"merged": None} | dict(record),
         metadata=metadata.to_yaml(),
@@ -122,7 +144,9 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
         stored=record["base"].get("format"),
         kind=kind,
         kinds=_KINDS,
-        perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 and not preference else None,
+        perplexity=math.exp(eval_loss)
+        if eval_loss is not None and eval_loss < 100 and not preference
+        else None,
         prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
         changed=identity_settings(record["settings"])[1],
     )

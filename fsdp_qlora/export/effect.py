@@ -7,14 +7,16 @@ import torch
 
 log = logging.getLogger("fsdp_qlora")
 
-_FEW = 0.5  # the share of an update below which a merged model is more its base than what was trained
+# the share of an update below which a merged model is more its base than what was trained
+_FEW = 0.5
 
 
 class Effect:
-    """Compares the written weights' difference r from the base with the adapter's update u, over all that is added.
+    """Compares the written weights' difference r from the base with the adapter's update u, over
+    all that is added.
 
-    share: <r, u> / <u, u>; 0 if there is no update. rest: the length of what rounding adds, which is orthogonal to u,
-    divided by that of u.
+    share: <r, u> / <u, u>; 0 if there is no update. rest: the length of what rounding adds, which
+    is orthogonal to u, divided by that of u.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,8 @@ class Effect:
             log.warning("Warning: the adapter's update is zero, so the merged model is its base.")
         elif self.share < _FEW:
             log.warning(
-                "Warning: only %.1f%% of the adapter's update is left after rounding to %s, so the merged model is "
+                "Warning: only %.1f%% of the adapter's update is left after rounding to %s, so the "
+                "merged model is "
                 "nearly its base. %s, or train for longer.",
                 100 * self.share,
                 form,

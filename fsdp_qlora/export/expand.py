@@ -1,8 +1,9 @@
-"""Block expansion (LLaMA Pro, Wu et al. 2024): adds copies of decoder blocks that are identities until trained.
+"""Block expansion (LLaMA Pro, Wu et al. 2024): adds copies of decoder blocks that are identities
+until trained.
 
-A new block is a copy of the block before it with zeros in the output projections of attention and MLP. It adds
-nothing to the residual stream, so the expanded model computes the same function. The indices of the new blocks are
-recorded in config.json (models.NEW_BLOCKS).
+A new block is a copy of the block before it with zeros in the output projections of attention and
+MLP. It adds nothing to the residual stream, so the expanded model computes the same function. The
+indices of the new blocks are recorded in config.json (models.NEW_BLOCKS).
 """
 
 import json
@@ -16,7 +17,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
+from fsdp_qlora.export.model_folder import (
+    build_plain_model,
+    check_is_new,
+    new_model_folder,
+    new_weights,
+    read_pieces,
+)
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.quantizers.packed import take_packed
@@ -31,7 +38,8 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
-    """Write a model folder with `expansion_rate` * blocks new blocks that computes the same function.
+    """Write a model folder with `expansion_rate` * blocks new blocks that computes the same
+    function.
 
     Memory holds one piece of a tensor at a time, and one block to check the identity.
     """
@@ -40,7 +48,9 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     config = models.load_config(folder, model_name)
     packed = take_packed(config, model_name, folder)
     if packed and packed.scaled != set():  # else its settings are left over
-        raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
+        raise UserError(
+            f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights."
+        )
     settle_head(config, folder)
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
@@ -61,14 +71,17 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
 
 
 def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
-    """For each block of the expanded model, return its original block; the second of two equal numbers is the copy.
+    """For each block of the expanded model, return its original block; the second of two equal
+    numbers is the copy.
 
-    Copies are spread evenly, the last at the end: each ends a group of blocks of about the same size.
+    Copies are spread evenly, the last at the end: each ends a group of blocks of about the same
+    size.
     """
     count = int(num_blocks * expansion_rate + 1e-9)
     if not 1 <= count <= num_blocks:
         raise UserError(
-            f"--expansion_rate {expansion_rate} would add {count} blocks to the model's {num_blocks}. Give a share "
+            f"--expansion_rate {expansion_rate} would add {count} blocks to the model's "
+            f"{num_blocks}. Give a share "
             f"of new blocks from {1 / num_blocks:.3g} (one block) to 1."
         )
     copied = {(group + 1) * num_blocks // count - 1 for group in range(count)}
@@ -76,39 +89,67 @@ def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
 
 
 def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> PretrainedConfig:
-    """The configuration with the blocks of `origins`: their number, and every list with an entry per block."""
+    """The configuration with the blocks of `origins`: their number, and every list with an entry
+    per block.
+    """
     content = config.to_dict()
     text = config.get_text_config()
-    inside = content if text is config else next(content[name] for name in content if vars(config).get(name) is text)
+    inside = (
+        content
+        if text is config
+        else next(content[name] for name in content if vars(config).get(name) is text)
+    )
     old = text.num_hidden_layers
     for name, value in inside.items():
-        if isinstance(value, list | tuple) and len(value) == old and not name.endswith(("_token_id", "_ids")):
+        if (
+            isinstance(value, list | tuple)
+            and len(value) == old
+            and not name.endswith(("_token_id", "_ids"))
+        ):
             inside[name] = [value[origin] for origin in origins]
     inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
-    content[models.NEW_BLOCKS] = [index for index in range(1, len(origins)) if origins[index] == origins[index - 1]]
+    content[models.NEW_BLOCKS] = [
+        index for index in range(1, len(origins)) if origins[index] == origins[index - 1]
+    ]
     # _name_or_path is a local path, of no use to others.
     content.pop("_name_or_path", None)
     return type(config).from_dict(content)
 
 
 def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
-    """Names, below the block, of the weights and biases of the output projections of attention and MLP.
+    """Names, below the block, of the weights and biases of the output projections of attention and
+    MLP.
 
-    In each module of the block that is the last layer whose output is as wide as the residual stream.
+    In each module of the block that is the last layer whose output is as wide as the residual
+    stream.
     """
     width = config.get_text_config().hidden_size
     names = []
     for path, module in block.named_modules():
         children = module.named_children()
-        outputs = [name for name, child in children if isinstance(child, nn.Linear) and child.out_features == width]
+        outputs = [
+            name
+            for name, child in children
+            if isinstance(child, nn.Linear) and child.out_features == width
+        ]
         if loops_over_experts(module):
             axis = 2 if is_transposed(module) else 1
-            own = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
-            last = [name for name, shape in own.items() if len(shape) == 3 and shape[axis] == width][-1:]
-            names += [f"{path}.{name}" for name in (*last, *(f"{name}_bias" for name in last)) if name in own]
+            own = {
+                name: parameter.shape for name, parameter in module.named_parameters(recurse=False)
+            }
+            last = [
+                name for name, shape in own.items() if len(shape) == 3 and shape[axis] == width
+            ][-1:]
+            names += [
+                f"{path}.{name}"
+                for name in (*last, *(f"{name}_bias" for name in last))
+                if name in own
+            ]
         elif outputs:
             layer = f"{path}.{outputs[-1]}".lstrip(".")
-            names += [f"{layer}.{name}" for name, _ in block.get_submodule(layer).named_parameters()]
+            names += [
+                f"{layer}.{name}" for name, _ in block.get_submodule(layer).named_parameters()
+            ]
     return names
 
 
@@ -119,11 +160,15 @@ def _plan_copies(
     origins: Sequence[int],
     zeros: dict[int, list[str]],
 ) -> tuple[dict[str, str], set[str]]:
-    """Name in the expanded model's files -> its source in the model's; and the names of those that stay at 0."""
+    """Name in the expanded model's files -> its source in the model's; and the names of those that
+    stay at 0.
+    """
     blocks = find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
     leaf = path.rpartition(".")[2]
-    shapes, old_shapes = ({name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model))
+    shapes, old_shapes = (
+        {name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model)
+    )
     copies: dict[str, str] = {}
     empty: set[str] = set()
     weights = match_tensors(model, weight_files)
@@ -142,8 +187,9 @@ def _plan_copies(
             target = f"{path}.{index}.{block[2]}"
             if shapes.get(target) != old_shapes[name]:
                 raise UserError(
-                    f"The model's blocks differ, and {target} of the expanded model has another shape than {name} of "
-                    "this one. Give an --expansion_rate that keeps the pattern of blocks, or another model."
+                    f"The model's blocks differ, and {target} of the expanded model has another "
+                    f"shape than {name} of this one. Give an --expansion_rate that keeps the "
+                    "pattern of blocks, or another model."
                 )
             for part, new in names.items():
                 new = re.sub(rf"(^|\.){leaf}\.{block[1]}\.", rf"\g<1>{leaf}.{index}.", new, count=1)
@@ -153,10 +199,14 @@ def _plan_copies(
 
 
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
-    """Check on random values that a block with these weights at zero is an identity. Raises UserError if not."""
+    """Check on random values that a block with these weights at zero is an identity. Raises
+    UserError if not.
+    """
     blocks = find_blocks(model)
     block = blocks[index]
-    path, _, leaf = next(path for path, module in model.named_modules() if module is blocks).rpartition(".")
+    path, _, leaf = next(
+        path for path, module in model.named_modules() if module is blocks
+    ).rpartition(".")
     parent = model.get_submodule(path)
     setattr(parent, leaf, nn.ModuleList([block]))
     values = {
@@ -168,7 +218,9 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
     }
     seen: list[Any] = []
     block.register_forward_hook(
-        lambda module, args, kwargs, output: seen.extend([args[0] if args else kwargs["hidden_states"], output]),
+        lambda module, args, kwargs, output: seen.extend(
+            [args[0] if args else kwargs["hidden_states"], output]
+        ),
         with_kwargs=True,
     )
     hidden = torch.randn(1, 3, model.get_input_embeddings().embedding_dim, dtype=torch.bfloat16)
@@ -177,6 +229,7 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
     output = output[0] if isinstance(output, tuple) else output
     if not torch.equal(inputs, output):
         raise UserError(
-            f"{type(model).__name__} cannot be expanded: a block with zeros in {', '.join(zeros)} changes its input. "
+            f"{type(model).__name__} cannot be expanded: a block with zeros in {', '.join(zeros)} "
+            "changes its input. "
             "Give a model of another family."
         )

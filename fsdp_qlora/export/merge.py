@@ -1,4 +1,5 @@
-"""Merges an adapter into its base: a model folder that loads without PEFT, computed and written a piece at a time.
+"""Merges an adapter into its base: a model folder that loads without PEFT, computed and written a
+piece at a time.
 
 Shapes: a weight is [.., rows, columns], where the first dims number the experts.
 """
@@ -63,10 +64,11 @@ _PIECE = 2**23  # weights changed at a time, in float32
 class MergedModel:
     """A base with an adapter's changes.
 
-    weights: of the base. names: the tensors of the base's files that belong to the merged model. parameters: names of
-    the model's parameters. dtype: of the merged parameters; None for that of each in the base's files.
-    copies: a parameter that the base does not have -> the one it is made from: a head that shared the embeddings.
-    dequantize: weight -> its values after the run's quantizer, flat on the CPU, or None if it is not quantized; without
+    weights: of the base. names: the tensors of the base's files that belong to the merged model.
+    parameters: names of the model's parameters. dtype: of the merged parameters; None for that of
+    each in the base's files. copies: a parameter that the base does not have -> the one it is made
+    from: a head that shared the embeddings. dequantize: weight -> its values after the run's
+    quantizer, flat on the CPU, or None if it is not quantized; without
         it, all are as in the base's files.
     """
 
@@ -86,15 +88,20 @@ class MergedModel:
         files = self.weights.files
         for name in self._order():
             stored = files.dtype(self._source(name))
-            own = stored if stored.is_floating_point else torch.bfloat16  # of weights that are quantized already
+            # of weights that are quantized already
+            own = stored if stored.is_floating_point else torch.bfloat16
             for part, _, _ in self._parts(name):
-                shape = self.shape(name) if part in (name, self._source(name)) else files.shape(part)
+                shape = (
+                    self.shape(name) if part in (name, self._source(name)) else files.shape(part)
+                )
                 forms[part] = TensorForm(self.dtype or own, tuple(shape))
         rest = {name: files.form(name) for name in self.names if name not in forms}
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of all tensors."""
+        """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of
+        all tensors.
+        """
         forms = self.forms()
         done = set()
         for name in self._order():
@@ -111,7 +118,9 @@ class MergedModel:
     def _order(self) -> list[str]:
         """The parameters that are computed, in the order of the base's files."""
         files = self.weights.files
-        computed = [name for name in self.parameters if name in self.weights.sources or name in self.copies]
+        computed = [
+            name for name in self.parameters if name in self.weights.sources or name in self.copies
+        ]
         return sorted(computed, key=lambda name: str(files.files[self._source(name)]))
 
     def _source(self, name: str) -> str:
@@ -124,27 +133,49 @@ class MergedModel:
 
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
-        whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
-        is_split = name in self.copies or name in self.copies.values()  # the files may have the head's name alone
-        is_new = is_split or self.weights.packed or name in {*self.changes.replaced, *self.changes.new_rows}
+        whole = TensorSlice(
+            name if name in self.copies else self._source(name), 0, self.shape(name).numel()
+        )
+        # the files may have the head's name alone
+        is_split = name in self.copies or name in self.copies.values()
+        is_new = (
+            is_split
+            or self.weights.packed
+            or name in {*self.changes.replaced, *self.changes.new_rows}
+        )
         return [whole] if is_new else self.weights.files.parts(self._source(name))
 
     def warn(self, folder: Path) -> None:
-        """Say if hardly anything is left of the adapter in the weights, which are complete in this folder."""
+        """Say if hardly anything is left of the adapter in the weights, which are complete in this
+        folder.
+        """
         own = {form.dtype for form in self.forms().values() if form.dtype.is_floating_point}
         lowest = min(own, key=lambda dtype: dtype.itemsize, default=torch.float32)
-        self.effect.warn(str(lowest).removeprefix("torch."), advice="Give --dtype fp32, or load the adapter beside it")
+        self.effect.warn(
+            str(lowest).removeprefix("torch."),
+            advice="Give --dtype fp32, or load the adapter beside it",
+        )
 
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor | None]]:
-        """(tensor of the files, start, values, those of the base if something is added) of one parameter's pieces."""
+        """(tensor of the files, start, values, those of the base if something is added) of one
+        parameter's pieces.
+        """
         change = self.changes.update(name)
         replaced = self.changes.replaced.get(name)
-        whole = self.dequantize(self.copies.get(name, name)) if self.dequantize and not replaced else None
+        whole = (
+            self.dequantize(self.copies.get(name, name))
+            if self.dequantize and not replaced
+            else None
+        )
 
         def read(start: int, stop: int) -> torch.Tensor:
             if replaced:
                 return self.changes.adapter.files.read_flat(replaced.name, start, stop)
-            return self.weights.files.read_flat(self._source(name), start, stop) if whole is None else whole[start:stop]
+            return (
+                self.weights.files.read_flat(self._source(name), start, stop)
+                if whole is None
+                else whole[start:stop]
+            )
 
         columns = self.parameters[name][-1] if self.parameters[name] else 1
         before = 0
@@ -170,7 +201,9 @@ def spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
-    """The head -> the embeddings, where the adapter changes one of these two that share a tensor in the base."""
+    """The head -> the embeddings, where the adapter changes one of these two that share a tensor in
+    the base.
+    """
     if not has_tied_embeddings(model):
         return {}
     ends = {id(model.get_input_embeddings()): "", id(model.get_output_embeddings()): ""}
@@ -179,14 +212,27 @@ def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
             ends[id(module)] = f"{path}.weight"
     embeddings, head = ends.values()
     own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced.get(name))]
-    return {head: embeddings} if any(own) or changes.layers.keys() - changes.new_rows & {embeddings, head} else {}
+    return (
+        {head: embeddings}
+        if any(own) or changes.layers.keys() - changes.new_rows & {embeddings, head}
+        else {}
+    )
 
 
-# Files of the tokenizer, which are in the adapter's folder as the run used them; and with its end tokens.
+# Files of the tokenizer, which are in the adapter's folder as the run used them; and with its end
+# tokens.
 _TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +247,9 @@ class Merge:
     layers: Mapping[str, Any]
     stored: PackedFormat | None
 
-    def on(self, base: str, ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None) -> MergedModel:
+    def on(
+        self, base: str, ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None
+    ) -> MergedModel:
         """The merged model.
 
         Args:
@@ -227,7 +275,9 @@ class Merge:
 
 
 def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
-    """Read an adapter's configuration and match it with its base, stored as the run's options say."""
+    """Read an adapter's configuration and match it with its base,
+    stored as the run's options say.
+    """
     adapter = open_adapter(adapter_path)
     name = run.model_name
     with_code = run.trust_remote_code
@@ -239,13 +289,22 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     ids = peft_folder.token_ids(adapter_path, adapter.config.to_dict())
     if ids:
         NewTokens(ids).grow(config)
-    changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
+    changes = Changes(
+        build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter
+    )
     model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
     # Weights that the run has kept are decoded to the same values.
-    is_kept = stored is not None and stored.is_kept(TRAIN_TYPES[run.train_type].quantizer, run.quant_type)
-    quantized = _quantized_model(config, run, packed) if run.kind.quantizer and not is_kept else None
+    is_kept = stored is not None and stored.is_kept(
+        TRAIN_TYPES[run.train_type].quantizer, run.quant_type
+    )
+    quantized = (
+        _quantized_model(config, run, packed) if run.kind.quantizer and not is_kept else None
+    )
     if packed and quantized is None:
-        raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
+        raise UserError(
+            f"model_name {name} is quantized to 4 bits: give --train_type qlora, or "
+            "the original model."
+        )
     files = WeightFiles(folder, stored)
     names = list(files.files)
     built = quantized if packed and quantized is not None else model
@@ -256,8 +315,11 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     if changes.changes_any(weights.copies.values()):
         names = [name for name in names if name not in weights.copies]
     kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}
-    parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    # statistics of packed weights
+    parts = {source for name, source in weights.sources.items() if name not in kept}
+    shapes = {
+        name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     merged = MergedModel(
         weights,
         changes,
@@ -270,10 +332,14 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     return Merge(run, folder, adapter, merged, config, layers, found)
 
 
-def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None) -> PreTrainedModel:
+def _quantized_model(
+    config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None
+) -> PreTrainedModel:
     quantizer = run.kind.quantizer
     frozen = TrainType(adapter=None, quantizer=quantizer, trains="adapter")
-    layers = LayerOptions(lora=LoraOptions(), quantizer=quantizer_options(run, quantizer), prequantized=packed)
+    layers = LayerOptions(
+        lora=LoraOptions(), quantizer=quantizer_options(run, quantizer), prequantized=packed
+    )
     precision = PRECISIONS[choose_precision(run.precision, choose_device(run.device, 0))]
     return build_model(
         config,
@@ -298,13 +364,14 @@ def check_base(merge: Merge, base: str) -> None:
     """Refuse a base that is not available. Raises UserError."""
     if base == "original" and merge.original.weights.packed:
         raise UserError(
-            f"model_name {merge.run.model_name} has 4-bit weights only. Give --base dequantized, or the model "
-            "with 16-bit weights in --model_name."
+            f"model_name {merge.run.model_name} has 4-bit weights only. Give --base dequantized, "
+            "or the model with 16-bit weights in --model_name."
         )
     if base == "dequantized" and not merge.layers:
         raise UserError(
-            f"--base dequantized: {merge.adapter.path} was not trained on a quantized base, or nothing says how it was "
-            "quantized. Give --base original, or the run's --train_type (and --quant_type and the like)."
+            f"--base dequantized: {merge.adapter.path} was not trained on a quantized base, or "
+            "nothing says how it was quantized. Give --base original, or the run's --train_type "
+            "(and --quant_type and the like)."
         )
 
 
@@ -313,7 +380,9 @@ def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
     texts = _documents(merge, merged)
     with new_model_folder(out, merge.folder, _config_of(merge, merged)) as partial:
         for name in _TOKENIZER:
-            if (merge.adapter.path / "tokenizer_config.json").is_file() and (merge.adapter.path / name).is_file():
+            if (merge.adapter.path / "tokenizer_config.json").is_file() and (
+                merge.adapter.path / name
+            ).is_file():
                 shutil.copyfile(merge.adapter.path / name, partial / name)
         _write_weights(merged, partial)
         merged.warn(partial)
@@ -325,12 +394,26 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
     """The card and training.json, name -> text."""
     config = merge.adapter.config
     path = merge.adapter.path
-    targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
+    targets = (
+        sorted(config.target_modules)
+        if isinstance(config.target_modules, set)
+        else config.target_modules
+    )
     settings = {"train_type": "dora" if config.use_dora else "lora", "lora_rank": config.r}
-    settings |= {"lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora, "lora_target_modules": targets}
+    settings |= {
+        "lora_alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora,
+        "lora_target_modules": targets,
+    }
     into = "dequantized" if merged.dequantize else "original"
-    about = {"adapter": path.resolve().name, "kind": "dora" if config.use_dora else "lora", "into": into}
-    return merged_documents(read_json(path / RECORD), Base.of(merge.run.model_name), settings, about)
+    about = {
+        "adapter": path.resolve().name,
+        "kind": "dora" if config.use_dora else "lora",
+        "into": into,
+    }
+    return merged_documents(
+        read_json(path / RECORD), Base.of(merge.run.model_name), settings, about
+    )
 
 
 def _write_weights(merged: MergedModel, folder: Path) -> None:
@@ -342,7 +425,8 @@ def _write_weights(merged: MergedModel, folder: Path) -> None:
         for name, start, values in merged.pieces():
             if values.is_floating_point() and not values.isfinite().all():
                 raise UserError(
-                    f"The merged {name} has values that are not finite in {str(forms[name].dtype)[6:]}. Give "
+                    f"The merged {name} has values that are not finite in "
+                    f"{str(forms[name].dtype)[6:]}. Give "
                     "--dtype bf16 or fp32, or check the adapter."
                 )
             files.write(name, start * values.element_size(), values)

@@ -1,4 +1,6 @@
-"""Makes a model folder from another one, also in 4 bits, with one piece of a tensor in memory at a time."""
+"""Makes a model folder from another one, also in 4 bits, with one piece of a tensor in memory at a
+time.
+"""
 
 import contextlib
 import ctypes
@@ -27,7 +29,12 @@ from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, MODELOPT_FILE
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.model.quantizers.written import compressed_config, compressed_forms
 from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
-from fsdp_qlora.sharding.loading.load_weights import check_finite, describe_left_out, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.load_weights import (
+    check_finite,
+    describe_left_out,
+    match_tensors,
+    quantized_layers,
+)
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
@@ -42,7 +49,8 @@ _PIECE_BYTES = 64 * 2**20  # whole blocks of any quantizer in any dtype
 
 
 def return_freed_memory() -> None:
-    """Make the C library return freed memory to the system: by default it keeps blocks of up to 32 MiB.
+    """Make the C library return freed memory to the system: by default it keeps blocks of up to 32
+    MiB.
 
     Measured with a model of 1.4 GB: 0.6 GB instead of up to 1.2 GB at the peak of a merge.
     """
@@ -76,48 +84,67 @@ def check_is_new(out: Path) -> None:
 
 @contextlib.contextmanager
 def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with the small files of `source`, and its code if it has any. It becomes `out` at the end of the block.
+    """A folder with the small files of `source`, and its code if it has any. It becomes `out` at
+    the end of the block.
 
-    config.json with the content `config` is written last; after a failure nothing remains of `out`. It tells the
-    format of the weights, so that modelopt's own file is left out.
+    config.json with the content `config` is written last; after a failure nothing remains of `out`.
+    It tells the format of the weights, so that modelopt's own file is left out.
     """
     with refusal_named("out", out), staged_folder(out) as partial:
         patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
         for path in {path for pattern in patterns for path in source.glob(pattern)}:
-            is_written = path.name in ("config.json", MODELOPT_FILE) or path.name.endswith(".index.json")
+            is_written = path.name in ("config.json", MODELOPT_FILE) or path.name.endswith(
+                ".index.json"
+            )
             if path.is_file() and not is_written:
                 shutil.copyfile(path, partial / path.name)
         yield partial
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    log.info("Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir())))
+    log.info(
+        "Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir()))
+    )
 
 
 def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> PackedFiles:
-    """Create safetensors files of zeros in a model folder. Raises UserError if they do not fit on the disk."""
+    """Create safetensors files of zeros in a model folder. Raises UserError if they do not fit on
+    the disk.
+    """
     files = PackedFiles(folder, forms)
     free = free_disk(folder)
     if free < files.num_bytes:
-        raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
+        raise UserError(
+            f"{folder.parent} has {format_bytes(free)} free, "
+            f"{format_bytes(files.num_bytes)} are needed."
+        )
     files.create()
     return files
 
 
 def read_pieces(
-    weight_files: WeightFiles, sources: Mapping[str, str], title: str, unit: Callable[[str], int] = lambda name: 1
+    weight_files: WeightFiles,
+    sources: Mapping[str, str],
+    title: str,
+    unit: Callable[[str], int] = lambda name: 1,
 ) -> Iterator[tuple[str, TensorSlice, torch.Tensor]]:
     """Yield tensors in pieces of bounded size, read ahead, with a progress bar on a terminal.
 
-    sources: name of a new tensor -> name of its source in `weight_files`. unit: elements of a new tensor that come
-    together.
+    sources: name of a new tensor -> name of its source in `weight_files`. unit: elements of a new
+    tensor that come together.
     """
     jobs = []
     for name, source in sources.items():
         count = weight_files.shape(source).numel()
         size = _PIECE_BYTES // weight_files.dtype(source).itemsize
         size = max(1, size // unit(name)) * unit(name)
-        jobs += [(name, TensorSlice(source, at, min(at + size, count))) for at in range(0, count, size)]
-    total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=not sys.stderr.isatty()) as bar:
+        jobs += [
+            (name, TensorSlice(source, at, min(at + size, count))) for at in range(0, count, size)
+        ]
+    total = sum(
+        (part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs
+    )
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc=title, disable=not sys.stderr.isatty()
+    ) as bar:
         contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
         for (name, part), content in zip(jobs, contents, strict=True):
             yield name, part, content
@@ -125,7 +152,12 @@ def read_pieces(
 
 
 def quantize_model(
-    model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
+    model_name: str,
+    out: Path,
+    *,
+    quant_type: str,
+    double_quant: bool,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write a model folder with the weights quantized that a qlora run would quantize."""
     check_is_new(out)
@@ -133,7 +165,10 @@ def quantize_model(
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
     stored = take_packed(config, model_name, folder)
     if stored and stored.quantizer == BITSANDBYTES:
-        raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
+        raise UserError(
+            f"model_name {model_name} is quantized to 4 bits already; training can "
+            "load it as it is."
+        )
     if stored:
         log.info(stored.describe_decoding(quantizes=True))
     settle_head(config, folder, stored, trust_remote_code=trust_remote_code)
@@ -142,23 +177,36 @@ def quantize_model(
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     quantizer = QUANT_TYPES[quant_type]
-    options = {} if quantizer != BITSANDBYTES else {"quant_type": quant_type, "double_quant": double_quant}
+    options = (
+        {}
+        if quantizer != BITSANDBYTES
+        else {"quant_type": quant_type, "double_quant": double_quant}
+    )
     weights = match_tensors(model, weight_files)
-    becomes = "The result lacks them." if quantizer == BITSANDBYTES else "The result has them as they are."
+    becomes = (
+        ("The result lacks them.")
+        if quantizer == BITSANDBYTES
+        else ("The result has them as they are.")
+    )
     line = describe_left_out(weights, model, in_result=becomes)
     if line:
         log.warning("%s", line)
-    has_experts = quantize_layers(model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options)
+    has_experts = quantize_layers(
+        model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options
+    )
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     content = with_own_head(read_json(folder / "config.json"), config)
     if quantizer != BITSANDBYTES:
         content["quantization_config"] = compressed_config(quant_type, plain)
         with new_model_folder(out, folder, content) as partial:
-            _write_published(partial, weights, names, [*quantized_layers(model)], quant_type, content)
+            _write_published(
+                partial, weights, names, [*quantized_layers(model)], quant_type, content
+            )
         return
     if has_experts:
         log.info(
-            "The experts are in 4 bits too, for which bitsandbytes has no format: training can load the saved model, "
+            "The experts are in 4 bits too, for which bitsandbytes has no format: training can "
+            "load the saved model, "
             "transformers cannot."
         )
     quantization = BitsAndBytesConfig(
@@ -168,21 +216,31 @@ def quantize_model(
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_skip_modules=plain,
     )
-    content["quantization_config"] = quantization.to_dict() | ({EXPERTS_KEY: True} if has_experts else {})
+    content["quantization_config"] = quantization.to_dict() | (
+        {EXPERTS_KEY: True} if has_experts else {}
+    )
     with new_model_folder(out, folder, content) as partial:
         _write_weights(partial, model, weights)
 
 
 def _write_published(
-    folder: Path, weights: Weights, names: Sequence[str], quantized: Sequence[str], quant_type: str, content: Any
+    folder: Path,
+    weights: Weights,
+    names: Sequence[str],
+    quantized: Sequence[str],
+    quant_type: str,
+    content: Any,
 ) -> None:
     """Write weights in a format of compressed-tensors.
 
-    names: of the tensors in the model's files. quantized: of the model's weights. content: of config.json.
+    names: of the tensors in the model's files. quantized: of the model's weights. content: of
+    config.json.
     """
     files = weights.files
     forms = {name: weights.files.form(name) for name in names}
-    chosen = {part.name: part.name for name in quantized for part in files.parts(weights.sources[name])}
+    chosen = {
+        part.name: part.name for name in quantized for part in files.parts(weights.sources[name])
+    }
     for name in chosen:
         forms |= compressed_forms(quant_type, name, forms.pop(name).shape)
     target = new_weights(folder, forms)
@@ -202,10 +260,18 @@ def _write_published(
 
 def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitWeight)}
+    layers = {
+        name: layer
+        for name, layer in quantized_layers(model).items()
+        if isinstance(layer, Bnb4bitWeight)
+    }
     forms: dict[str, TensorForm] = {}
     for name, source in weights.sources.items():
-        forms |= packed_forms(name, layers[name]) if name in layers else {name: weights.files.form(source)}
+        forms |= (
+            packed_forms(name, layers[name])
+            if name in layers
+            else {name: weights.files.form(source)}
+        )
     absmax: list[torch.Tensor] = []  # of the pieces of the weight so far
     files = new_weights(folder, forms)
     for name, part, content in read_pieces(weights.files, weights.sources, "Quantizing"):
@@ -224,7 +290,9 @@ def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> No
 def _write_statistics(
     files: PackedFiles, weight: str, layer: Bnb4bitWeight, absmax: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Write the parts of a quantized weight other than its codes. dtype: of the unquantized weight."""
+    """Write the parts of a quantized weight other than its codes. dtype:
+    of the unquantized weight.
+    """
     contents = {"absmax": absmax}
     if layer.double_quant:
         contents["absmax"], contents["nested_absmax"] = layer.quantize_absmax(absmax)

@@ -1,4 +1,6 @@
-"""Merges an adapter into a base that is published in MXFP4, NVFP4 or FP8, as a model in the same format."""
+"""Merges an adapter into a base that is published in MXFP4, NVFP4 or FP8, as a model in the same
+format.
+"""
 
 import dataclasses
 import logging
@@ -19,7 +21,8 @@ log = logging.getLogger("fsdp_qlora")
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedModel(MergedModel):
-    """A merged model in the format of the base's files, to which what the adapter changes is rounded again.
+    """A merged model in the format of the base's files, to which what the adapter changes is
+    rounded again.
 
     raw: the base's files, not decoded. stored: their format.
     """
@@ -41,7 +44,9 @@ class RoundedModel(MergedModel):
             for part, start, merged, _ in self._changed(name):
                 for tensor, first, values in self.weights.files.encode(part, start, merged):
                     done.add(tensor)
-                    values = values.to(forms[tensor].dtype) if values.is_floating_point() else values
+                    values = (
+                        values.to(forms[tensor].dtype) if values.is_floating_point() else values
+                    )
                     yield tensor, first * values.itemsize, values.flatten().view(torch.uint8)
         for name in forms.keys() - done:
             for start, stop in spans(self.raw.shape(name).numel(), 1):
@@ -49,27 +54,42 @@ class RoundedModel(MergedModel):
                 yield name, start * values.itemsize, values.view(torch.uint8)
 
     def warn(self, folder: Path) -> None:
-        """Say how much the rounded weights of this folder, which is complete, have of the adapter's update."""
+        """Say how much the rounded weights of this folder, which is complete, have of the adapter's
+        update.
+        """
         written_files = WeightFiles(folder, self.stored)
         for name in self.changes.layers.keys() - self.changes.replaced.keys() - self.copies.keys():
             for part, start, merged, base in self._changed(name):
                 if base is not None and self._unit(part) > 1:
-                    self.effect.add(base, merged, written_files.read_flat(part, start, start + len(merged)))
-        line = "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f times its length."
+                    self.effect.add(
+                        base, merged, written_files.read_flat(part, start, start + len(merged))
+                    )
+        line = (
+            "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f "
+            "times its length."
+        )
         log.info(line, self.stored.name, 100 * self.effect.share, self.effect.rest)
-        self.effect.warn(self.stored.name, advice="Leave out --format same, or load the adapter beside the base")
+        self.effect.warn(
+            self.stored.name, advice="Leave out --format same, or load the adapter beside the base"
+        )
 
     def _unit(self, part: str) -> int:
         return self.weights.files.unit(part)
 
 
 def rounded(merge: Merge) -> RoundedModel:
-    """The merged model in the format of the base's files. Raises UserError if they have none that is written."""
+    """The merged model in the format of the base's files. Raises UserError if they have none that
+    is written.
+    """
     if merge.stored is None or merge.stored.quantizer in (INTEGERS, BITSANDBYTES):
         stored = merge.stored.name if merge.stored else "16 or 32 bits"
         raise UserError(
-            f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in MXFP4, NVFP4 or FP8. "
+            f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in "
+            "MXFP4, NVFP4 or FP8. "
             "Merge without this option."
         )
-    fields = {field.name: getattr(merge.original, field.name) for field in dataclasses.fields(merge.original)}
+    fields = {
+        field.name: getattr(merge.original, field.name)
+        for field in dataclasses.fields(merge.original)
+    }
     return RoundedModel(**fields, raw=WeightFiles(merge.folder), stored=merge.stored)

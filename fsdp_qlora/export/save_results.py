@@ -1,7 +1,8 @@
 """Saves a run's result: a PEFT adapter, or a whole model for transformers.
 
-The values come from a model in training, gathered from all ranks, or from a checkpoint (first_values.Values). An upload
-to the Hugging Face hub that fails does not change the result on disk.
+The values come from a model in training, gathered from all ranks, or from a checkpoint
+(first_values.Values). An upload to the Hugging Face hub that fails does not change the result on
+disk.
 """
 
 import contextlib
@@ -39,7 +40,11 @@ from fsdp_qlora.export.card import Base, documents, training_record
 from fsdp_qlora.model.adapters.first_values import LiveValues, Values, saved_parameters
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import PREFIX
-from fsdp_qlora.model.architecture.models import canonical_name, generation_config_with, persistent_buffers
+from fsdp_qlora.model.architecture.models import (
+    canonical_name,
+    generation_config_with,
+    persistent_buffers,
+)
 from fsdp_qlora.model.quantizers.routed import expert_parameters
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.heads import with_own_head
@@ -56,12 +61,16 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def write_sidecar(
-    tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, str], base_folder: Path | None, folder: Path
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Mapping[str, str],
+    base_folder: Path | None,
+    folder: Path,
 ) -> None:
     """Write the files that are saved with the weights.
 
     Args:
-        texts: file name -> its text. base_folder: of the base, whose configuration goes with a whole model.
+        texts: file name -> its text. base_folder: of the base, whose configuration goes with a
+        whole model.
     """
     try:
         tokenizer.save_pretrained(str(folder))
@@ -77,7 +86,8 @@ def write_sidecar(
 
 
 class _Writer:
-    """Writes on rank 0 while every rank takes part in gathering: a failure waits until all has been gathered.
+    """Writes on rank 0 while every rank takes part in gathering: a failure waits until all has been
+    gathered.
 
     writes: whether this rank is to write more.
     """
@@ -113,11 +123,12 @@ def save_adapter(
     sidecar: Callable[[Path], object] = lambda folder: None,
     for_server: bool = False,
 ) -> None:
-    """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it.
+    """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and
+    writes it.
 
     Args:
-        sidecar: writes the files beside it into the folder. for_server: as vLLM reads the adapters of experts
-            (`_as_served`).
+        sidecar: writes the files beside it into the folder. for_server: as vLLM reads the adapters
+            of experts (`_as_served`).
     """
     state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
     if for_server and values.keeps:
@@ -136,32 +147,43 @@ def save_adapter(
 def _as_served(
     model: PreTrainedModel, config: LoraConfig, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], LoraConfig]:
-    """Name the adapters of experts as the base's weight files do, and as vLLM of August 2026 reads them.
+    """Name the adapters of experts as the base's weight files do, and as vLLM of August 2026 reads
+    them.
 
     Of a base whose files hold each expert's matrices it ignores PEFT's 3-D adapters (vllm#41754).
     """
     state = dict(state)
     config = copy.copy(config)
     wrapped = [
-        (canonical_name(path), module) for path, module in model.named_modules() if isinstance(module, LoraExperts)
+        (canonical_name(path), module)
+        for path, module in model.named_modules()
+        if isinstance(module, LoraExperts)
     ]
     for prefix, module in wrapped:
         for index, (name, lora) in enumerate(reversed([*module.lora.items()])):
             assert isinstance(lora, ExpertsLora)
-            keys = [f"{PREFIX}{prefix}{'.base_layer' * index}.lora_{factor}.weight" for factor in "AB"]
+            keys = [
+                f"{PREFIX}{prefix}{'.base_layer' * index}.lora_{factor}.weight" for factor in "AB"
+            ]
             (lora_A, lora_B) = (state[key] for key in keys)
             experts = lora.num_experts
             all_B = lora_B.view(len(lora_B), -1, experts).permute(2, 0, 1).contiguous()
             parts_B = _as_stored(model, f"{prefix}.{name}", all_B)
-            if len(parts_B) == 1:  # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
+            # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
+            if len(parts_B) == 1:
                 continue
-            # Of matrices in one parameter, such as gate and up, each has its own rows of B, and all of A.
+            # Of matrices in one parameter, such as gate and up, each has its own rows of B, and all
+            # of A.
             all_A = lora_A.view(experts, -1, lora_A.shape[1]).repeat(1, len(parts_B) // experts, 1)
             parts_A = _as_stored(model, f"{prefix}.{name}", all_A)
             for factor, key, parts in zip("AB", keys, (parts_A, parts_B), strict=True):
                 del state[key]
                 paths = [part.removesuffix(".weight") for part in parts]
-                state |= zip((f"{PREFIX}{path}.lora_{factor}.weight" for path in paths), parts.values(), strict=True)
+                state |= zip(
+                    (f"{PREFIX}{path}.lora_{factor}.weight" for path in paths),
+                    parts.values(),
+                    strict=True,
+                )
             leaves = {path.rpartition(".")[2] for path in paths}
             config.target_modules = {*(config.target_modules or ()), *leaves}
             config.target_parameters = None
@@ -169,7 +191,9 @@ def _as_served(
 
 
 def _write_config(config: LoraConfig, folder: Path) -> None:
-    """adapter_config.json as PEFT writes it, but with its sets in order: the same file for the same adapter."""
+    """adapter_config.json as PEFT writes it, but with its sets in order: the same file for the same
+    adapter.
+    """
     config.save_pretrained(str(folder))
     path = folder / "adapter_config.json"
     content = read_json(path)
@@ -194,21 +218,32 @@ def save_model(
     Every rank calls it; rank 0 writes, one tensor at a time.
 
     Args:
-        base: the model that was trained, from which what was not trained is taken as it is, and its configuration;
-            None saves all of the model, and `config`. dtype: of the model's floats. sidecar: as for `save_adapter`.
+        base: the model that was trained, from which what was not trained is taken as it is, and its
+            configuration; None saves all of the model, and `config`. dtype: of the model's floats.
+            sidecar: as for `save_adapter`.
     Raises:
         TrainingError: it could not be written, on rank 0.
     """
     tensors = (*model.named_parameters(), *persistent_buffers(model))  # tied ones once
-    gathered = [(canonical_name(name), tensor) for name, tensor in tensors if tensor.requires_grad or base is None]
-    empty = {name: torch.empty(each.shape, dtype=_dtype_of(each, dtype), device="meta") for name, each in gathered}
+    gathered = [
+        (canonical_name(name), tensor)
+        for name, tensor in tensors
+        if tensor.requires_grad or base is None
+    ]
+    empty = {
+        name: torch.empty(each.shape, dtype=_dtype_of(each, dtype), device="meta")
+        for name, each in gathered
+    }
     stored = {name: _as_stored(model, name, tensor) for name, tensor in empty.items()}
     counts = Counter(part for parts in stored.values() for part in parts)
-    # A tensor of the files that fuses several parameters would need them all at once; transformers reads these too.
+    # A tensor of the files that fuses several parameters would need them all at once; transformers
+    # reads these too.
     fused = {name for name, parts in stored.items() if any(counts[part] > 1 for part in parts)}
     stored |= {name: {name: empty[name]} for name in fused}
     forms = {
-        part: TensorForm(value.dtype, tuple(value.shape)) for parts in stored.values() for part, value in parts.items()
+        part: TensorForm(value.dtype, tuple(value.shape))
+        for parts in stored.values()
+        for part, value in parts.items()
     }
     assert base is None or forms.keys() <= base.files.keys()
     kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
@@ -221,7 +256,9 @@ def save_model(
             result.write(partial(files.write, name, 0, original))
     for name, tensor in gathered:
         whole = _gather_all([(name, values.whole(tensor))], dtype, keep=result.writes)
-        for part, value in (whole if name in fused or not whole else _as_stored(model, name, whole[name])).items():
+        for part, value in (
+            whole if name in fused or not whole else _as_stored(model, name, whole[name])
+        ).items():
             result.write(partial(files.write, part, 0, value))
     result.write(files.sync)
     result.check()
@@ -229,11 +266,14 @@ def save_model(
     def write(folder: Path) -> None:
         sidecar(folder)
         if base is None:
-            saved = type(config).from_dict(config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")})
+            saved = type(config).from_dict(
+                config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+            )
             saved.architectures = [type(model).__name__.removeprefix("FSDP")]
             saved.save_pretrained(folder)
         record_result(folder, result.staging.iterdir())
-        for path in result.staging.iterdir():  # last: what is moved is lost where there is no room for another file
+        # last: what is moved is lost where there is no room for another file
+        for path in result.staging.iterdir():
             path.replace(folder / path.name)
         result.staging.rmdir()
 
@@ -246,16 +286,23 @@ def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor under its published name; merged parameters of experts are split, as transformers does on saving."""
+    """A tensor under its published name; merged parameters of experts are split, as transformers
+    does on saving.
+    """
     if not expert_parameters(model):
         return {name: tensor}
-    return {part: value.contiguous() for part, value in revert_weight_conversion(model, {name: tensor}).items()}
+    return {
+        part: value.contiguous()
+        for part, value in revert_weight_conversion(model, {name: tensor}).items()
+    }
 
 
 def _gather_all(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """Take whole tensors one at a time, floats in `dtype` on the CPU; without `keep` each is freed at once."""
+    """Take whole tensors one at a time, floats in `dtype` on the CPU; without `keep` each is freed
+    at once.
+    """
     state = {}
     for name, whole in named:
         if keep:
@@ -265,9 +312,11 @@ def _gather_all(
 
 @dataclass(frozen=True)
 class ResultForm:
-    """The form of a run's results, whatever the step: an adapter if there is its configuration, else a whole model.
+    """The form of a run's results, whatever the step: an adapter if there is its configuration,
+    else a whole model.
 
-    open_base: opens the base's weights, for what does not train. for_server: write an adapter as vLLM reads it.
+    open_base: opens the base's weights, for what does not train. for_server: write an adapter as
+    vLLM reads it.
     """
 
     plan: ModelPlan
@@ -277,8 +326,16 @@ class ResultForm:
     open_base: Callable[[], Weights]
     for_server: bool = False
 
-    def save(self, values: Values, output_dir: Path, *, about: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
+    def save(
+        self,
+        values: Values,
+        output_dir: Path,
+        *,
+        about: Mapping[str, Any],
+        progress: Mapping[str, Any],
+    ) -> None:
+        """Save the adapter, or the whole model if its blocks or all weights were trained. Called on
+        every rank.
 
         Args:
             about, progress: as in a checkpoint of the step.
@@ -294,22 +351,34 @@ class ResultForm:
             plan.tokenizer.chat_template = template  # that was trained with
         ends = (record["prompt"] or {}).get("ends")
         if ends:
-            texts["generation_config.json"] = generation_config_with(plan.folder, plan.tokenizer, ends)
+            texts["generation_config.json"] = generation_config_with(
+                plan.folder, plan.tokenizer, ends
+            )
         if self.kind.trains_new_blocks:
             said = read_json(plan.folder / "config.json")
             content = with_own_head(said, plan.config)
             if content != said:
                 texts["config.json"] = json.dumps(content, indent=2) + "\n"
-        sidecar = partial(write_sidecar, plan.tokenizer, texts, None if self.adapter is not None else plan.folder)
+        sidecar = partial(
+            write_sidecar, plan.tokenizer, texts, None if self.adapter is not None else plan.folder
+        )
         if self.adapter is not None:
-            save_adapter(model, self.adapter, output_dir, values=values, sidecar=sidecar, for_server=self.for_server)
+            save_adapter(
+                model,
+                self.adapter,
+                output_dir,
+                values=values,
+                sidecar=sidecar,
+                for_server=self.for_server,
+            )
             return
         base = WeightFiles(plan.folder) if self.kind.trains_new_blocks else None
         dtype = plan.precision.compute_dtype
         save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
 
     def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
-        """Save the result of a checkpoint. For one process; a model in training must not be needed meanwhile.
+        """Save the result of a checkpoint. For one process; a model in training must not be needed
+        meanwhile.
 
         Args:
             state: its state.json.
@@ -323,30 +392,46 @@ class ResultForm:
         def read_frozen(name: str) -> torch.Tensor:
             return self.open_base().read_whole(name)
 
-        with contextlib.closing(StoredValues(model, folder, state["tensors"], read_frozen)) as values:
+        with contextlib.closing(
+            StoredValues(model, folder, state["tensors"], read_frozen)
+        ) as values:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
 
     def leave_adapters(self, output_dir: Path, *, newest: bool) -> None:
-        """Save the newest checkpoint's adapter in the run's folder, and the best one's, if any, in best/. For rank 0.
+        """Save the newest checkpoint's adapter in the run's folder, and the best one's, if any, in
+        best/. For rank 0.
 
         A failure is only logged, because the checkpoints contain everything.
         """
         folders = checkpoint.published(output_dir / CHECKPOINTS)
-        wanted = {output_dir: max(folders, default=None) if newest else None, output_dir / BEST: best_step(folders)}
+        wanted = {
+            output_dir: max(folders, default=None) if newest else None,
+            output_dir / BEST: best_step(folders),
+        }
         for target, step in wanted.items():
             if step is None:
                 continue
             is_best = target != output_dir
             try:
                 # The newest one has just been written; the best may have been there for days.
-                state = checkpoint.verify(folders[step]) if is_best else read_json(folders[step] / checkpoint.STATE)
+                state = (
+                    checkpoint.verify(folders[step])
+                    if is_best
+                    else read_json(folders[step] / checkpoint.STATE)
+                )
                 self.save_checkpoint(folders[step], state, target)
             except (OSError, KeyError, ValueError, TrainingError) as error:
                 log.warning("The result of step %d was not saved in %s: %s", step, target, error)
             else:
                 loss = state["progress"]["eval_loss"] if is_best else None
                 what = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
-                log.info("%s of step %d%s: %s", "Adapter" if self.adapter else "Model", step, what, target)
+                log.info(
+                    "%s of step %d%s: %s",
+                    "Adapter" if self.adapter else "Model",
+                    step,
+                    what,
+                    target,
+                )
 
     def log_how_to_load(self, output_dir: Path) -> None:
         """Say where it is written how to load an adapter whose base is a local folder."""
@@ -355,9 +440,15 @@ class ResultForm:
 
 
 def save_result(
-    form: ResultForm, ranks: Ranks, output_dir: Path, *, about: Mapping[str, Any], progress: Progress
+    form: ResultForm,
+    ranks: Ranks,
+    output_dir: Path,
+    *,
+    about: Mapping[str, Any],
+    progress: Progress,
 ) -> None:
-    """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
+    """Save the adapter, or the whole model if its blocks or all weights were trained. Called on
+    every rank.
 
     Raises:
         TrainingError: it could not be written; the same on every rank.
@@ -371,13 +462,17 @@ def save_result(
 
 
 def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
-    """Save the adapters of the newest and the best checkpoint when the run ends early. Called on every rank.
+    """Save the adapters of the newest and the best checkpoint when the run ends early. Called on
+    every rank.
 
     The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
     """
     with raise_on_all_ranks(TrainingError, ranks.device):
         if ranks.is_rank_0 and form.adapter is None:
-            log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
+            log.info(
+                "The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR",
+                output_dir,
+            )
         elif ranks.is_rank_0:
             form.leave_adapters(output_dir, newest=True)
             form.log_how_to_load(output_dir)
@@ -387,7 +482,8 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
 
 
 def check_uploads(config: TrainConfig) -> None:
-    """Refuse repositories of --push_to_hub and --mirror that cannot be written to, or are public; for rank 0.
+    """Refuse repositories of --push_to_hub and --mirror that cannot be written to, or are public;
+    for rank 0.
 
     Raises:
         RankError: as `check_repository`.
@@ -399,7 +495,8 @@ def check_uploads(config: TrainConfig) -> None:
 
 
 def check_repository(option: str, target: str) -> None:
-    """Refuse a repository on the hub that this login cannot write to, or that everybody can read without :public.
+    """Refuse a repository on the hub that this login cannot write to, or that everybody can read
+    without :public.
 
     A hub that does not answer now may do so at the end, so that is only a warning.
 
@@ -410,7 +507,8 @@ def check_repository(option: str, target: str) -> None:
     may_be_public = target.endswith(PUBLIC)
     if get_token() is None:
         raise RankError(
-            f"{option} {repo}: there is no login on this machine. Log in with `hf auth login`, or set HF_TOKEN."
+            f"{option} {repo}: there is no login on this machine. Log in with `hf auth login`, or "
+            "set HF_TOKEN."
         )
     api = HfApi()
     is_public = False
@@ -421,7 +519,8 @@ def check_repository(option: str, target: str) -> None:
     except Exception as error:  # of the HTTP library or the hub's client
         if getattr(getattr(error, "response", None), "status_code", None) == 401:
             raise RankError(
-                f"{option} {repo}: the hub refuses this machine's login. Log in with `hf auth login`."
+                f"{option} {repo}: the hub refuses this machine's login. Log in with `hf auth "
+                "login`."
             ) from error
         log.warning("%s %s could not be checked: %s.", option, repo, hub_reason(error))
         return
@@ -429,7 +528,8 @@ def check_repository(option: str, target: str) -> None:
     role = login.get("auth", {}).get("accessToken", {}).get("role")
     if repo.partition("/")[0].lower() not in map(str.lower, names) or role == "read":
         raise RankError(
-            f"{option} {repo}: the login {login['name']} may not write there. Give a name of {' or '.join(names)}, and "
+            f"{option} {repo}: the login {login['name']} may not write there. Give a name of "
+            f"{' or '.join(names)}, and "
             "a token that may write."
         )
     if is_public and not may_be_public:
@@ -440,7 +540,8 @@ def upload(folder: Path, target: str) -> str | None:
     """Upload a result's files, and those of best/ in it, in one commit.
 
     Args:
-        target: OWNER/NAME; with :public behind it a new repository is made public, and an old one may be.
+        target: OWNER/NAME; with :public behind it a new repository is made public, and an old one
+        may be.
     Returns:
         None, or in a sentence why it could not be done.
     """
@@ -453,15 +554,17 @@ def upload(folder: Path, target: str) -> str | None:
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = str(error) if isinstance(error, UserError) else f"{first_line(error)}."
         return redact(
-            f"The upload to {repo} failed: {reason} The result is in {folder}. `fsdp-qlora export RUN --out DIR "
-            f"--push_to_hub {target}` uploads it without training again."
+            f"The upload to {repo} failed: {reason} The result is in {folder}. `fsdp-qlora export "
+            f"RUN --out DIR --push_to_hub {target}` uploads it without training again."
         )
     log.info("Uploaded to the hub: %s (%d files)", repo, len(operations))
     return None
 
 
 def push_result(folder: Path, target: str | None, ranks: Ranks) -> None:
-    """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for rank 0."""
+    """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for
+    rank 0.
+    """
     if target is None:
         return
     with raise_on_all_ranks(TrainingError, ranks.device):

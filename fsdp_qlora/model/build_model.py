@@ -29,7 +29,12 @@ from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts, router_linears
+from fsdp_qlora.model.quantizers.routed import (
+    experts_forward,
+    quantizable_weights,
+    route_experts,
+    router_linears,
+)
 from fsdp_qlora.model.quantizers.scaled import choose_quantized
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
@@ -41,9 +46,10 @@ _ROUTED = "fsdp_qlora"  # the name under which transformers calls our function f
 class LayerOptions:
     """Options for the layers of a model. The train type decides which of them apply.
 
-    lora: options of the adapter. quantizer: arguments of the quantizer's layers; empty without a quantizer.
-    prequantized: quantization of the weight files, if any; it overrides which layers are quantized, and how.
-    new_blocks: decoder blocks that stay unquantized and train in full, for train types that train only these.
+    lora: options of the adapter. quantizer: arguments of the quantizer's layers; empty without a
+    quantizer. prequantized: quantization of the weight files, if any; it overrides which layers are
+    quantized, and how. new_blocks: decoder blocks that stay unquantized and train in full, for
+    train types that train only these.
     """
 
     lora: LoraOptions
@@ -57,8 +63,9 @@ class MetaModel:
     """A model without weights, and the paths of the layers that are quantized, adapted or trained.
 
     modules: all. quantized: linear layers to quantize. quantized_experts: 3-D expert parameters to
-    quantize, if the quantizer supports it. targets, target_parameters: linear layers and expert parameters with an
-    adapter. trained: blocks that train in full. left_out: layers that are neither quantized nor adapted, and why.
+    quantize, if the quantizer supports it. targets, target_parameters: linear layers and expert
+    parameters with an adapter. trained: blocks that train in full. left_out: layers that are
+    neither quantized nor adapted, and why.
     """
 
     parts: ModelParts
@@ -96,8 +103,11 @@ def build_model(
         dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
-        # transformers' own functions multiply by all experts' weights at once, which would all have to be decoded.
-        experts_implementation=_ROUTED if train_type.quantizer or layers.lora.target_parameters else None,
+        # transformers' own functions multiply by all experts' weights at once, which would all have
+        # to be decoded.
+        experts_implementation=_ROUTED
+        if train_type.quantizer or layers.lora.target_parameters
+        else None,
         trust_remote_code=trust_remote_code,
     )
     route_experts(model, device)
@@ -126,7 +136,9 @@ def build_model(
     return meta
 
 
-def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainType, layers: LayerOptions) -> MetaModel:
+def _choose(
+    model: PreTrainedModel, config: PretrainedConfig, train_type: TrainType, layers: LayerOptions
+) -> MetaModel:
     """Choose the layers to quantize, adapt and train.
 
     Raises:
@@ -135,8 +147,8 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     linears, experts = quantizable_weights(model)
     if not linears:
         raise UserError(
-            f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
-            "adapted. Choose a model of another family."
+            f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be "
+            "quantized or adapted. Choose a model of another family."
         )
     targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
     modules = [path for path, _ in model.named_modules()]
@@ -144,7 +156,8 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     _check_blocks_share_nothing(parts.blocks, config)
     if parts.adds_tokens:
         raise UserError(
-            f"The {config.model_type} model cannot be trained here: it puts tokens of its own before a row's, and "
+            f"The {config.model_type} model cannot be trained here: it puts tokens of its own "
+            "before a row's, and "
             "takes rows that are padded on the left alone. Choose a model of another family."
         )
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
@@ -159,9 +172,15 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     if train_type.quantizer or train_type.adapter:
         own = block_linears(model, by_class_alone=True)
         routers = router_linears(model)
-        left_out = {path: "their products are not those of linear layers" for path in own if path not in routers}
+        left_out = {
+            path: "their products are not those of linear layers"
+            for path in own
+            if path not in routers
+        }
         left_out |= dict.fromkeys(read_directly(model), "other modules read their weights")
-    return MetaModel(parts, modules, frozen, frozen_experts, targets, target_parameters, trained, left_out)
+    return MetaModel(
+        parts, modules, frozen, frozen_experts, targets, target_parameters, trained, left_out
+    )
 
 
 def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig) -> None:
@@ -170,16 +189,22 @@ def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig)
         for parameter in block.parameters():
             if first.setdefault(parameter, index) != index:
                 raise UserError(
-                    f"The {config.model_type} model cannot be trained here: its blocks {first[parameter]} and {index} "
-                    "share weights, so they cannot be sharded and adapted block by block. Choose a model of another "
-                    "family."
+                    f"The {config.model_type} model cannot be trained here: its blocks "
+                    f"{first[parameter]} and {index} share weights, so they cannot be sharded and "
+                    "adapted block by block. Choose a model of another family."
                 )
 
 
 def _select_targets(
-    linears: list[str], experts: list[str], train_type: TrainType, lora: LoraOptions, config: PretrainedConfig
+    linears: list[str],
+    experts: list[str],
+    train_type: TrainType,
+    lora: LoraOptions,
+    config: PretrainedConfig,
 ) -> tuple[list[str], list[str]]:
-    """The linear layers and expert parameters that get an adapter. Raises UserError if the options do not fit them."""
+    """The linear layers and expert parameters that get an adapter. Raises UserError if the options
+    do not fit them.
+    """
     if not train_type.adapter:
         return [], []
     targets = select_targets(linears, lora.target_modules, config.model_type)

@@ -1,4 +1,6 @@
-"""The parts of a built model and its parameters by category, for sharding, the plan and the self-tests."""
+"""The parts of a built model and its parameters by category, for sharding, the plan and the
+self-tests.
+"""
 
 import functools
 import math
@@ -18,7 +20,9 @@ from fsdp_qlora.model.quantizers.base import QuantizedWeight
 
 
 class Offload(NamedTuple):
-    """The weights in host memory, except adapters. blocks: number of decoder blocks. embeddings: all weights."""
+    """The weights in host memory, except adapters. blocks: number of decoder blocks. embeddings:
+    all weights.
+    """
 
     blocks: int = 0
     embeddings: bool = False
@@ -27,10 +31,11 @@ class Offload(NamedTuple):
 class ModelParts:
     """The modules of a built model that are sharded, offloaded and gathered as units.
 
-    FSDP2 replaces parameters and keeps modules, so this is made once, after the model has been built.
+    FSDP2 replaces parameters and keeps modules, so this is made once, after the model has been
+    built.
 
-    blocks: the decoder blocks, with their `RecomputedBlock` wrappers. head: None if the model has none. towers: see
-    `find_towers`.
+    blocks: the decoder blocks, with their `RecomputedBlock` wrappers. head: None if the model has
+    none. towers: see `find_towers`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,15 +55,20 @@ class ModelParts:
     def on_host(self, offload: Offload) -> list[nn.Module]:
         """The modules whose weights are in host memory.
 
-        Blocks are spread over the model, so that the computation of several blocks hides the copy of one.
+        Blocks are spread over the model, so that the computation of several blocks hides the copy
+        of one.
         """
         if offload.embeddings:
             return [self.model]
         count = offload.blocks
-        return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * count)] for index in range(count)]
+        return [
+            self.blocks[(2 * index + 1) * len(self.blocks) // (2 * count)] for index in range(count)
+        ]
 
     def kinds(self, module: nn.Module) -> "Counter[Kind]":
-        """The number of parameters of each kind in a part of the model. Cached, since a plan calls it many times."""
+        """The number of parameters of each kind in a part of the model. Cached, since a plan calls
+        it many times.
+        """
         if module not in self._kinds:
             self._kinds[module] = kinds_of(module)
         return self._kinds[module]
@@ -66,8 +76,14 @@ class ModelParts:
     @functools.cached_property
     def _lookups(self) -> dict[nn.Module, list[Any]]:
         """`looked_up` of the embeddings outside of blocks and towers."""
-        inside = {module for part in (*self.towers.values(), self.blocks) for module in part.modules()}
-        tables = [each for each in self.model.modules() if isinstance(each, nn.Embedding) and each not in inside]
+        inside = {
+            module for part in (*self.towers.values(), self.blocks) for module in part.modules()
+        }
+        tables = [
+            each
+            for each in self.model.modules()
+            if isinstance(each, nn.Embedding) and each not in inside
+        ]
         return looked_up(self.model, tables)
 
     @functools.cached_property
@@ -77,18 +93,27 @@ class ModelParts:
 
     @functools.cached_property
     def looks_up(self) -> bool:
-        """Whether the embedding is a plain table of the batch's tokens. Cached before sharding: it runs the model."""
+        """Whether the embedding is a plain table of the batch's tokens. Cached before sharding: it
+        runs the model.
+        """
         lookups = self._lookups.get(self.embedding, ())
-        has_tokens = all(ids.shape == TOKENS.shape if ids.is_meta else _are_tokens(ids) for ids in lookups)
+        has_tokens = all(
+            ids.shape == TOKENS.shape if ids.is_meta else _are_tokens(ids) for ids in lookups
+        )
         return has_tokens and is_plain_lookup(self.embedding)
 
     @functools.cached_property
     def token_tables(self) -> list[nn.Module]:
-        """Further embeddings of the text's tokens, such as those that blocks get of their own. Cached as `looks_up`.
+        """Further embeddings of the text's tokens, such as those that blocks get of their own.
+        Cached as `looks_up`.
 
         Others have positions or kinds of tokens.
         """
-        others = {table: all_ids for table, all_ids in self._lookups.items() if table is not self.embedding}
+        others = {
+            table: all_ids
+            for table, all_ids in self._lookups.items()
+            if table is not self.embedding
+        }
         tables = [table for table, all_ids in others.items() if all(map(_are_tokens, all_ids))]
         return [table for table in tables if is_plain_lookup(table)]
 
@@ -105,8 +130,9 @@ def _are_tokens(ids: Any) -> bool:
 class Kind(NamedTuple):
     """The properties by which parameters are counted.
 
-    category: codes (quantized weights), statistics (of quantization), frozen (other frozen weights) or trainable.
-    num_weights: number of the model's weights in the parameter: for codes that of the layer, for statistics 0.
+    category: codes (quantized weights), statistics (of quantization), frozen (other frozen weights)
+    or trainable. num_weights: number of the model's weights in the parameter: for codes that of the
+    layer, for statistics 0.
     """
 
     category: str
@@ -137,8 +163,12 @@ class CategoryBytes(NamedTuple):
 
 
 def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Every parameter of a model, sharded or on the meta device, and its kind. Tied parameters are counted once."""
-    adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    """Every parameter of a model, sharded or on the meta device, and its kind. Tied parameters are
+    counted once.
+    """
+    adapters = {
+        parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()
+    }
     kinds: dict[nn.Parameter, Kind] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -161,16 +191,22 @@ def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[st
 
 
 def count_parameters(parts: ModelParts) -> dict[str, int]:
-    """Numbers of parameters: total (in the base model), in_blocks (frozen ones in the blocks), quantized, trainable."""
+    """Numbers of parameters: total (in the base model), in_blocks (frozen ones in the blocks),
+    quantized, trainable.
+    """
     in_blocks = {*parts.blocks.parameters()}
     kinds = each_parameter(parts.model)
     base = {parameter: kind for parameter, kind in kinds.items() if not kind.in_adapter}
     frozen = {parameter: kind for parameter, kind in base.items() if kind.category != "trainable"}
     return {
         "total": sum(kind.num_weights for kind in base.values()),
-        "in_blocks": sum(kind.num_weights for parameter, kind in frozen.items() if parameter in in_blocks),
+        "in_blocks": sum(
+            kind.num_weights for parameter, kind in frozen.items() if parameter in in_blocks
+        ),
         "quantized": sum(kind.num_weights for kind in base.values() if kind.category == "codes"),
-        "trainable": sum(kind.num_weights for kind in kinds.values() if kind.category == "trainable"),
+        "trainable": sum(
+            kind.num_weights for kind in kinds.values() if kind.category == "trainable"
+        ),
     }
 
 
@@ -180,17 +216,23 @@ def kinds_of(module: nn.Module) -> Counter[Kind]:
 
 
 def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
-    """Bytes by category. kinds: number of parameters of each kind. num_shards: ranks that share them."""
+    """Bytes by category. kinds: number of parameters of each kind. num_shards: ranks that share
+    them.
+    """
     counts: dict[str, CategoryBytes] = {}
     for kind, count in kinds.items():
         total, largest = counts.get(kind.category, CategoryBytes(0, 0))
         shard = kind.largest_shard(num_shards)
-        counts[kind.category] = CategoryBytes(total + count * kind.num_bytes, largest + count * shard)
+        counts[kind.category] = CategoryBytes(
+            total + count * kind.num_bytes, largest + count * shard
+        )
     return counts
 
 
 def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of a module's matrices without adapters; of quantized ones the shape of the decoded weight."""
+    """The shapes of a module's matrices without adapters; of quantized ones the shape of the
+    decoded weight.
+    """
     base = [kind for kind in each_parameter(module).values() if not kind.in_adapter]
     plain = [kind.shape for kind in base if kind.category in ("frozen", "trainable")]
     quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
@@ -199,20 +241,24 @@ def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
 
 @torch.no_grad()
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether a module's output for a token depends only on the token's row, such as the row times a scale.
+    """Whether a module's output for a token depends only on the token's row, such as the row times
+    a scale.
 
     Then the rows may be renumbered (see sharding/vocabulary.py). Probed with a few tokens.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     vocabulary, hidden = module.weight.shape
-    values = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
+    values = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(
+        module.weight.dtype
+    )
     middle = vocabulary // 2
     padding = min(module.padding_idx or 0, vocabulary - 2)
     ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
 
     def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
-        rows = values[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
+        # all different, in little memory
+        rows = values[first:].as_strided((vocabulary, hidden), (1, 1))
         result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
         return result
 

@@ -1,7 +1,7 @@
 """A run's metrics: the table of sinks, and the log that feeds them.
 
-`metrics.jsonl` is the complete record and is always written. No other sink may stop or stall training, least of all
-wandb, which needs a network (see sinks.py).
+`metrics.jsonl` is the complete record and is always written. No other sink may stop or stall
+training, least of all wandb, which needs a network (see sinks.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ log = logging.getLogger("fsdp_qlora")
 class MetricLog:
     """Passes each record to every sink. Without sinks (on all ranks but 0) every call does nothing.
 
-    As a context manager it closes itself, and marks the run as failed if an exception leaves the block.
+    As a context manager it closes itself, and marks the run as failed if an exception leaves the
+    block.
     """
 
     def __init__(self, sinks: Sequence[Sink], options: SinkOptions) -> None:
@@ -46,7 +47,8 @@ class MetricLog:
         self.save_seconds = 0.0  # that training waited for the last save
         self._num_steps = 0
         self._has_evaluated = False
-        self._recent: deque[float] = deque(maxlen=50)  # seconds of the last steps, without the process's first: warm-up
+        # seconds of the last steps, without the process's first: warm-up
+        self._recent: deque[float] = deque(maxlen=50)
 
     def __enter__(self) -> MetricLog:
         return self
@@ -84,12 +86,15 @@ class MetricLog:
             more = f", {evaluations} evaluations of {took:.0f} s" if took else ""
             more += f", {saves} saves of {save:.1f} s" if save else "; without saving"
             log.info(
-                f"Estimated time: {_clock(time.monotonic() - self._opened + eta_seconds)} in total, "
-                f"{_clock(eta_seconds)} left ({num_left:,} steps of {steps_seconds / num_left:.2f} s{more})."
+                f"Estimated time: {_clock(time.monotonic() - self._opened + eta_seconds)} in "
+                f"total, {_clock(eta_seconds)} left ({num_left:,} steps of "
+                f"{steps_seconds / num_left:.2f} s{more})."
             )
 
     def evaluation(self, record: Record) -> None:
-        """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets, eval_tasks by name."""
+        """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets,
+        eval_tasks by name.
+        """
         if not self._sinks:
             return
         record = plain(record)
@@ -126,11 +131,14 @@ def refuse_sinks(names: Sequence[str]) -> None:
     """Raise UserError if a sink in `log_to` cannot be used here, before anything is loaded."""
     problems = [problem for name in names if name in SINKS and (problem := SINKS[name].problem())]
     if problems:
-        raise UserError("\n".join(f"log_to: {problem}, or take it out of log_to." for problem in problems))
+        raise UserError(
+            "\n".join(f"log_to: {problem}, or take it out of log_to." for problem in problems)
+        )
 
 
 def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bool) -> MetricLog:
-    """Open the sinks named in `sinks`, which `refuse_sinks` has passed, and metrics.jsonl in any case.
+    """Open the sinks named in `sinks`, which `refuse_sinks` has passed, and metrics.jsonl in any
+    case.
 
     Args:
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
@@ -138,7 +146,8 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     if not is_rank_0:
         return MetricLog([], options)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is alive.
+    # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is
+    # alive.
     sinks = [word for word in sinks if word in SINKS]  # others are settings of wandb
     names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
     opened = [SINKS[sink](options) for sink in names]
@@ -162,8 +171,18 @@ COLUMNS: dict[str, str] = {
     "memory_gib": "{:6.2f} GiB",
     "num_target_tokens": "{:,} target tokens",
 }
-REWARDS = ("reward", "rewards/accuracies", "rewards/margins")  # of sampled answers, and of preferences
-STEP_COLUMNS = ("epoch", "loss", *REWARDS, "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_gib")
+# of sampled answers, and of preferences
+REWARDS = ("reward", "rewards/accuracies", "rewards/margins")
+STEP_COLUMNS = (
+    "epoch",
+    "loss",
+    *REWARDS,
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "step_seconds",
+    "memory_gib",
+)
 BAR_COLUMNS = ("loss", *REWARDS[:2], "lr", "tokens_per_second")
 # In a narrow terminal the bar is cut first and then the end, where the time is.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
@@ -192,7 +211,9 @@ class JsonlSink(Sink):
 
     def __init__(self, options: SinkOptions) -> None:
         path = options.output_dir / METRICS_FILE
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
         self._pending = b""
 
     def flush(self) -> None:
@@ -208,7 +229,10 @@ class JsonlSink(Sink):
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         error = self._write_pending()
         if error and not was_behind:
-            log.info(f"{METRICS_FILE} cannot be written ({error}). Its lines are held and written when possible.")
+            log.info(
+                f"{METRICS_FILE} cannot be written ({error}). Its lines are held and written when "
+                "possible."
+            )
 
     def _write_pending(self) -> str | None:
         """Write as many pending bytes as possible; returns the error that stopped it, if any."""
@@ -221,7 +245,9 @@ class JsonlSink(Sink):
 
 
 def copy_records(source: Path, output_dir: Path) -> None:
-    """Start metrics.jsonl, samples.jsonl and rollouts.jsonl as copies of the parent run's, if there are any."""
+    """Start metrics.jsonl, samples.jsonl and rollouts.jsonl as copies of the parent run's, if there
+    are any.
+    """
     for name in (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE):
         if (source / name).is_file():
             with staged_file(output_dir / name) as partial:
@@ -229,19 +255,23 @@ def copy_records(source: Path, output_dir: Path) -> None:
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
-    """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them again.
+    """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them
+    again.
 
-    Lines that are no records are removed too, with a message, and what a crash has left of the last one.
+    Lines that are no records are removed too, with a message, and what a crash has left of the last
+    one.
 
     Args:
-        step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was saved.
+        step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was
+        saved.
     """
     path = output_dir / METRICS_FILE
     if not path.exists():
         return
     kept = []
     num_damaged = 0
-    for line in read_named(path).split(b"\n")[:-1]:  # without a line that a crash has left unfinished
+    # without a line that a crash has left unfinished
+    for line in read_named(path).split(b"\n")[:-1]:
         record = parse_record(line)
         if record is None:
             num_damaged += 1
@@ -282,7 +312,8 @@ class TqdmSink(Sink):
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         step = record["step"]
-        if self._is_new:  # a resumed run starts in the middle; earlier steps must not count towards the pace
+        # a resumed run starts in the middle; earlier steps must not count towards the pace
+        if self._is_new:
             self._bar.initial = self._bar.n = self._bar.last_print_n = step - 1
             self._is_new = False
         self._bar.set_postfix_str(" ".join(_line(record, BAR_COLUMNS).split()), refresh=False)

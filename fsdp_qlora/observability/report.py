@@ -1,6 +1,7 @@
 """A report: one HTML file that contains everything it shows and loads nothing.
 
-`Facts` writes facts.json while a run trains, `read_run` reads all that a run has left, `write_report` draws it.
+`Facts` writes facts.json while a run trains, `read_run` reads all that a run has left,
+`write_report` draws it.
 """
 
 import base64
@@ -44,21 +45,29 @@ _CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REW
 
 
 class Facts:
-    """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank 0 only.
+    """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank
+    0 only.
 
-    Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A failure to write is no
-    reason to stop a run. started: when this start began, by control.clock. step: where it begins.
+    Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A
+    failure to write is no reason to stop a run. started: when this start began, by control.clock.
+    step: where it begins.
     """
 
     def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:
         self._path = folder / FACTS_FILE if is_rank_0 else None
         self._marked = started
-        self._start: dict[str, Any] = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": {}}
+        self._start: dict[str, Any] = {
+            "step": step,
+            "at": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "seconds": {},
+        }
         self._starts: list[dict[str, Any]] | None = None
         self._about: dict[str, Any] = {}
 
     def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
-        """Facts about the run, by heading: environment, data, memory; those of the last start are kept."""
+        """Facts about the run, by heading: environment, data, memory; those of the last start are
+        kept.
+        """
         if self._path is None:
             return
         try:
@@ -86,15 +95,18 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Read a run's folder.
 
     Returns:
-        steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
-        evaluations. totals: of all steps. settings: the options. status, facts, samples: the files' contents. All
-        values are JSON types.
+        steps: column -> its values, of all steps or of those that make the curves' shape.
+        evaluations: the same, of all evaluations. totals: of all steps. settings: the options.
+        status, facts, samples: the files' contents. All values are JSON types.
     Raises:
         UserError: no run has left its metrics there.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise UserError(f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a run's --output_dir.")
+        raise UserError(
+            f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a "
+            "run's --output_dir."
+        )
     records = read_records(path)
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "eval_loss" in record]
@@ -107,12 +119,16 @@ def read_run(folder: Path) -> dict[str, Any]:
         "totals": _totals(steps),
         "settings": read_json(folder / RUN).get("options", {}),
         "facts": redact_values(read_json(folder / FACTS_FILE)),
-        "samples": redact_values(_samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)),
+        "samples": redact_values(
+            _samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)
+        ),
     }
 
 
 def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The curves by column, with tokens and hours since the run began, and the memory of the fullest rank."""
+    """The curves by column, with tokens and hours since the run began, and the memory of the
+    fullest rank.
+    """
     tokens = seconds = 0.0
     rows = []
     for record in records:
@@ -120,11 +136,17 @@ def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         seconds += _number(record.get("step_seconds"))
         memory = record.get("memory_gib")
         kinds = memory.items() if isinstance(memory, dict) else ()
-        fullest = {f"memory/{kind}": max(numbers_in(values).values(), default=None) for kind, values in kinds}
+        fullest = {
+            f"memory/{kind}": max(numbers_in(values).values(), default=None)
+            for kind, values in kinds
+        }
         curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
         rows.append(curves | fullest | {"tokens": tokens, "hours": seconds / 3600})
     kept = [rows[index] for index in _rows_to_draw(rows)]
-    return {key: [_finite(row.get(key)) for row in kept] for key in dict.fromkeys(key for row in kept for key in row)}
+    return {
+        key: [_finite(row.get(key)) for row in kept]
+        for key in dict.fromkeys(key for row in kept for key in row)
+    }
 
 
 def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -144,14 +166,21 @@ def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over all steps, and the mean speed."""
-    sums = {name: sum(_number(record.get(column)) for record in steps) for name, column in _SUMS.items()}
-    return sums | {"tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None}
+    sums = {
+        name: sum(_number(record.get(column)) for record in steps) for name, column in _SUMS.items()
+    }
+    return sums | {
+        "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None
+    }
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     """The first and the last samples; those between are left out where there are very many."""
     rows = [
-        ({"step": row["step"]} | {key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")})
+        (
+            {"step": row["step"]}
+            | {key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")}
+        )
         for row in read_records(path)
     ]
     half = _MOST_SAMPLES // 2
@@ -159,7 +188,9 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _answers(path: Path) -> list[dict[str, Any]]:
-    """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The file may be large."""
+    """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The
+    file may be large.
+    """
     lines = []
     damaged = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
     with contextlib.suppress(*damaged), open_named(path) as file:
@@ -169,12 +200,18 @@ def _answers(path: Path) -> list[dict[str, Any]]:
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines += file.readlines()[-1:]
         rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
-        prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
+        prompts = [
+            row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+            for row in rows
+        ]
         texts = [row["completion"][:_MOST_CHARACTERS] for row in rows]
         rewards = ["" if row["reward"] is None else f"\n\nreward {row['reward']}" for row in rows]
         texts = [text + reward for text, reward in zip(texts, rewards, strict=True)]
         shown = (prompt[:_MOST_CHARACTERS] for prompt in prompts)
-        return [{"step": row["step"], "prompt": p, "text": t} for row, p, t in zip(rows, shown, texts, strict=True)]
+        return [
+            {"step": row["step"], "prompt": p, "text": t}
+            for row, p, t in zip(rows, shown, texts, strict=True)
+        ]
     return []
 
 
@@ -193,11 +230,17 @@ def _finite(value: object) -> object:
 
 
 def make_page(runs: Sequence[dict[str, Any]]) -> str:
-    """The HTML page. Texts of the runs are data in it, never markup: rows and answers may hold tags and scripts."""
-    page, style, script = ((_PARTS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    """The HTML page. Texts of the runs are data in it, never markup: rows and answers may hold tags
+    and scripts.
+    """
+    page, style, script = (
+        (_PARTS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = html.escape(" · ".join(run["name"] for run in runs))
-    return page.format(mark=_MARK, digest=digest, title=title, style=style, data=_as_data(runs), script=script)
+    return page.format(
+        mark=_MARK, digest=digest, title=title, style=style, data=_as_data(runs), script=script
+    )
 
 
 def _as_data(runs: Sequence[dict[str, Any]]) -> str:
@@ -222,7 +265,9 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
     """
     runs = [read_run(folder) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
-        runs = [(run | {"name": redact(str(folder))}) for run, folder in zip(runs, folders, strict=True)]
+        runs = [
+            (run | {"name": redact(str(folder))}) for run, folder in zip(runs, folders, strict=True)
+        ]
     if state is not None:
         runs = [run | {"status": run["status"] | {"state": state}} for run in runs]
     page = make_page(runs)
@@ -242,7 +287,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def write_at_end(folder: Path, *, state: str | None) -> None:
-    """Write a run's report into its folder. A failure is logged and stops nothing. state: as for `write_report`."""
+    """Write a run's report into its folder. A failure is logged and stops nothing. state: as for
+    `write_report`.
+    """
     try:
         write_report([folder], folder / REPORT_FILE, state=state)
     except Exception as error:

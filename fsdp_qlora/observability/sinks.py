@@ -1,4 +1,6 @@
-"""The base classes of sinks, and TensorBoard's and wandb's: neither library can stop or stall training."""
+"""The base classes of sinks, and TensorBoard's and wandb's: neither library can stop or stall
+training.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ log = logging.getLogger("fsdp_qlora")
 class SinkOptions:
     """Facts about the run for its sinks, which publish them: without secrets.
 
-    output_dir: for metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps: optimizer steps of the
-    whole run. config: the resolved options. run_id: the same for every start of a run, so that wandb resumes it.
+    output_dir: for metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps:
+    optimizer steps of the whole run. config: the resolved options. run_id: the same for every start
+    of a run, so that wandb resumes it.
     """
 
     output_dir: Path
@@ -45,11 +48,15 @@ class Sink:
     """A destination of the run's numbers. A sink overrides the methods it needs."""
 
     def __init__(self, options: SinkOptions) -> None:
-        """Open it. The folder is there, and metrics.jsonl holds what earlier starts of the run have logged."""
+        """Open it. The folder is there, and metrics.jsonl holds what earlier starts of the run have
+        logged.
+        """
 
     @classmethod
     def problem(cls) -> str | None:
-        """Why it cannot be used here, and the command that helps; found out without a slow import."""
+        """Why it cannot be used here, and the command that helps;
+        found out without a slow import.
+        """
         return None
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
@@ -74,10 +81,11 @@ class Sink:
 
 
 class QueuedSink(Sink):
-    """A sink whose library may block or fail: one thread makes all calls to it, with a time limit at start and end.
+    """A sink whose library may block or fail: one thread makes all calls to it, with a time limit
+    at start and end.
 
-    The first failure is logged once and ends the sink. At the start it is sent the records of earlier starts that it
-    lacks.
+    The first failure is logged once and ends the sink. At the start it is sent the records of
+    earlier starts that it lacks.
 
     Attributes:
         name: as --log_to gives it, which is that of the package.
@@ -106,7 +114,11 @@ class QueuedSink(Sink):
     @classmethod
     def problem(cls) -> str | None:
         name = cls.name
-        return None if importlib.util.find_spec(name) else f"{name} is not installed. Run `pip install {name}`"
+        return (
+            None
+            if importlib.util.find_spec(name)
+            else (f"{name} is not installed. Run `pip install {name}`")
+        )
 
     def open(self, options: SinkOptions) -> Any:
         """Start the library's run, and return its object."""
@@ -159,7 +171,8 @@ class QueuedSink(Sink):
         if not self._has_failed:
             self._has_failed = True
             log.info(
-                f"{self.name}: the run there is incomplete ({reason(error)}). Training is not affected, all numbers "
+                f"{self.name}: the run there is incomplete ({reason(error)}). Training is not "
+                "affected, all numbers "
                 f"are in {METRICS_FILE}. {self.advice()}".rstrip()
             )
 
@@ -167,7 +180,8 @@ class QueuedSink(Sink):
 class TensorBoardSink(QueuedSink):
     """Scalars by step in `tensorboard/` of the run's folder, in float32.
 
-    Each start writes the records of earlier ones again, so that the curves are those of metrics.jsonl.
+    Each start writes the records of earlier ones again, so that the curves are those of
+    metrics.jsonl.
     """
 
     name = "tensorboard"
@@ -179,7 +193,11 @@ class TensorBoardSink(QueuedSink):
         for path in folder.glob("events.out.tfevents.*"):
             path.unlink()
         writer = SummaryWriter(str(folder))
-        writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in options.config.items()), 0)
+        writer.add_text(
+            "settings",
+            "\n".join(f"    {name}: {value}" for name, value in options.config.items()),
+            0,
+        )
         log.info("tensorboard: run `tensorboard --logdir %s` to see it", folder)
         return writer
 
@@ -201,15 +219,21 @@ def reason(error: Exception) -> str:
 
 
 def named_numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record by path. Those of an evaluation have names of their own: they share a step's row."""
+    """The numbers of a record by path. Those of an evaluation have names of their own: they share a
+    step's row.
+    """
     numbers = numbers_in(record)
     if "eval_loss" not in record:
         return numbers
-    return {name if name.startswith("eval_") else f"eval_{name}": value for name, value in numbers.items()}
+    return {
+        name if name.startswith("eval_") else f"eval_{name}": value
+        for name, value in numbers.items()
+    }
 
 
-# Measured with wandb 0.31: without a network `wandb.init` blocks for 101 s, and after the server has died
-# `finish` and wandb's own exit hook block for as long as they may. Hence a time limit on each.
+# Measured with wandb 0.31: without a network `wandb.init` blocks for 101 s, and after the server
+# has died `finish` and wandb's own exit hook block for as long as they may. Hence a time limit on
+# each.
 OLDEST_VERSION = "0.31"  # has `finish_timeout` and `login(prompt=False)`, needed for the limits
 INIT_SECONDS = 20.0
 TEARDOWN_SECONDS = 5.0
@@ -218,8 +242,9 @@ TEARDOWN_SECONDS = 5.0
 class WandbSink(QueuedSink):
     """A wandb run, which every start of the run continues; offline where it cannot be online.
 
-    wandb uploads every 15 s, so a kill loses the last rows there. The next start sends what follows the server's last
-    row. An evaluation that a kill has separated from its step's row is not sent again.
+    wandb uploads every 15 s, so a kill loses the last rows there. The next start sends what follows
+    the server's last row. An evaluation that a kill has separated from its step's row is not sent
+    again.
     """
 
     name = "wandb"
@@ -237,7 +262,8 @@ class WandbSink(QueuedSink):
         return None
 
     def open(self, options: SinkOptions) -> Any:
-        # wandb reports its own errors over the network, and at exit waits 10 s for a server that does not answer.
+        # wandb reports its own errors over the network, and at exit waits 10 s for a server that
+        # does not answer.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         limit = 0.8 * self.finish_seconds
         problem = ""
@@ -247,14 +273,23 @@ class WandbSink(QueuedSink):
             problem = f" ({reason(error)})"
             _stop(1)  # it still holds the run's id and would refuse a second run with it
             run = _start(options, finish_timeout=limit, mode="offline")
-        log.info("wandb: %s", f"offline{problem}. {_how_to_upload(run)}" if run.offline else run.url or "disabled")
+        log.info(
+            "wandb: %s",
+            f"offline{problem}. {_how_to_upload(run)}" if run.offline else run.url or "disabled",
+        )
         return run
 
     def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [] if self.client.offline else [one for one in earlier if one["step"] >= self.client.starting_step]
+        return (
+            []
+            if self.client.offline
+            else [one for one in earlier if one["step"] >= self.client.starting_step]
+        )
 
     def send(self, record: Record) -> None:
-        """Send a record; wandb drops one that is before its next row. An evaluation's numbers are in its step's row."""
+        """Send a record; wandb drops one that is before its next row. An evaluation's numbers are
+        in its step's row.
+        """
         self.client.log(named_numbers(record), step=record["step"])
 
     def summary(self, values: Record) -> None:
@@ -272,7 +307,9 @@ class WandbSink(QueuedSink):
 
 
 def online_mode() -> Any:
-    """The mode of WANDB_MODE and `wandb offline`. Raises UserError if it is online and there is no API key."""
+    """The mode of WANDB_MODE and `wandb offline`. Raises UserError if it is online and there is no
+    API key.
+    """
     import wandb
 
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
@@ -290,7 +327,8 @@ def _start(options: SinkOptions, *, finish_timeout: float, mode: Any) -> Any:
     )
     settings = wandb.Settings(
         silent=True,  # we print the important line
-        console="off",  # capturing the terminal would break the progress bar and could upload secrets
+        # capturing the terminal would break the progress bar and could upload secrets
+        console="off",
         disable_git=True,  # a remote's URL may hold a token
         save_code=False,
         init_timeout=INIT_SECONDS,
@@ -320,6 +358,10 @@ def _stop(exit_code: int) -> None:
 
 
 def _how_to_upload(run: Any) -> str:
-    option = "" if run.offline else "--include-online "  # otherwise `wandb sync` skips runs started online
+    # otherwise `wandb sync` skips runs started online
+    option = "" if run.offline else "--include-online "
     command = f"wandb sync {option}{shlex.quote(str(Path(run.dir).parent))}"
-    return f"The next start of this run that reaches wandb uploads the rest. To upload it yourself: {command}"
+    return (
+        "The next start of this run that reaches wandb uploads the rest. To upload it "
+        f"yourself: {command}"
+    )

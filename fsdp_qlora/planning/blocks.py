@@ -1,4 +1,6 @@
-"""Measures the memory of a decoder block: one pass of the block on the meta device, its storages counted."""
+"""Measures the memory of a decoder block: one pass of the block on the meta device, its storages
+counted.
+"""
 
 import contextlib
 import copy
@@ -32,8 +34,9 @@ log = logging.getLogger("fsdp_qlora")
 class BlockBytes(NamedTuple):
     """Bytes of a block's activations for a micro-batch, besides its input.
 
-    kept: kept from forward to backward without recompute. backward: the most during a backward pass, with what is kept
-    and the adapters' gradients. recomputing: the same with recompute. forward: the most of a forward pass alone.
+    kept: kept from forward to backward without recompute. backward: the most during a backward
+    pass, with what is kept and the adapters' gradients. recomputing: the same with recompute.
+    forward: the most of a forward pass alone.
     """
 
     kept: int
@@ -48,10 +51,13 @@ class CountedStorages(TorchDispatchMode):
     now, most: these, and the most of them.
 
     Args:
-        uncounted: tensors whose storages are not counted: weights and inputs. on_operator: called for each operator.
+        uncounted: tensors whose storages are not counted: weights and inputs. on_operator: called
+        for each operator.
     """
 
-    def __init__(self, uncounted: Iterable[torch.Tensor], on_operator: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, uncounted: Iterable[torch.Tensor], on_operator: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__()
         self._on_operator = on_operator
         self.now = self.most = 0
@@ -60,13 +66,15 @@ class CountedStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._on_operator()
         if func is torch.ops.aten.nonzero.default and args[0].is_meta and args[0].dim() == 1:
-            return torch.arange(len(args[0]))[:, None]  # int8's columns with outliers: all, which no value tells
+            # int8's columns with outliers: all, which no value tells
+            return torch.arange(len(args[0]))[:, None]
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage())
         if func._schema.name == "torch_attn::_varlen_attn_backward":
-            # Inside the kernel: queries' gradients in float32, and keys' and values' for each head that shares them.
+            # Inside the kernel: queries' gradients in float32, and keys' and values' for each head
+            # that shares them.
             query = args[1]
             is_shared = args[2].shape[1] < args[1].shape[1]
             inside = query.numel() * (4 + 2 * query.element_size() * is_shared)
@@ -89,7 +97,9 @@ class CountedStorages(TorchDispatchMode):
 
 
 class _Loss(torch.autograd.Function):
-    """Ends a graph and keeps nothing, as what follows a block keeps its output only until its gradient is there."""
+    """Ends a graph and keeps nothing, as what follows a block keeps its output only until its
+    gradient is there.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -116,13 +126,17 @@ def measure_blocks(
     Blocks of equal shapes are measured once.
 
     Args:
-        lengths: of the micro-batch. documents: from `attention.choose`; every kernel but the eager one
-            takes memory in proportion to the tokens. num_parts: ranks that share the micro-batch.
-        on_operator: called for each operator of the measured blocks, of which several hundred experts have 10^5.
+        lengths: of the micro-batch. documents: from `attention.choose`; every kernel but the eager
+            one takes memory in proportion to the tokens. num_parts: ranks that share the
+            micro-batch.
+        on_operator: called for each operator of the measured blocks, of which several hundred
+        experts have 10^5.
     """
     described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
     if num_parts > 1:
-        described = documents_of_part(described, 0, num_parts) | {"context_group": ContextGroup(num_parts)}
+        described = documents_of_part(described, 0, num_parts) | {
+            "context_group": ContextGroup(num_parts)
+        }
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
             return _measure_all(parts, precision, described, on_operator)
@@ -130,10 +144,17 @@ def measure_blocks(
         raise
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]
-        log.info("The memory that a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
+        log.info(
+            "The memory that a decoder block of this model keeps is only guessed from its shapes "
+            "(%s).",
+            reason,
+        )
         # From the inputs and outputs of each block's matrices.
         row_bytes = precision.compute_dtype.itemsize * described["position_ids"].shape[1]
-        kept = [row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block)) for block in parts.blocks]
+        kept = [
+            row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
+            for block in parts.blocks
+        ]
         return [BlockBytes(count, 2 * count, 2 * count, count) for count in kept]
 
 
@@ -142,7 +163,10 @@ class _Measured(Exception):
 
 
 def _measure_all(
-    parts: ModelParts, precision: Precision, described: Mapping[str, Any], on_operator: Callable[[], object]
+    parts: ModelParts,
+    precision: Precision,
+    described: Mapping[str, Any],
+    on_operator: Callable[[], object],
 ) -> list[BlockBytes]:
     """Measure each kind of block where the model's own code calls the first of it."""
     measured: dict[Any, tuple[BlockBytes, Any]] = {}
@@ -181,7 +205,8 @@ def _measure_all(
             vars(block).pop("forward", None)
     if not found:
         raise UserError(
-            f"Text does not pass through what seem to be the decoder blocks of {type(parts.model).__name__}. Choose a "
+            "Text does not pass through what seem to be the decoder blocks of "
+            f"{type(parts.model).__name__}. Choose a "
             "model of another family."
         )
     if len(found) != len(parts.blocks):
@@ -190,13 +215,16 @@ def _measure_all(
 
 
 def _kind(block: nn.Module) -> Any:
-    """A key for blocks that take the same memory: their parameters, and the plain settings of their modules."""
+    """A key for blocks that take the same memory: their parameters, and the plain settings of their
+    modules.
+    """
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
     settings = [
         (name, value)
         for module in block.modules()
         for name, value in vars(module).items()
-        if isinstance(value, int | str | None) and name not in ("layer_idx", "layer_index", "seed", "training")
+        if isinstance(value, int | str | None)
+        and name not in ("layer_idx", "layer_index", "seed", "training")
     ]
     return type(block), parameters, tuple(settings)
 
@@ -209,7 +237,9 @@ def _measure(
     kwargs: dict[str, Any],
     on_operator: Callable[[], object],
 ) -> tuple[BlockBytes, Any]:
-    """Returns the bytes, and the block's output. hidden: its input [1, T, H]; args, kwargs: its other arguments."""
+    """Returns the bytes, and the block's output. hidden: its input [1, T, H]; args, kwargs: its
+    other arguments.
+    """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
     counts = {}
     output = None
@@ -219,12 +249,18 @@ def _measure(
         x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
         told = [dict(each) if isinstance(each, Mapping) else each for each in kwargs.values()]
         uncounted = filter(
-            torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves((args, kwargs, told))]
+            torch.is_tensor,
+            [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves((args, kwargs, told))],
         )
-        with CountedStorages(uncounted, on_operator) as count, precision.autocasting(torch.device("cpu")):
+        with (
+            CountedStorages(uncounted, on_operator) as count,
+            precision.autocasting(torch.device("cpu")),
+        ):
             y = wrapped(x, *args, **kwargs)
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
-            output = x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
+            output = (
+                x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
+            )
             del y
             kept = count.now
             forward = count.most

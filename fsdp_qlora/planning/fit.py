@@ -1,11 +1,14 @@
-"""Decides how a run fits into memory: which ranks share the model, what is on the host, how many blocks recompute.
+"""Decides how a run fits into memory: which ranks share the model, what is on the host, how many
+blocks recompute.
 
-`fit` takes the fastest settings that fit. Options that are given are kept; what they leave open is decided
-1. before weights are read, by the estimated memory: the placement (`plan.place`), and with `--auto` the micro-batch and
-   the rest as well (`search.Planner`);
-2. on a GPU before the first step, by the memory that a step of the longest rows is measured to take: how many blocks
-   recompute, whatever was estimated (`fit_recompute`);
-3. after a step that came near the end of the memory: a few more blocks recompute from then on (`MemoryWatch`).
+`fit` takes the fastest settings that fit. Options that are given are kept; what they leave open is
+decided
+1. before weights are read, by the estimated memory: the placement (`plan.place`), and with `--auto`
+   the micro-batch and the rest as well (`search.Planner`);
+2. on a GPU before the first step, by the memory that a step of the longest rows is measured to
+   take: how many blocks recompute, whatever was estimated (`fit_recompute`);
+3. after a step that came near the end of the memory: a few more blocks recompute from then on
+  (`MemoryWatch`).
 """
 
 import bisect
@@ -26,13 +29,15 @@ from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
 
-# Added to the estimate. Of 55 configurations in benchmarks/standin_memory.py the worst is planned 3.5% too low or too
-# high; NCCL's buffers take 0.1 to 0.3 GiB on PCIe, and 0.8 to 2.3 on NVLink, where GPUs are so large that the share
-# covers them. The CUDA context is in use before free memory is read.
+# Added to the estimate. Of 55 configurations in benchmarks/standin_memory.py the worst is planned
+# 3.5% too low or too high; NCCL's buffers take 0.1 to 0.3 GiB on PCIe, and 0.8 to 2.3 on NVLink,
+# where GPUs are so large that the share covers them. The CUDA context is in use before free memory
+# is read.
 _MARGIN_SHARE = 0.05
 _MARGIN = GIB // 2
-# Share of all blocks that recompute in addition when a step comes near the end of the memory. With recompute a block
-# computes 4 passes instead of 3 (backward counts for 2), so a step computes at most 1.7% more.
+# Share of all blocks that recompute in addition when a step comes near the end of the memory. With
+# recompute a block computes 4 passes instead of 3 (backward counts for 2), so a step computes at
+# most 1.7% more.
 _MORE_BLOCKS = 0.05
 
 # of the GPU's memory, that a probe leaves free
@@ -43,7 +48,9 @@ _FREE_IN_STEPS = 0.5  # of that, which later steps leave free: their rows are ot
 T = TypeVar("T")
 
 
-def fit(settings: Sequence[T], memory: Callable[[T], float], free: float, *, falls: bool = False) -> T:
+def fit(
+    settings: Sequence[T], memory: Callable[[T], float], free: float, *, falls: bool = False
+) -> T:
     """The first setting that fits, the fastest first; the last if none does.
 
     Args:
@@ -51,7 +58,9 @@ def fit(settings: Sequence[T], memory: Callable[[T], float], free: float, *, fal
         falls: no setting needs more than the one before it, so that a bisection finds it.
     """
     if falls:
-        index = bisect.bisect_left(settings, True, hi=len(settings) - 1, key=lambda setting: memory(setting) <= free)
+        index = bisect.bisect_left(
+            settings, True, hi=len(settings) - 1, key=lambda setting: memory(setting) <= free
+        )
         return settings[index]
     return next((setting for setting in settings if memory(setting) <= free), settings[-1])
 
@@ -70,9 +79,9 @@ def without_margin(free: int) -> int:
 
 
 class Placement(NamedTuple):
-    """sharding_strategy: of SHARDING_STRATEGIES. offload: what is in host memory. accumulates: gradients of a step's
-    micro-batches add up unsharded on each rank and are reduced with the last one's; else they are reduced in each,
-    which is slower.
+    """sharding_strategy: of SHARDING_STRATEGIES. offload: what is in host memory. accumulates:
+    gradients of a step's micro-batches add up unsharded on each rank and are reduced with the last
+    one's; else they are reduced in each, which is slower.
     """
 
     sharding_strategy: str
@@ -87,7 +96,9 @@ class Placement(NamedTuple):
 
     def describe(self) -> str:
         """In words."""
-        return f"{self.sharding_strategy}{' with the base in host memory' if self.offload.blocks else ''}"
+        if self.offload.blocks:
+            return f"{self.sharding_strategy} with the base in host memory"
+        return self.sharding_strategy
 
 
 def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
@@ -99,17 +110,24 @@ def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
         needs: bytes that each placement takes of a rank's device, with a margin; the fastest first.
     """
     if free is None:
-        return [placement for placement in _fastest(needs) if placement.offload == next(iter(needs)).offload][-1]
+        return [
+            placement
+            for placement in _fastest(needs)
+            if placement.offload == next(iter(needs)).offload
+        ][-1]
     return fit([*needs], needs.__getitem__, free)
 
 
 def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | None:
-    """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which; None if one is given.
+    """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which;
+    None if one is given.
 
     Args:
         free: on the GPU that has least; None if none is known.
     """
-    *faster, slowest = [(placement.describe(), _gib(needs[placement])) for placement in _fastest(needs)]
+    *faster, slowest = [
+        (placement.describe(), _gib(needs[placement])) for placement in _fastest(needs)
+    ]
     if not faster:
         return None
     if free is None:
@@ -117,7 +135,10 @@ def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | N
         return f"Placement, on each GPU: {sizes}, else {slowest[0]} ({slowest[1]})."
     chosen = choose(needs, free)
     sizes = ", ".join(f"{name} needs {size}" for name, size in (*faster, slowest))
-    line = f"Placement: {chosen.describe()}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
+    line = (
+        f"Placement: {chosen.describe()}. With a margin {sizes} on each GPU, and {_gib(free)} are "
+        "free."
+    )
     if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
     return line
@@ -130,14 +151,17 @@ def describe_reduction(needs: Mapping[Placement, int], free: int | None) -> str 
     if free is None or chosen.accumulates or more is None:
         return None
     return (
-        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
+        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU "
+        "until the last one needs "
         f"{_gib(more)}, and {_gib(free)} are free."
     )
 
 
 def _fastest(needs: Mapping[Placement, int]) -> list[Placement]:
     """The fastest variant of each placement."""
-    return [placement for placement in needs if placement.accumulates == next(iter(needs)).accumulates]
+    return [
+        placement for placement in needs if placement.accumulates == next(iter(needs)).accumulates
+    ]
 
 
 def _gib(count: int) -> str:
@@ -155,17 +179,18 @@ def fit_recompute(
     block_bytes: int,
     too_few: int | None = None,
 ) -> int:
-    """Set and return the smallest number of blocks with recompute that fits on every rank. Called on every rank.
+    """Set and return the smallest number of blocks with recompute that fits on every rank. Called
+    on every rank.
 
-    The peak with recompute of every block, and what one more block keeps, are measured; their sum is an upper bound,
-    so another probe with what fits by it may find more room.
+    The peak with recompute of every block, and what one more block keeps, are measured; their sum
+    is an upper bound, so another probe with what fits by it may find more room.
 
     Args:
-        try_step: runs forward and backward. Returns the bytes allocated between them, and those left free beyond what
-            a probe leaves; negative if it used some of that.
-        least: the smallest of the ranks' numbers.
-        block_bytes: about what a block keeps without recompute, for the first probe of one.
-        too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
+        try_step: runs forward and backward. Returns the bytes allocated between them, and those
+            left free beyond what a probe leaves; negative if it used some of that.
+        least: the smallest of the ranks' numbers. block_bytes: about what a block keeps without
+        recompute, for the first probe of one. too_few: blocks that recomputed when an earlier start
+        ran out of memory; now at least half of the rest joins
             them, so that a few restarts come to all blocks.
     """
     blocks = len(recomputed_blocks(model))
@@ -180,7 +205,8 @@ def fit_recompute(
     for is_last in (False, False, True) if keeping else ():
         held, room = attempt(keeping)
         per_block = max((held - without) / keeping, 1.0)
-        memory = {count: (count - keeping) * per_block for count in may_keep}  # more than in this attempt
+        # more than in this attempt
+        memory = {count: (count - keeping) * per_block for count in may_keep}
         before = keeping
         keeping = int(least(fit(may_keep, memory.__getitem__, room, falls=True)))
         if keeping <= before:
@@ -194,7 +220,8 @@ class MemoryWatch:
     """Adds blocks with recompute when a step has come near the end of the memory.
 
     Args:
-        recomputing: blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
+        recomputing: blocks with recompute now. most: GiB that a rank may reserve; the same on every
+        rank.
     """
 
     def __init__(self, model: nn.Module, recomputing: int, *, most: float) -> None:
@@ -210,13 +237,16 @@ class MemoryWatch:
         """
         if reserved <= self.most or self.recomputing == self.blocks:
             return self.recomputing
-        self.recomputing = min(self.blocks, self.recomputing + math.ceil(_MORE_BLOCKS * self.blocks))
+        self.recomputing = min(
+            self.blocks, self.recomputing + math.ceil(_MORE_BLOCKS * self.blocks)
+        )
         set_recompute(self.model, self.recomputing)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         log.warning(
-            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
+            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their "
+            "activations: %d of %d.",
             reserved,
             self.recomputing,
             self.blocks,
@@ -224,8 +254,11 @@ class MemoryWatch:
         return self.recomputing
 
 
-def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None) -> None:
-    """Let as few blocks recompute as fit on every rank's GPU, and more when a step comes near its end.
+def fit_on_gpu(
+    trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None
+) -> None:
+    """Let as few blocks recompute as fit on every rank's GPU, and more when a step comes near its
+    end.
 
     Called on every rank. Arguments as for `fit_recompute` and `Trainer.try_longest`.
     """
@@ -245,7 +278,9 @@ def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_fe
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
 
-    recomputing = fit_recompute(trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
+    recomputing = fit_recompute(
+        trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few
+    )
     most = least((reservable() - _FREE_IN_STEPS * left_free) / GIB)
     watch = MemoryWatch(trainer.model, recomputing, most=most)
     trainer.watch_memory = watch.stepped

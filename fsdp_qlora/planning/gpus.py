@@ -11,20 +11,23 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB
 
-# Memory that torch's allocator never gets, until a card has measured it; sources are in docs/memory.md.
-# The context and the kernels that a run calls, GiB by compute capability: what torch.OutOfMemoryError named beside
-# torch in a process alone on its card, the most that was found. Nobody named it for 75 and 100: as 86 and 90.
+# Memory that torch's allocator never gets, until a card has measured it; sources are in
+# docs/memory.md. The context and the kernels that a run calls, GiB by compute capability: what
+# torch.OutOfMemoryError named beside torch in a process alone on its card, the most that was found.
+# Nobody named it for 75 and 100: as 86 and 90.
 _CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120: 0.58}
-# NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL), sent and received ones in pieces
-# of 2 MiB. By NVLink: channels of a communicator, each with a ring and a tree, and of two ranks that exchange tokens.
+# NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL), sent and
+# received ones in pieces of 2 MiB. By NVLink: channels of a communicator, each with a ring and a
+# tree, and of two ranks that exchange tokens.
 _NCCL_BYTES = 12 * 2**20
 _NCCL_CHANNELS = {True: 32, False: 4}
 _P2P_CHANNELS = {True: 32, False: 2}
-# With NVSwitch also multicast buffers (NVLS) for each GPU of the machine, by compute capability: 16 channels, 24 on
-# Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
+# With NVSwitch also multicast buffers (NVLS) for each GPU of the machine, by compute capability: 16
+# channels, 24 on Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
 _NVLS_BYTES = {90: 16 * 2**21, 100: 24 * 2**21}
 _NVLINK = 64.0  # GB/s, at least: PCIe 5.0 x16 has less
-_CUBLAS_BYTES = 2 * (2**25 - 8_519_680)  # beyond what planning/memory.py counts, in torch's allocator
+# beyond what planning/memory.py counts, in torch's allocator
+_CUBLAS_BYTES = 2 * (2**25 - 8_519_680)
 
 
 class Gpu(NamedTuple):
@@ -75,12 +78,21 @@ def find_gpu(name: str) -> Gpu:
     named = [gpu for gpu in GPUS.values() if wanted and wanted in _plain(gpu.name)]
     if len({gpu.memory_gib for gpu in named}) == 1:
         return named[0]
-    names = [gpu.name for gpu in named] or difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.3) or list(GPUS)
-    raise UserError(f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give --gpu_memory_gib.")
+    names = (
+        [gpu.name for gpu in named]
+        or difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.3)
+        or list(GPUS)
+    )
+    raise UserError(
+        f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give "
+        "--gpu_memory_gib."
+    )
 
 
 def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
-    """A GPU with so much memory, and the rates of the one of that name, else of the nearest one that is as new."""
+    """A GPU with so much memory, and the rates of the one of that name, else of the nearest one
+    that is as new.
+    """
     named = next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None)
     if named:
         return named._replace(memory_gib=memory_gib)
@@ -90,8 +102,12 @@ def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
 
 
 def gpu_of(card: Any) -> Gpu:
-    """The GPU that torch.cuda.get_device_properties describes, of whose memory CUDA can give all."""
-    return nearest_gpu(card.total_memory / GIB, card.name, 10 * card.major + card.minor)._replace(usable=1.0)
+    """The GPU that torch.cuda.get_device_properties describes,
+    of whose memory CUDA can give all.
+    """
+    return nearest_gpu(card.total_memory / GIB, card.name, 10 * card.major + card.minor)._replace(
+        usable=1.0
+    )
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,6 @@
-"""The well-known models whose sizes come along, so that a plan needs no network, and the ways to write their names."""
+"""The well-known models whose sizes come along, so that a plan needs no network, and the ways to
+write their names.
+"""
 
 import difflib
 import re
@@ -11,19 +13,25 @@ import yaml
 from fsdp_qlora.utils.hub import is_hub_name
 
 # The configs of well-known models by name. A text is another name of the same model.
-KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
+KNOWN_MODELS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("known_models.yaml").read_text()
+)
 _SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|bf16|v0\.\d|\d{4}))+$")
 _UPPER = {"fp8": "FP8", "bf16": "BF16"}
 _AS_THEY_ARE = ("hf", "it", "pt", "chat")
 _SIZE = re.compile(r"(?:\d+x)?[ae]?\d+(?:\.\d+)?[bmt]|\d+e")  # 8b, 8x7b, a3b, e4b, 135m, 1t, 16e
 _UNITS = {"m": 0, "b": 1, "t": 2}
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)*")
-_FEW = 4  # models of the very version that is asked for: with fewer, those of its minor versions are named too
+# models of the very version that is asked for: with fewer, those of its minor versions are named
+# too
+_FEW = 4
 _ALIKE = 0.6  # of difflib: how much of a family's name a wrong one must have
 
 
 def known_sizes(name: str) -> Mapping[str, Any] | None:
-    """A well-known model's entry with its settings, by its name with or without owner and suffix, or None."""
+    """A well-known model's entry with its settings, by its name with or without owner and suffix,
+    or None.
+    """
     entry = _entry(name)
     if entry is None:
         return None
@@ -32,7 +40,9 @@ def known_sizes(name: str) -> Mapping[str, Any] | None:
 
 
 def hub_name(name: str) -> str:
-    """The name with its owner on the hub, of a well-known model that is written without; other names as they are."""
+    """The name with its owner on the hub, of a well-known model that is written without; other
+    names as they are.
+    """
     entry = None if is_hub_name(name) else _entry(name)
     if entry is None:
         return name
@@ -68,7 +78,9 @@ def _entry(name: str) -> Mapping[str, Any] | None:
 
 
 def _letters(name: str) -> str:
-    """A name without what stands between its words: llama-3.1-70b is written as llama3.1:70b too."""
+    """A name without what stands between its words: llama-3.1-70b is written as
+    llama3.1:70b too.
+    """
     return re.sub(r"[-_: ]", "", name)
 
 
@@ -87,17 +99,20 @@ _NAMES |= {_letters(name): name for name in KNOWN_MODELS}
 
 
 def names_near(name: str) -> list[str]:
-    """The models of the family that a name means, by version and size; none if it is like that of no family.
+    """The models of the family that a name means, by version and size; none if it is like that of
+    no family.
 
-    A family is what precedes the size: gemma-4 of gemma-4-31b. A name in which there is no family is read as the
-    nearest one, and then without its last words.
+    A family is what precedes the size: gemma-4 of gemma-4-31b. A name in which there is no family
+    is read as the nearest one, and then without its last words.
     """
     words = _words(_SUFFIXES.sub("", name.lower().rpartition("/")[2].replace("meta-", "")))
     families = {prefix for known in KNOWN_MODELS for prefix in _prefixes(_words(known))}
     while words:
         wanted = "".join(words)
         if wanted not in families:
-            wanted = next(iter(difflib.get_close_matches(wanted, sorted(families), n=1, cutoff=_ALIKE)), "")
+            wanted = next(
+                iter(difflib.get_close_matches(wanted, sorted(families), n=1, cutoff=_ALIKE)), ""
+            )
         found = _family(wanted)
         if found:
             return found
@@ -106,19 +121,28 @@ def names_near(name: str) -> list[str]:
 
 
 def _family(wanted: str) -> list[str]:
-    """The models of a family, such as gemma4; of llama3 also those of llama3.1, unless there are enough without."""
+    """The models of a family, such as gemma4; of llama3 also those of llama3.1, unless there are
+    enough without.
+    """
     models = [name for name, entry in KNOWN_MODELS.items() if not isinstance(entry, str)]
     found = sorted((name for name in models if wanted in _prefixes(_words(name))), key=_order)
     if not wanted[-1:].isdigit() or len(found) >= _FEW:
         return found
-    minor = (name for name in models if any(each.startswith(f"{wanted}.") for each in _prefixes(_words(name))))
+    minor = (
+        name
+        for name in models
+        if any(each.startswith(f"{wanted}.") for each in _prefixes(_words(name)))
+    )
     return found + sorted(minor, key=_order)
 
 
 def _order(name: str) -> tuple[Any, ...]:
     """By the words of the family, numbers as numbers, then by size."""
     words = [(0, float(word), "") if word[0].isdigit() else (1, 0.0, word) for word in _words(name)]
-    sizes = [(_UNITS[unit], float(number)) for number, unit in re.findall(r"(\d+(?:\.\d+)?)([mbt])", name)]
+    sizes = [
+        (_UNITS[unit], float(number))
+        for number, unit in re.findall(r"(\d+(?:\.\d+)?)([mbt])", name)
+    ]
     return words, sizes
 
 

@@ -1,4 +1,5 @@
-"""Places a planned model on the ranks: which of them share it, what is in host memory, how many blocks recompute.
+"""Places a planned model on the ranks: which of them share it, what is in host memory, how many
+blocks recompute.
 
 Checks that weights and result fit on this machine, before the first byte is read.
 """
@@ -60,25 +61,36 @@ def place(
     store: dist.Store | None = None,
     blocks: Sequence[BlockBytes] | None = None,
 ) -> PlacedModel:
-    """Give a model its place: as the options ask, and where they leave it open by what fits, alike on all ranks.
+    """Give a model its place: as the options ask, and where they leave it open by what fits, alike
+    on all ranks.
 
     Args:
         lengths: of the longest micro-batch; None for as many and as long rows as the options allow.
-        store: by which the ranks agree; None if each decides alone. blocks: as measured for these rows, if they are.
+        store: by which the ranks agree; None if each decides alone. blocks: as measured for these
+        rows, if they are.
     """
     lengths = lengths or longest_allowed(config)
     shares = config.context_size
-    blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents, num_parts=shares)
-    variants = {place: _placed(config, plan, place, blocks, lengths) for place in candidates(config, plan)}
+    blocks = blocks or measure_blocks(
+        plan.meta.parts, plan.precision, lengths, plan.documents, num_parts=shares
+    )
+    variants = {
+        place: _placed(config, plan, place, blocks, lengths) for place in candidates(config, plan)
+    }
     if len(variants) == 1:
         return next(iter(variants.values()))
-    needs = {placement: fit.with_margin(placed.memory.reserved) for placement, placed in variants.items()}
+    needs = {
+        placement: fit.with_margin(placed.memory.reserved) for placement, placed in variants.items()
+    }
     free = least_free(plan.machine, "the free GPU memory", store)
     chosen = fit.choose(needs, free)
-    # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
+    # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a
+    # line.
     is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
     reason = None if is_expected else fit.describe_choice(needs, free)
-    return dataclasses.replace(variants[chosen], reduction=fit.describe_reduction(needs, free), reason=reason)
+    return dataclasses.replace(
+        variants[chosen], reduction=fit.describe_reduction(needs, free), reason=reason
+    )
 
 
 def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:
@@ -100,19 +112,26 @@ def longest_allowed(config: TrainConfig) -> Lengths:
 
 
 def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
-    """The numbers of ranks that may share each micro-batch, as the option and the model say, the smallest first."""
+    """The numbers of ranks that may share each micro-batch, as the option and the model say, the
+    smallest first.
+    """
     if config.context_parallel_size != "auto":
         return [config.context_size]
     if context_blocker(plan.meta.parts, plan.documents):
         return [1]
-    return [size for size in sizes_that_divide_heads(plan.meta.parts) if plan.machine.per_node % size == 0]
+    return [
+        size
+        for size in sizes_that_divide_heads(plan.meta.parts)
+        if plan.machine.per_node % size == 0
+    ]
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     """The placements that the options leave open, the fastest first; on a CPU there is one.
 
-    A rank with a whole model has whole gradients in the end, so there is nothing to gain by reducing them earlier.
-    Several nodes each hold the model if it fits, if need be in host memory: their link is slower than that.
+    A rank with a whole model has whole gradients in the end, so there is nothing to gain by
+    reducing them earlier. Several nodes each hold the model if it fits, if need be in host memory:
+    their link is slower than that.
 
     Raises:
         UserError: --use_cpu_offload is more than the model's blocks.
@@ -123,10 +142,11 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     on_host = config.use_cpu_offload
     if on_host not in ("auto", True, False) and int(on_host) > blocks:
         raise UserError(
-            f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most that, or true for the "
-            "embeddings too."
+            f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most "
+            "that, or true for the embeddings too."
         )
-    is_paged_whole = plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged  # it pages from the GPU
+    # it pages from the GPU
+    is_paged_whole = plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged
     nothing = Offload()
     everything = Offload(blocks, embeddings=True)
     offloads = [nothing, everything]
@@ -139,10 +159,18 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     ways = (False,) if plan.trains_whole_modules else ways
     if machine.device.type != "cuda":
         return [Placement("full_shard" if is_auto else strategy, offloads[0], ways[0])]
-    possible = {"ddp": ranks > 1, "hybrid_full_shard": 1 < machine.per_node < ranks, "full_shard": True}
+    possible = {
+        "ddp": ranks > 1,
+        "hybrid_full_shard": 1 < machine.per_node < ranks,
+        "full_shard": True,
+    }
     return [
         Placement(name, offload, accumulates)
-        for name in ([name for name, is_possible in possible.items() if is_possible] if is_auto else [strategy])
+        for name in (
+            [name for name, is_possible in possible.items() if is_possible]
+            if is_auto
+            else [strategy]
+        )
         for offload in offloads
         if not (is_auto and name == "ddp" and offload.blocks)
         for accumulates in (ways[:1] if name == "ddp" else ways)
@@ -150,9 +178,14 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
 
 
 def _placed(
-    config: TrainConfig, plan: ModelPlan, chosen: Placement, blocks: Sequence[BlockBytes], lengths: Lengths
+    config: TrainConfig,
+    plan: ModelPlan,
+    chosen: Placement,
+    blocks: Sequence[BlockBytes],
+    lengths: Lengths,
 ) -> PlacedModel:
-    """The model in a place, with the memory of a rank there; with recompute auto, all blocks recompute at first.
+    """The model in a place, with the memory of a rank there; with recompute auto, all blocks
+    recompute at first.
 
     Raises:
         UserError: --recompute is more than the model's blocks.
@@ -161,7 +194,10 @@ def _placed(
     total = len(plan.meta.parts.blocks)
     recompute = config.recompute
     if isinstance(recompute, int) and recompute > total:
-        raise UserError(f"--recompute {recompute}: the model has {total} decoder blocks. Give at most that, or all.")
+        raise UserError(
+            f"--recompute {recompute}: the model has {total} decoder blocks. Give at "
+            "most that, or all."
+        )
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
     step = Step(
         precision=plan.precision,
@@ -169,7 +205,11 @@ def _placed(
         layout=layout,
         placement=chosen,
         num_tokens=-(-lengths.num_computed // config.context_size),
-        recomputing=recompute if isinstance(recompute, int) else 0 if recompute == "none" else total,
+        recomputing=recompute
+        if isinstance(recompute, int)
+        else 0
+        if recompute == "none"
+        else total,
         has_micro_batches=config.gradient_accumulation_steps > 1,
         offloads_activations=config.recompute == "offload",
         buffer_bytes=bytes_of_variable(BUFFER),
@@ -177,7 +217,9 @@ def _placed(
         passes=1 + config.has_reference_beside,
         image_values=lengths.image_values,
     )
-    return PlacedModel(plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks)
+    return PlacedModel(
+        plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks
+    )
 
 
 def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
@@ -198,7 +240,9 @@ def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
 # --- what is free ---
 
 
-def check_memory(memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
+def check_memory(
+    memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool
+) -> None:
     """Refuse a run that cannot fit, with the numbers and what would help.
 
     Raises:
@@ -209,11 +253,15 @@ def check_memory(memory: Memory, device: torch.device, *, ranks_on_host: int, ca
         free, total = torch.cuda.mem_get_info(device)
         needed = sum(memory.resident.values())
         if needed > free:
-            advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
+            advice = (
+                "--use_cpu_offload true keeps the frozen weights in host memory; "
+                if can_offload
+                else ""
+            )
             raise (UserError if needed > total else OutOfMemory)(
-                f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB of GPU memory, "
-                f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
-                "a smaller model need less."
+                f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB "
+                f"of GPU memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. "
+                f"{advice}more GPUs, a smaller --lora_rank or a smaller model need less."
             )
     free = host_memory_free(ranks_on_host)
     host = psutil.virtual_memory()
@@ -221,9 +269,9 @@ def check_memory(memory: Memory, device: torch.device, *, ranks_on_host: int, ca
     if needed > free:
         is_held = host.available < needed * ranks_on_host <= host.total
         raise (OutOfMemory if is_held else UserError)(
-            f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, and "
-            f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
-            "--use_cpu_offload false or a smaller model need less."
+            f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, "
+            f"and {free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). "
+            "More ranks, --use_cpu_offload false or a smaller model need less."
         )
 
 
@@ -236,13 +284,17 @@ def check_disk(output_dir: Path, num_bytes: int) -> None:
     free = free_disk(output_dir)
     if num_bytes > free:
         raise UserError(
-            f"The result needs {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
-            "Free some space, or give an --output_dir on a larger disk; --save_model false saves only the metrics."
+            f"The result needs {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has "
+            f"{free / GIB:.2f} GiB free. "
+            "Free some space, or give an --output_dir on a larger disk; --save_model false saves "
+            "only the metrics."
         )
 
 
 def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
-    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`."""
+    """Size of the saved result: an adapter and modules trained with it in float32, or the whole
+    model in `dtype`.
+    """
     kinds = each_parameter(model).values()
     if any(kind.in_adapter for kind in kinds):
         return sum(4 * kind.num_weights for kind in kinds if kind.category == "trainable")
@@ -251,13 +303,17 @@ def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
 
 
 def adapter_bytes(placed: PlacedModel) -> int:
-    """Bytes of host memory on a rank for each adapter of a service: value, gradient and two moments in float32."""
+    """Bytes of host memory on a rank for each adapter of a service: value, gradient and two moments
+    in float32.
+    """
     weights = sum(parameter.numel() for _, parameter in adapter_parameters(placed.model.meta.model))
     return 16 * weights // placed.layout.num_shards
 
 
 def host_memory_free(ranks_on_host: int) -> int:
-    """Bytes of host memory left for each rank by the limits of the machine, the container and the process."""
+    """Bytes of host memory left for each rank by the limits of the machine, the container and the
+    process.
+    """
     limits = [psutil.virtual_memory().available // ranks_on_host]
     in_container = _cgroup_free()
     if in_container is not None:

@@ -1,4 +1,6 @@
-"""Plans a model before a weight is read: builds it on the meta device as the train type says, and checks it."""
+"""Plans a model before a weight is read: builds it on the meta device as the train type says, and
+checks it.
+"""
 
 import logging
 import math
@@ -24,12 +26,27 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter, read_config, token_ids
-from fsdp_qlora.model.adapters.token_rows import NewTokens, add_token_rows, add_tokens, with_token_rows
+from fsdp_qlora.model.adapters.token_rows import (
+    NewTokens,
+    add_token_rows,
+    add_tokens,
+    with_token_rows,
+)
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.attention import can_share, changing_rope, choose, describe_kernel, packing_blocker
+from fsdp_qlora.model.architecture.attention import (
+    can_share,
+    changing_rope,
+    choose,
+    describe_kernel,
+    packing_blocker,
+)
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.model.architecture.token_mixers import can_continue, has_convolution, missing_kernels
+from fsdp_qlora.model.architecture.token_mixers import (
+    can_continue,
+    has_convolution,
+    missing_kernels,
+)
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
@@ -52,8 +69,8 @@ _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and bias
 class Machine:
     """The devices that a run computes on.
 
-    device: of its ranks; in a dry run often a GPU that is not here. world_size: ranks of the run. ranks: this process.
-    free: bytes of a GPU that is elsewhere, if it is known.
+    device: of its ranks; in a dry run often a GPU that is not here. world_size: ranks of the run.
+    ranks: this process. free: bytes of a GPU that is elsewhere, if it is known.
     """
 
     device: torch.device
@@ -63,7 +80,9 @@ class Machine:
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: Ranks) -> "Machine":
-        """The machine of a run; of a dry run the one that its options ask for, even if this one lacks the GPUs."""
+        """The machine of a run; of a dry run the one that its options ask for, even if this one
+        lacks the GPUs.
+        """
         if not config.dry_run:
             return cls(ranks.device, ranks.world_size, ranks)
         launched = int(os.environ.get("WORLD_SIZE") or 1)
@@ -74,7 +93,9 @@ class Machine:
         return cls(torch.device("cuda") if is_elsewhere else ranks.device, num_ranks, ranks)
 
     def data_size(self, context_size: int) -> int:
-        """Groups of so many ranks that get other rows than each other. Raises UserError if there are none."""
+        """Groups of so many ranks that get other rows than each other. Raises UserError if there
+        are none.
+        """
         return self.ranks.layout("full_shard", self.world_size, context_size).data_size
 
     @property
@@ -88,10 +109,14 @@ class Machine:
 
     @property
     def gpu_memory(self) -> tuple[int, int] | None:
-        """Bytes free and in all of the GPU that is planned for, or is here; None if it is not known."""
+        """Bytes free and in all of the GPU that is planned for, or is here; None if it is not
+        known.
+        """
         if self.free is not None:
             return self.free, self.free
-        return torch.cuda.mem_get_info(self.ranks.device) if self.ranks.device.type == "cuda" else None
+        return (
+            torch.cuda.mem_get_info(self.ranks.device) if self.ranks.device.type == "cuda" else None
+        )
 
 
 @dataclass(frozen=True)
@@ -99,11 +124,11 @@ class ModelPlan:
     """The model before its weights are read.
 
     Attributes:
-        meta: the model on the meta device, quantized and adapted.
-        documents: attention implementation for rows without padding; None if there is none, or rows are padded.
-        packed: how the weight files are quantized, if they are trained on as they are.
-        stored: the format of weight files that are decoded as they are read.
-        adapter: configuration of the adapter that is saved; None where a whole model is saved.
+        meta: the model on the meta device, quantized and adapted. documents: attention
+        implementation for rows without padding; None if there is none, or rows are padded. packed:
+        how the weight files are quantized, if they are trained on as they are. stored: the format
+        of weight files that are decoded as they are read. adapter: configuration of the adapter
+        that is saved; None where a whole model is saved.
     """
 
     machine: Machine
@@ -119,7 +144,9 @@ class ModelPlan:
 
     @property
     def trains_whole_modules(self) -> bool:
-        """Whether more than an adapter trains. Its gradients do not add up unsharded, and its state is not gathered."""
+        """Whether more than an adapter trains. Its gradients do not add up unsharded, and its state
+        is not gathered.
+        """
         return self.adapter is None or bool(self.adapter.modules_to_save)
 
 
@@ -149,7 +176,9 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
         fetch_early(config, folder, model_config, once)
     plan = build_plan(config, machine, folder, model_config, tokenizer)
     if plan.meta.model.generation_config is not None:  # made of config.json alone
-        plan.meta.model.generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
+        plan.meta.model.generation_config.eos_token_id = models.end_tokens(
+            plan.folder, plan.tokenizer
+        )
     dtype = plan.precision.compute_dtype
     device = machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
@@ -158,40 +187,61 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     log_plan(config, *describe_model(plan.meta, plan.precision), kernel)
     most = models.most_positions(plan.config)
     if config.context_length != "auto" and most and config.longest_row > most:
-        log.warning("context_length %d is more than the model's own limit of %d positions.", config.longest_row, most)
+        log.warning(
+            "context_length %d is more than the model's own limit of %d positions.",
+            config.longest_row,
+            most,
+        )
     return plan
 
 
-def fetch_early(config: TrainConfig, folder: Path, model_config: PretrainedConfig, once: hub.Once) -> None:
+def fetch_early(
+    config: TrainConfig, folder: Path, model_config: PretrainedConfig, once: hub.Once
+) -> None:
     """Download the weights of a model before its plan, where only they tell what is planned.
 
-    They tell whether the model has a head of its own, and which layers are quantized; often an index does, too, which
-    is here already.
+    They tell whether the model has a head of its own, and which layers are quantized; often an
+    index does, too, which is here already.
     """
     tell_layers = is_quantized(model_config, folder) and tensor_names(folder) is None
-    if tell_layers or needs_weights(model_config, folder, trust_remote_code=config.trust_remote_code):
-        hub.fetch_weights(config.model_name, folder, lambda work, what: once(work, f"{what}, before it is planned"))
+    if tell_layers or needs_weights(
+        model_config, folder, trust_remote_code=config.trust_remote_code
+    ):
+        hub.fetch_weights(
+            config.model_name,
+            folder,
+            lambda work, what: once(work, f"{what}, before it is planned"),
+        )
 
 
 def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
-    """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with verbose all."""
+    """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with
+    verbose all.
+    """
     log.info("%s", first if config.dry_run or config.verbose else fit(first))
     for line in filter(None, details):
         log.log(logging.INFO if config.dry_run else logging.DEBUG, "%s", line)
 
 
 def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
-    """Architecture, parameters, quantized and trainable ones, precision; and attention and the quantized blocks."""
+    """Architecture, parameters, quantized and trainable ones, precision; and attention and the
+    quantized blocks.
+    """
     counts = count_parameters(meta.parts)
-    share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
+    # there are none where all trains
+    share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)
     kind = "DoRA" if magnitudes(meta.model) else "LoRA"
-    experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""
+    experts = (
+        (f" and {len(meta.target_parameters)} expert parameters") if meta.target_parameters else ""
+    )
     adapted = f" ({kind} on {len(meta.targets)} layers{experts})" if meta.targets else ""
     quantized = 100 * counts["quantized"] / counts["total"]
     return [
-        f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, {quantized:.1f}% quantized; "
+        f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, "
+        f"{quantized:.1f}% quantized; "
         f"{format_count(counts['trainable'])} train{adapted}, {precision.name}",
-        f"  attention {meta.model.config._attn_implementation}; {share:.1f}% of the decoder blocks quantized",
+        f"  attention {meta.model.config._attn_implementation}; {share:.1f}% of the decoder blocks "
+        "quantized",
     ]
 
 
@@ -201,23 +251,38 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
     if plan.stored:
         yield plan.stored.describe_decoding(quantizes=config.kind.quantizer is not None)
     if plan.packed:
-        yield plan.packed.describe_use(quant_type=config.quant_type, double_quant=config.double_quant)
+        yield plan.packed.describe_use(
+            quant_type=config.quant_type, double_quant=config.double_quant
+        )
     for reason in dict.fromkeys(meta.left_out.values()):
-        counts = Counter(re.sub(r"^.*\.\d+\.", "", path) for path, why in meta.left_out.items() if why == reason)
+        counts = Counter(
+            re.sub(r"^.*\.\d+\.", "", path) for path, why in meta.left_out.items() if why == reason
+        )
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
         yield f"Neither quantized nor adapted, since {reason}: {named}."
     missing = " ".join(missing_kernels(meta.model))
     if missing:
-        yield f"PyTorch computes convolutions and states, much slower on a GPU than: pip install {missing}"
+        yield (
+            "PyTorch computes convolutions and states, much slower on a GPU than: pip install "
+            f"{missing}"
+        )
     for path, (module, rows) in with_token_rows(meta.model).items():
         count = len(rows.indices)
         needs = format_bytes(16 * rows.trainable_tokens_delta.numel())
-        yield f"New tokens: {count} of the {len(module.weight):,} rows of {path} train ({needs} with AdamW's state)."
+        yield (
+            f"New tokens: {count} of the {len(module.weight):,} rows of {path} train ({needs} "
+            "with AdamW's state)."
+        )
     towers = meta.parts.towers
     if towers:
-        size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
+        size = sum(
+            parameter.nbytes for tower in towers.values() for parameter in tower.parameters()
+        )
         named = ", ".join(towers)
-        yield f"The parts for images are sharded as they are and do not train ({named}: {format_bytes(size)})."
+        yield (
+            f"The parts for images are sharded as they are and do not train ({named}: "
+            f"{format_bytes(size)})."
+        )
 
 
 def build_plan(
@@ -235,10 +300,14 @@ def build_plan(
     train_type = config.kind
     device = machine.ranks.device
     # GPUs that are elsewhere are taken for newer ones.
-    wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
+    wanted_precision = (
+        "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
+    )
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
     packed, stored = take_formats(config, model_config, folder)
-    was_tied = settle_head(model_config, folder, stored, packed=packed, trust_remote_code=config.trust_remote_code)
+    was_tied = settle_head(
+        model_config, folder, stored, packed=packed, trust_remote_code=config.trust_remote_code
+    )
     tokenizer, new_tokens = with_new_tokens(config, model_config, tokenizer)
     if new_tokens and was_tied:
         raise _ties_rows(config.model_name)
@@ -272,8 +341,12 @@ def build_plan(
             model_config=model_config,
         )
         if new_tokens:
-            adapter.trainable_token_indices = {path: [*new_tokens.ids] for path in with_token_rows(meta.model)}
-    kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
+            adapter.trainable_token_indices = {
+                path: [*new_tokens.ids] for path in with_token_rows(meta.model)
+            }
+    kernel = choose(
+        meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation
+    )
     check_context(meta.parts, kernel, config.context_size)
     return ModelPlan(
         machine=machine,
@@ -291,7 +364,8 @@ def build_plan(
 
 def _ties_rows(name: str) -> UserError:
     return UserError(
-        f"--add_tokens: {name} has a head of its own, and its config.json ties it to the embeddings, so PEFT would "
+        f"--add_tokens: {name} has a head of its own, and its config.json ties it to the "
+        "embeddings, so PEFT would "
         "load one set of rows for both. Set tie_word_embeddings to false in config.json."
     )
 
@@ -299,11 +373,12 @@ def _ties_rows(name: str) -> UserError:
 def take_formats(
     config: TrainConfig, model_config: PretrainedConfig, folder: Path
 ) -> tuple[PackedFormat | None, PackedFormat | None]:
-    """Remove the quantization of a model's weight files from its configuration, and say how they are used.
+    """Remove the quantization of a model's weight files from its configuration, and say how they
+    are used.
 
     Returns:
-        The format of files that are trained on as they are, and that of files that are decoded as they are read; at
-        least one is None.
+        The format of files that are trained on as they are, and that of files that are decoded as
+        they are read; at least one is None.
     Raises:
         UserError: the format is unknown, or the train type trains other models.
     """
@@ -313,7 +388,8 @@ def take_formats(
         return None, packed
     if kind.quantizer != BITSANDBYTES or kind.trains_new_blocks:
         raise UserError(
-            f"model_name {config.model_name} is quantized to 4 bits, which train_type {config.train_type} cannot "
+            f"model_name {config.model_name} is quantized to 4 bits, which train_type "
+            f"{config.train_type} cannot "
             "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
         )
     return packed, None
@@ -322,17 +398,25 @@ def take_formats(
 def with_new_tokens(
     config: TrainConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedTokenizerBase, NewTokens | None]:
-    """The tokenizer with the tokens of --add_tokens or of --adapter, and these, which the configuration grows by."""
+    """The tokenizer with the tokens of --add_tokens or of --adapter, and these, which the
+    configuration grows by.
+    """
     folder = Path(config.adapter or "").expanduser()
     tokens = None
     if config.adapter and (ids := token_ids(folder, read_config(folder))):
         if (folder / "tokenizer_config.json").is_file():
-            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+            tokenizer = models.load_tokenizer(
+                folder, str(folder), trust_remote_code=config.trust_remote_code
+            )
         tokens = NewTokens(ids)
         if not {*add_tokens(tokenizer, config.add_tokens, 0)[1].ids} <= {*ids}:
-            raise UserError(f"--adapter {folder} has other new tokens than --add_tokens: leave that out.")
+            raise UserError(
+                f"--adapter {folder} has other new tokens than --add_tokens: leave that out."
+            )
     elif config.add_tokens:
-        tokenizer, tokens = add_tokens(tokenizer, config.add_tokens, model_config.get_text_config().vocab_size)
+        tokenizer, tokens = add_tokens(
+            tokenizer, config.add_tokens, model_config.get_text_config().vocab_size
+        )
     if tokens:
         tokens.grow(model_config)
     return tokenizer, tokens
@@ -341,7 +425,9 @@ def with_new_tokens(
 def layer_options(
     config: TrainConfig, model_config: PretrainedConfig, packed: PackedFormat | None = None
 ) -> LayerOptions:
-    """How layers are quantized and adapted. packed: the format of weight files that are trained on as they are."""
+    """How layers are quantized and adapted. packed: the format of weight files that are trained on
+    as they are.
+    """
     train_type = config.kind
     return LayerOptions(
         lora=config.pick(
@@ -353,7 +439,9 @@ def layer_options(
         ),
         quantizer=quantizer_options(config, train_type.quantizer),
         prequantized=packed,
-        new_blocks=models.new_blocks(model_config, config.model_name) if train_type.trains_new_blocks else (),
+        new_blocks=models.new_blocks(model_config, config.model_name)
+        if train_type.trains_new_blocks
+        else (),
     )
 
 
@@ -364,10 +452,12 @@ def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, A
 
 
 def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
-    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
+    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not
+    count.
 
     Raises:
-        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
+        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not
+        allowed.
     """
     counts = count_parameters(parts)
     share = counts["quantized"] / counts["in_blocks"]
@@ -381,14 +471,15 @@ def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None
     }
     largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
     raise UserError(
-        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder blocks can be quantized; "
-        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
-        "--allow_unquantized true."
+        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder "
+        "blocks can be quantized; the rest would stay in 16 bits or more, most of it in "
+        f"{largest}. If there is memory for that, give --allow_unquantized true."
     )
 
 
 def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
-    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is known.
+    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is
+    known.
 
     The rest is found by a probe (training/probes.py).
 
@@ -399,17 +490,22 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
     if reason:
         return reason
     if not can_share(documents):
-        return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
+        return (
+            f"its attention is computed by {documents or parts.model.config._attn_implementation}"
+        )
     rope = changing_rope(parts.model.config)
     if rope:
         return f"its rope type {rope[0]} depends on the length of whole rows"
-    mixers = filter(has_convolution, (module for block in parts.blocks for module in block.modules()))
+    mixers = filter(
+        has_convolution, (module for block in parts.blocks for module in block.modules())
+    )
     stuck = {type(module).__name__ for module in mixers if not can_continue(module)}
     return f"{', '.join(sorted(stuck))} takes no state from other ranks" if stuck else None
 
 
 def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
-    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for `context_blocker`.
+    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for
+    `context_blocker`.
 
     Raises:
         UserError: the model cannot be divided so.
@@ -418,16 +514,21 @@ def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
         return
     reason = context_blocker(parts, documents)
     if reason:
-        raise UserError(f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}.")
+        raise UserError(
+            f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}."
+        )
     possible = sizes_that_divide_heads(parts)
     if size not in possible:
         raise UserError(
-            f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, which so many ranks "
+            f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, "
+            "which so many ranks "
             f"cannot share equally. Possible: {', '.join(map(str, possible))}."
         )
 
 
 def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
-    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that of the heads."""
+    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that
+    of the heads.
+    """
     heads = math.gcd(*(shape.heads for shape in block_shapes(parts.model.config)))
     return [size for size in range(1, heads + 1) if heads % size == 0]

@@ -1,4 +1,6 @@
-"""The plan of a run, made before a weight is read, and how the run's memory and speed turn out beside it."""
+"""The plan of a run, made before a weight is read, and how the run's memory and speed turn out
+beside it.
+"""
 
 import contextlib
 import dataclasses
@@ -101,7 +103,9 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     machine.data_size(config.context_size)  # before any long work
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
-    scorer = Scorer(config.rewards, zero_on_error=config.on_reward_error == "zero", seconds=config.hang_seconds)
+    scorer = Scorer(
+        config.rewards, zero_on_error=config.on_reward_error == "zero", seconds=config.hang_seconds
+    )
     scored_by = scorer.start() if ranks.is_rank_0 else []
     named_questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     questions = tuple(question for _, question in named_questions)
@@ -124,7 +128,12 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         prompt["ends"] = ends
         end = " or ".join(ends)
         own = tokenizer.eos_token
-        log.info("Answers end with %s, not with the tokenizer's %s: generation_config.json will name both.", end, own)
+        log.info(
+            "Answers end with %s, not with the tokenizer's %s: generation_config.json will name "
+            "both.",
+            end,
+            own,
+        )
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
@@ -143,13 +152,30 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     generation = None
     if data.prompts and not config.rollout_url:
         free = least_free(machine, "the memory for generation", store)
-        card = gpu_of(torch.cuda.get_device_properties(ranks.device)) if ranks.device.type == "cuda" else None
+        card = (
+            gpu_of(torch.cuda.get_device_properties(ranks.device))
+            if ranks.device.type == "cuda"
+            else None
+        )
         longest = int(data.lengths.max())
         most_new = config.max_completion_length
-        generation = plan_generation(placed, schedule.global_batch_size, longest, most_new, free, card)
+        generation = plan_generation(
+            placed, schedule.global_batch_size, longest, most_new, free, card
+        )
     warmup_steps = num_warmup_steps(config, schedule)
     scoring = scorer, scored_by, stop_text
-    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, *scoring, generation, chosen, teacher)
+    plan = Plan(
+        placed,
+        data,
+        schedule,
+        warmup_steps,
+        questions,
+        tasks,
+        *scoring,
+        generation,
+        chosen,
+        teacher,
+    )
     _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
@@ -157,9 +183,15 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
 
 
 def teacher_config(config: TrainConfig) -> TrainConfig:
-    """The options by which the teacher is loaded: as the student, without its adapter, and without an optimizer."""
+    """The options by which the teacher is loaded: as the student, without its adapter, and without
+    an optimizer.
+    """
     kinds = [name for name, kind in TRAIN_TYPES.items() if kind.adapter == "lora"]
-    train_type = next(name for name in kinds if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer)
+    train_type = next(
+        name
+        for name in kinds
+        if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer
+    )
     options = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
     options |= {
         "model_name": config.teacher,
@@ -167,7 +199,13 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
         "train_type": train_type,
         "lora_rank": 1,
     }
-    options |= {"objective": "sft", "teacher": None, "base_name": None, "recompute": "all", "optimizer": ""}
+    options |= {
+        "objective": "sft",
+        "teacher": None,
+        "base_name": None,
+        "recompute": "all",
+        "optimizer": "",
+    }
     if config.teacher_adapter:
         options |= read_adapter(Path(config.teacher_adapter).expanduser()).options
     return dataclasses.replace(config, **options, gradient_accumulation_steps=1)
@@ -186,21 +224,29 @@ def _refuse_other_settings(config: TrainConfig, student: ModelPlan, kept: Teache
     differences = [*kept.differences({"temperature": config.temperature, "vocabulary": vocabulary})]
     if differences:
         raise UserError(
-            f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run `fsdp-qlora teach` with "
+            f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run "
+            "`fsdp-qlora teach` with "
             "the options of this run."
         )
 
 
 def plan_teacher(
-    config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
+    config: TrainConfig,
+    student: ModelPlan,
+    data: RunData,
+    longest: Lengths,
+    store: dist.Store | None,
 ) -> PlacedModel | None:
-    """Plan the teacher as a model of its own, for the same rows, and log it; None for one that is not loaded here.
+    """Plan the teacher as a model of its own, for the same rows, and log it; None for one that is
+    not loaded here.
 
     Raises:
         UserError: it cannot be planned, has another tokenizer, or rows have images.
     """
     if data.have_images:
-        raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
+        raise UserError(
+            "--teacher: rows with images can be learned as they are alone, with --objective sft."
+        )
     own = teacher_config(config)
     store = dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
@@ -210,14 +256,16 @@ def plan_teacher(
         return None
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(
-            f"--teacher {config.teacher} has no config.json, as the folder of a model, and no teacher.json, as one "
+            f"--teacher {config.teacher} has no config.json, as the folder of a model, and no "
+            "teacher.json, as one "
             "that `fsdp-qlora teach` has written."
         )
     plan = None if config.teacher_url else plan_model(own, student.machine, store)
     tokenizer = plan.tokenizer if plan else read_model(own)[2]
     if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
         raise UserError(
-            f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens have other ids or none."
+            f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens "
+            "have other ids or none."
         )
     if not plan:
         return None
@@ -225,18 +273,30 @@ def plan_teacher(
     teacher = place(own, plan, longest, store)
     count = int(data.train.num_targets.sum())
     size = bytes_per_token(config.top_k)
-    log.info("Teacher: %s learned tokens, %d bytes each (%s)", f"{count:,}", size, format_bytes(count * size))
-    log_plan(config, *PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines())
+    log.info(
+        "Teacher: %s learned tokens, %d bytes each (%s)",
+        f"{count:,}",
+        size,
+        format_bytes(count * size),
+    )
+    log_plan(
+        config,
+        *PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines(),
+    )
     return teacher
 
 
 def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunData]:
-    """The options with the context_length that the rows decide, and the rows. Raises UserError as `prepare_data`."""
+    """The options with the context_length that the rows decide, and the rows. Raises UserError as
+    `prepare_data`.
+    """
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     options = data_options(config, model.folder, model.tokenizer)
     longest = models.most_positions(model.config)
     if not model.meta.parts.towers:
-        options = dataclasses.replace(options, text=dataclasses.replace(options.text, image_processor=None))
+        options = dataclasses.replace(
+            options, text=dataclasses.replace(options.text, image_processor=None)
+        )
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
     if model.documents is None or data.have_images:
         warn_of_padded_rope(model, data)
@@ -248,8 +308,8 @@ def warn_of_padded_rope(model: ModelPlan, data: RunData) -> None:
     rope = changing_rope(model.config)
     if rope and data.context_length > rope[1]:
         log.warning(
-            "Rope type %s changes with the longest row of a padded batch once one has more than %d tokens. "
-            "--batch_size 1 or --context_length %d avoids that.",
+            "Rope type %s changes with the longest row of a padded batch once one has more than "
+            "%d tokens. --batch_size 1 or --context_length %d avoids that.",
             rope[0],
             rope[1],
             rope[1],
@@ -257,7 +317,9 @@ def warn_of_padded_rope(model: ModelPlan, data: RunData) -> None:
 
 
 def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> TrainConfig:
-    """The options, where context_length is auto with that of the run that continues, which rank 0 reads for all."""
+    """The options, where context_length is auto with that of the run that continues, which rank 0
+    reads for all.
+    """
     if config.context_length != "auto":
         return config
     kept = json.dumps(_recorded_context(config) if ranks.is_rank_0 else None)
@@ -270,9 +332,11 @@ def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | Non
 
 
 def _recorded_context(config: TrainConfig) -> int | None:
-    """The context_length of the run in a folder or on its mirror, or of a checkpoint; None if there is none.
+    """The context_length of the run in a folder or on its mirror, or of a checkpoint; None if there
+    is none.
 
-    A run that may be another one, to be replaced or not touched, counts if it is unfinished and of the same --dataset.
+    A run that may be another one, to be replaced or not touched, counts if it is unfinished and of
+    the same --dataset.
     """
     continues = config.start_from == "auto"
     folder = Path(config.output_dir if continues else config.start_from).expanduser()
@@ -288,8 +352,11 @@ def _recorded_context(config: TrainConfig) -> int | None:
     return context_length if isinstance(context_length, int) else None
 
 
-def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
-    """The options of the rows. By default instructions are filled into the chat template of a model made for chats.
+def data_options(
+    config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> DataOptions:
+    """The options of the rows. By default instructions are filled into the chat template of a model
+    made for chats.
 
     A run of this model that continues, and an adapter that is trained further, keep their prompts.
     """
@@ -297,10 +364,22 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
     continued = config.output_dir if config.start_from == "auto" else config.start_from
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
-    own = [record for record in records if record.get("options", {}).get("model_name") in (None, config.model_name)]
-    is_plain = any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in own)
-    if config.prompt_template is None and not is_plain and models.is_made_for_chats(folder, tokenizer):
-        return dataclasses.replace(options, text=dataclasses.replace(options.text, prompt_template=CHAT))
+    own = [
+        record
+        for record in records
+        if record.get("options", {}).get("model_name") in (None, config.model_name)
+    ]
+    is_plain = any(
+        (record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in own
+    )
+    if (
+        config.prompt_template is None
+        and not is_plain
+        and models.is_made_for_chats(folder, tokenizer)
+    ):
+        return dataclasses.replace(
+            options, text=dataclasses.replace(options.text, prompt_template=CHAT)
+        )
     return options
 
 
@@ -322,7 +401,9 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     if plan.generation:
         num_prompts = plan.schedule.global_batch_size // plan.schedule.num_generations
         num_left = len(data.train_rows) % num_prompts
-        log.info("%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left))
+        log.info(
+            "%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left)
+        )
     report = PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1])
     log_plan(config, *report.lines(), placed.reason)
     for line in data.describe_left_out():
@@ -336,9 +417,14 @@ def _describe_link(placed: PlacedModel, *, num_nodes: int) -> str:
     """One line: about how much each of several nodes sends to the others in a step."""
     meta = placed.model.meta
     (sharded_over, frees_blocks) = SHARDING_STRATEGIES[placed.placement.sharding_strategy]
-    sizes = {name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()}
+    sizes = {
+        name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()
+    }
     size = format_bytes(2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes)
-    line = f"Between {num_nodes} nodes: each sends about {size} per step, gradients of trainable weights"
+    line = (
+        f"Between {num_nodes} nodes: each sends about {size} per step, gradients of trainable "
+        "weights"
+    )
     if sharded_over == "all":
         gathered = sum(sizes.values()) * (2 if frees_blocks else 1) * (num_nodes - 1) // num_nodes
         line += f", and {format_bytes(gathered)} per micro-batch, gathered weights"
@@ -354,8 +440,12 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     """The plan with the rows per step that the run was started with; None for a new run."""
     if global_batch_size in (None, plan.schedule.global_batch_size):
         return plan
-    schedule = make_schedule(config, plan.data, plan.schedule.data_size, rows_per_step=global_batch_size)
-    plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
+    schedule = make_schedule(
+        config, plan.data, plan.schedule.data_size, rows_per_step=global_batch_size
+    )
+    plan = dataclasses.replace(
+        plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule)
+    )
     log.info(schedule.describe(plan.warmup_steps))
     return plan
 
@@ -370,10 +460,11 @@ _FAR_GIB = 0.25
 
 
 class Measured:
-    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once of far more memory.
+    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once of
+    far more memory.
 
-    Speed is planned on `gpu` for the lengths of the first steps' rows, and measured in all steps of this start: rows
-    come in random order, so both are of the same work.
+    Speed is planned on `gpu` for the lengths of the first steps' rows, and measured in all steps of
+    this start: rows come in random order, so both are of the same work.
     """
 
     def __init__(self, config: TrainConfig, plan: Plan, gpu: Gpu) -> None:
@@ -393,28 +484,37 @@ class Measured:
             memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
             self._placed = dataclasses.replace(placed, memory=memory)
             self._planned_speed = 0.0
-        self._planned_speed = self._planned_speed or planned_speed(self._config, self._plan, self._placed, self._gpu)
+        self._planned_speed = self._planned_speed or planned_speed(
+            self._config, self._plan, self._placed, self._gpu
+        )
         self._tokens += record["num_tokens"]
         self._seconds += record["step_seconds"]
         measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
         planned = {name: round(getattr(self._placed.memory, name) / GIB, 3) for name in measured}
-        off = measured["reserved"] - planned["reserved"]  # less is no fault: of a stream the longest rows are not known
+        # less is no fault: of a stream the longest rows are not known
+        off = measured["reserved"] - planned["reserved"]
         if off > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. Please report it with "
+                "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. "
+                "Please report it with "
                 "the run's facts.json: the plan is to be within 5%%.",
                 planned["reserved"],
                 measured["reserved"],
             )
         facts = {"planned_gib": planned, "measured_gib": measured, "recompute": recomputing}
-        speeds = {"planned_tokens_per_second": self._planned_speed, "tokens_per_second": self._tokens / self._seconds}
+        speeds = {
+            "planned_tokens_per_second": self._planned_speed,
+            "tokens_per_second": self._tokens / self._seconds,
+        }
         return {"measured": (facts | {name: round(speed, 1) for name, speed in speeds.items()})}
 
 
 def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:
     """Tokens per second of the run's first steps."""
-    micro_batch = RunRows(config, plan.data, plan.schedule, placed.model.documents).mean_micro_batch()
+    micro_batch = RunRows(
+        config, plan.data, plan.schedule, placed.model.documents
+    ).mean_micro_batch()
     return tokens_per_second(placed, size_of(placed.model.meta.parts), micro_batch, gpu)
 
 
@@ -428,7 +528,9 @@ def run_facts(plan: Plan) -> dict[str, Any]:
 
 
 def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
-    """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what is computed."""
+    """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what
+    is computed.
+    """
     lengths = data.lengths[data.train_rows]
     longest = int(lengths.max())
     steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
@@ -442,6 +544,7 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
         "rejected": len(data.rejected),
-        "padding_share": 1 - float(np.mean([schedule.useful_shares(step, data.lengths)[0] for step in steps])),
+        "padding_share": 1
+        - float(np.mean([schedule.useful_shares(step, data.lengths)[0] for step in steps])),
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }

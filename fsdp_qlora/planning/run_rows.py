@@ -1,4 +1,6 @@
-"""A run's rows as its plan needs them: their steps, their longest and their mean micro-batch, their generation."""
+"""A run's rows as its plan needs them: their steps, their longest and their mean micro-batch, their
+generation.
+"""
 
 import dataclasses
 import itertools
@@ -44,16 +46,21 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
     return PlannedRows(longest, MicroBatchSize(tokens, squares, data_size * tokens), _TOKENS)
 
 
-def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
+def make_schedule(
+    config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None
+) -> Schedule:
     """The steps of the run."""
     is_answered = bool(data.prompts)
     if data.have_images and config.context_size > 1:
-        raise UserError("--context_parallel_size divides rows without padding, and rows with images are padded.")
+        raise UserError(
+            "--context_parallel_size divides rows without padding, and rows with images are padded."
+        )
     schedule = config.pick(
         Schedule,
         num_rows=data.rows_per_epoch,
         data_size=data_size,
-        global_batch_size=rows_per_step or config.batch_size * config.gradient_accumulation_steps * data_size,
+        global_batch_size=rows_per_step
+        or config.batch_size * config.gradient_accumulation_steps * data_size,
         batching="padded" if data.have_images else config.batching,
         mixture=data.mixture,
         context_length=config.longest_row * config.row_kind.num_documents,
@@ -64,32 +71,44 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
 
 
 def _of_answers(schedule: Schedule) -> Schedule:
-    """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of the prompts."""
+    """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of
+    the prompts.
+    """
     rows = schedule.global_batch_size
     group = schedule.num_generations
     prompts, rest = divmod(rows, group)
     if rest:
-        divisors = ", ".join(str(divisor) for divisor in range(2, rows + 1) if rows % divisor == 0) or "more rows"
+        divisors = (
+            ", ".join(str(divisor) for divisor in range(2, rows + 1) if rows % divisor == 0)
+            or "more rows"
+        )
         raise UserError(
-            f"num_generations: a step learns from {rows} answers (batch_size x gradient_accumulation_steps x ranks), "
-            f"which are no whole groups of {group}. Give {divisors}, or a multiple of {group} answers."
+            f"num_generations: a step learns from {rows} answers (batch_size x "
+            f"gradient_accumulation_steps x ranks), which are no whole groups of {group}. Give "
+            f"{divisors}, or a multiple of {group} answers."
         )
     if schedule.num_rows < prompts:
         raise UserError(
-            f"dataset: an optimizer step needs {prompts} prompts ({rows} answers, {group} to each), and there are "
+            f"dataset: an optimizer step needs {prompts} prompts ({rows} answers, {group} to "
+            "each), and there are "
             f"{schedule.num_rows}. Give more prompts or a smaller --gradient_accumulation_steps."
         )
-    return dataclasses.replace(schedule, num_rows=schedule.num_rows // prompts * rows * schedule.num_iterations)
+    return dataclasses.replace(
+        schedule, num_rows=schedule.num_rows // prompts * rows * schedule.num_iterations
+    )
 
 
 class RunRows:
-    """The rows and steps of a run, which may have a shorter context than the rows were prepared for.
+    """The rows and steps of a run, which may have a shorter context than the rows were prepared
+    for.
 
     Args:
         documents: the attention implementation, as of the model's plan.
     """
 
-    def __init__(self, config: TrainConfig, data: RunData, schedule: Schedule, documents: str | None) -> None:
+    def __init__(
+        self, config: TrainConfig, data: RunData, schedule: Schedule, documents: str | None
+    ) -> None:
         self.config = config
         self.data = data
         self.schedule = schedule
@@ -99,8 +118,13 @@ class RunRows:
     def planned(self) -> PlannedRows:
         """Sum up the rows."""
         schedule = self.schedule
-        of_epoch = epoch_order(self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture)
-        num_rows = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
+        of_epoch = epoch_order(
+            self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture
+        )
+        num_rows = min(
+            schedule.num_epochs * schedule.num_rows,
+            schedule.total_steps * schedule.global_batch_size,
+        )
         tokens = float(num_rows * self.lengths[of_epoch].mean())
         return PlannedRows(self.longest(), self.mean_micro_batch(), tokens)
 
@@ -114,8 +138,13 @@ class RunRows:
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""
-        rounds = list(itertools.chain(*self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)))
-        longest = [self._lengths_of(first) for first, *_ in rounds]  # a round's longest micro-batch is its first
+        rounds = list(
+            itertools.chain(
+                *self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)
+            )
+        )
+        # a round's longest micro-batch is its first
+        longest = [self._lengths_of(first) for first, *_ in rounds]
         computed = sum(lengths.num_computed for lengths in longest)
         squares = sum(length**2 for lengths in longest for length in lengths.of_documents)
         useful = sum(int(self.lengths[piece].sum()) for piece in itertools.chain(*rounds))
@@ -126,11 +155,19 @@ class RunRows:
         rows = self.data.train
         most = self.config.longest_row
         learned = rows.learned_documents(micro_batch)
-        lengths = rows.document_offsets[learned + 1] - rows.document_offsets[learned] + self.data.completion_length
+        lengths = (
+            rows.document_offsets[learned + 1]
+            - rows.document_offsets[learned]
+            + self.data.completion_length
+        )
         tokens = np.minimum(lengths, most).tolist()
         if self.schedule.padding:
             tokens = [max(tokens, default=0)] * len(tokens)
-        shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if self._shares_prompts else None
+        shared = (
+            np.minimum(rows.num_shared[micro_batch], most).tolist()
+            if self._shares_prompts
+            else None
+        )
         return Lengths(tokens, shared)
 
 
@@ -138,16 +175,18 @@ class RunRows:
 
 
 _LEAST_ON_CPU = GIB  # bytes for the completions of a rank on a CPU, whose steps may need less
-_GROWING = 3  # layers' caches that growing by a token needs beside them: one in and one out, and holes
-_COPIES = 4  # of a completion's logits in float32 while a token is drawn: logits, probabilities, noise, ratio
+# layers' caches that growing by a token needs beside them: one in and one out, and holes
+_GROWING = 3
+# of a completion's logits in float32 while a token is drawn: logits, probabilities, noise, ratio
+_COPIES = 4
 
 
 class Generation(NamedTuple):
     """How a rank generates the completions of a step.
 
-    at_a_time: completions that share a cache. per_rank: completions of a step, at most. cache: bytes of the cache.
-    gathered: bytes of the blocks' weights if they stay gathered; 0 if they are gathered for each token. seconds: for
-    the longest completions; None if no GPU is known.
+    at_a_time: completions that share a cache. per_rank: completions of a step, at most. cache:
+    bytes of the cache. gathered: bytes of the blocks' weights if they stay gathered; 0 if they are
+    gathered for each token. seconds: for the longest completions; None if no GPU is known.
     """
 
     at_a_time: int
@@ -158,24 +197,38 @@ class Generation(NamedTuple):
 
     def describe(self, num_prompts: int, num_generations: int, num_left: int) -> str:
         """One line for the plan. num_left: prompts of an epoch that fill no step."""
-        weights = f"; weights stay gathered ({format_bytes(self.gathered)})" if self.gathered else ""
-        weights += "" if self.seconds is None else f"; at most about {self.seconds:,.0f} s per generation"
+        weights = (
+            (f"; weights stay gathered ({format_bytes(self.gathered)})") if self.gathered else ""
+        )
+        weights += (
+            ""
+            if self.seconds is None
+            else (f"; at most about {self.seconds:,.0f} s per generation")
+        )
         left = f"; an epoch leaves out {num_left} prompts, which fill no step" if num_left else ""
         return (
-            f"Generation: {num_generations} answers to each of {num_prompts} prompts for a step, of {self.per_rank} on "
+            f"Generation: {num_generations} answers to each of {num_prompts} prompts for a step, "
+            f"of {self.per_rank} on "
             f"a rank {self.at_a_time} at a time (cache {format_bytes(self.cache)}){weights}{left}"
         )
 
 
 def plan_generation(
-    placed: PlacedModel, num_answers: int, longest: int, most_new: int, free: int | None, gpu: Gpu | None = None
+    placed: PlacedModel,
+    num_answers: int,
+    longest: int,
+    most_new: int,
+    free: int | None,
+    gpu: Gpu | None = None,
 ) -> Generation:
-    """As many answers at a time as fit beside what stays, with a step's margin, and at least one; in equal rounds.
+    """As many answers at a time as fit beside what stays, with a step's margin, and at least one;
+    in equal rounds.
 
     Args:
-        num_answers: of a step on all ranks. longest: tokens of a prompt with its answer, of which `most_new` are the
-            answer's at most. free: bytes of the GPU that has least; without it they get what a step needs. Weights stay
-            gathered if they fit beside as many as a step has room for. gpu: for the time.
+        num_answers: of a step on all ranks. longest: tokens of a prompt with its answer, of which
+            `most_new` are the answer's at most. free: bytes of the GPU that has least; without it
+            they get what a step needs. Weights stay gathered if they fit beside as many as a step
+            has room for. gpu: for the time.
     """
     model = placed.model
     memory = placed.memory
@@ -190,20 +243,33 @@ def plan_generation(
     if layout.num_shards > 1 and layout.frees_blocks and not placed.placement.offload.blocks:
         kinds = model.meta.parts.kinds(model.meta.parts.blocks)
         gathered = sum(count.total for count in count_bytes(kinds, 1).values())
-        needed = sum(memory.resident.values()) + memory.overhead + at_a_time * answer_bytes + gathered
-        fits = gathered + at_a_time * answer_bytes <= room if free is None else with_margin(needed) <= free
+        needed = (
+            sum(memory.resident.values()) + memory.overhead + at_a_time * answer_bytes + gathered
+        )
+        fits = (
+            gathered + at_a_time * answer_bytes <= room
+            if free is None
+            else with_margin(needed) <= free
+        )
         gathered *= fits
     if free is not None:
-        room = max(room, without_margin(free) - sum(memory.resident.values()) - memory.overhead - gathered)
+        room = max(
+            room, without_margin(free) - sum(memory.resident.values()) - memory.overhead - gathered
+        )
         at_a_time = min(per_rank, max(1, room // answer_bytes))
     rounds = -(-per_rank // at_a_time)
     at_a_time = -(-per_rank // rounds)
-    seconds = rounds * most_new * seconds_per_pass(placed, gpu, at_a_time, gathered=gathered > 0) if gpu else None
+    seconds = (
+        rounds * most_new * seconds_per_pass(placed, gpu, at_a_time, gathered=gathered > 0)
+        if gpu
+        else None
+    )
     return Generation(at_a_time, per_rank, at_a_time * answer_bytes, gathered, seconds)
 
 
 def _bytes_of_answer(config: PretrainedConfig, tokens: int, most_new: int, itemsize: int) -> int:
-    """Bytes of an answer's cache, and of what its prompt (with a mask) or its last token need while computed.
+    """Bytes of an answer's cache, and of what its prompt (with a mask) or its last token need while
+    computed.
 
     The stand-in for CUDA reserves 59 to 96% of it for 8 to 128 answers of an 8B with 12 blocks.
     """
@@ -214,8 +280,13 @@ def _bytes_of_answer(config: PretrainedConfig, tokens: int, most_new: int, items
 
     def caches(tokens: int) -> list[int]:
         seen = [min(shape.window or tokens, tokens) * shape.has_keys for shape in shapes]
-        return [2 * itemsize * n * shape.groups * shape.head_dim for n, shape in zip(seen, shapes, strict=True)]
+        return [
+            2 * itemsize * n * shape.groups * shape.head_dim
+            for n, shape in zip(seen, shapes, strict=True)
+        ]
 
-    at_prompt = sum(caches(prompt)) + prompt * ((4 * hidden + 3 * inner) * itemsize + (1 + itemsize) * prompt)
+    at_prompt = sum(caches(prompt)) + prompt * (
+        (4 * hidden + 3 * inner) * itemsize + (1 + itemsize) * prompt
+    )
     at_end = sum(caches(tokens)) + _GROWING * max(caches(tokens))
     return max(at_prompt, at_end) + _COPIES * 4 * config.get_text_config().vocab_size

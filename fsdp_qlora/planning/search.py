@@ -1,4 +1,6 @@
-"""Plans variants of one run on given GPUs: whether each fits, how fast it is, and which are the fastest that fit."""
+"""Plans variants of one run on given GPUs: whether each fits, how fast it is, and which are the
+fastest that fit.
+"""
 
 import dataclasses
 import json
@@ -29,7 +31,14 @@ from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import fit, with_margin
 from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, host_memory_free, least_free, place
+from fsdp_qlora.planning.placement import (
+    PlacedModel,
+    candidates,
+    context_sizes,
+    host_memory_free,
+    least_free,
+    place,
+)
 from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import exchanged_bytes, size_of, tokens_per_second
@@ -69,11 +78,15 @@ class PlanReport:
             needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
         if on_gpu and host:
             needs += f" of the GPU, {format_bytes(host)} of the host"
-        yield f"Memory: each rank needs {needs}; {_describe_device(machine)}, {self.placed.placement.describe()}"
+        yield (
+            f"Memory: each rank needs {needs}; {_describe_device(machine)}, "
+            f"{self.placed.placement.describe()}"
+        )
         yield f"  {_named(memory.weights)}"
         yield (
             f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}"
-            + f"; each block without recompute keeps {format_bytes(memory.block)} more" * self.placed.step.trains
+            + f"; each block without recompute keeps {format_bytes(memory.block)} "
+            "more" * self.placed.step.trains
         )
         yield from (f"  {line}" for line in self.details())
 
@@ -84,20 +97,29 @@ class PlanReport:
         num_tokens = self.placed.step.num_tokens
         hidden = block_shapes(parts.model.config)[0].hidden
         mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
-        pieces = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
+        pieces = max(
+            (count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1
+        )
         if memory.recomputing and pieces > 1:
             yield f"long rows: MLPs in {pieces} pieces of tokens"
         ranks = self.placed.layout.context_size
         if ranks > 1:
-            sent = format_bytes(int(exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks)))
-            yield f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and pass"
+            sent = format_bytes(
+                int(exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks))
+            )
+            yield (
+                f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and "
+                "pass"
+            )
 
     def chart(self) -> Iterator[str]:
         """A bar for each phase of a step, beside the GPU's memory."""
         stays = sum(self._resident().values())
         for name, sizes in self.placed.memory.phases.items():
             whole = stays + sum(sizes.values())
-            columns = [round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)]
+            columns = [
+                round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)
+            ]
             drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
             yield f"  {name:15} {f'{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}'} {whole / GIB:.1f} GiB"
         yield "  '#' stays allocated, '+' is temporary, '|' is the memory of the card"
@@ -134,15 +156,17 @@ def _describe_device(machine: Machine) -> str:
 
 log = logging.getLogger("fsdp_qlora")
 
-# The most rows and tokens of a micro-batch that are tried. Weights are gathered once per micro-batch: a 70B over the
-# slowest link of gpus.yaml in 13 s (36 GB, 2.8 GB/s). 2^15 tokens take that GPU 220 s, so twice as many save 3%.
+# The most rows and tokens of a micro-batch that are tried. Weights are gathered once per
+# micro-batch: a 70B over the slowest link of gpus.yaml in 13 s (36 GB, 2.8 GB/s). 2^15 tokens take
+# that GPU 220 s, so twice as many save 3%.
 _FEW_ROWS = 16
 _FEW_TOKENS = 2**15
 _WORTH = 1.05  # times as fast: what twice the rows per step must be to be proposed
 # Options that --auto chooses: always, with the rows per step as they are; and where it is auto.
 _ALWAYS = ("batch_size", "gradient_accumulation_steps")
 _CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
-_OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")  # chosen where the first is auto
+# chosen where the first is auto
+_OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")
 
 
 class GpuOffer(NamedTuple):
@@ -159,7 +183,9 @@ class GpuOffer(NamedTuple):
 
     def beside_torch(self) -> dict[str, int]:
         """Bytes of a GPU that a run does not get, if its model is sharded over all ranks."""
-        return self.gpu.beside_torch(Layout(self.num_gpus, self.per_node or self.num_gpus, "full_shard"))
+        return self.gpu.beside_torch(
+            Layout(self.num_gpus, self.per_node or self.num_gpus, "full_shard")
+        )
 
     @property
     def bytes(self) -> float:
@@ -177,7 +203,8 @@ class GpuOffer(NamedTuple):
 class PlannedRun(NamedTuple):
     """A planned run: whether it fits and how fast it is.
 
-    tokens: tokens of all epochs. shares: number of ranks that share rows, by which auto multiplied the accumulation.
+    tokens: tokens of all epochs. shares: number of ranks that share rows, by which auto multiplied
+    the accumulation.
     """
 
     config: TrainConfig
@@ -190,7 +217,9 @@ class PlannedRun(NamedTuple):
     @property
     def report(self) -> PlanReport:
         """The plan in words and numbers."""
-        return PlanReport(self.placed, self.request.bytes, self.request.gpu.beside_torch(self.placed.layout))
+        return PlanReport(
+            self.placed, self.request.bytes, self.request.gpu.beside_torch(self.placed.layout)
+        )
 
     @property
     def rows(self) -> int:
@@ -205,7 +234,8 @@ class PlannedRun(NamedTuple):
     @property
     def fits_host(self) -> bool:
         most = self.request.host_ram_gib
-        return most is None or self.host_bytes <= 0.9 * most * GIB  # leaves a tenth to the system and cached files
+        # leaves a tenth to the system and cached files
+        return most is None or self.host_bytes <= 0.9 * most * GIB
 
     @property
     def fits(self) -> bool:
@@ -213,7 +243,9 @@ class PlannedRun(NamedTuple):
 
     @property
     def needed_with_margin(self) -> float:
-        """Bytes of a GPU if the estimate is too small by its usual error; inf if the host has too few."""
+        """Bytes of a GPU if the estimate is too small by its usual error; inf if the host has too
+        few.
+        """
         beside = sum(self.report.beside_torch.values())
         return with_margin(self.placed.memory.reserved) + beside if self.fits_host else math.inf
 
@@ -232,11 +264,13 @@ class PlannedRun(NamedTuple):
 
 
 class Planner:
-    """Plans variants of a run: the model is built once, and its blocks are measured once for each micro-batch.
+    """Plans variants of a run: the model is built once, and its blocks are measured once for each
+    micro-batch.
 
     Args:
-        model: built with options that differ from the variants' in the placement and the micro-batch alone.
-        data: the run's rows; None for as many and as long ones as the options allow. tokens: to train on, if not those
+        model: built with options that differ from the variants' in the placement and the
+        micro-batch alone. data: the run's rows; None for as many and as long ones as the options
+        allow. tokens: to train on, if not those
             of the rows.
     Attributes:
         on_operator: as of `measure_blocks`, which takes most of the time.
@@ -261,19 +295,31 @@ class Planner:
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
     def planned(self, **changes: Any) -> PlannedRun:
-        """The run with other options, and where that is auto as few ranks that share rows as fit."""
+        """The run with other options, and where that is auto as few ranks that share
+        rows as fit.
+        """
         config = dataclasses.replace(self.config, **changes)
         if config.context_parallel_size == "auto":
             sizes = self._context_sizes(config)
-            runs = [self.planned(**changes | _shared(config, size))._replace(shares=size) for size in sizes]
+            runs = [
+                self.planned(**changes | _shared(config, size))._replace(shares=size)
+                for size in sizes
+            ]
             return fit(runs, lambda run: run.needed_with_margin, self.request.bytes)
         rows = self.rows(config)
-        placed = place(config, self.model, rows.longest, blocks=self._measure(rows.longest, config.context_size))
+        placed = place(
+            config,
+            self.model,
+            rows.longest,
+            blocks=self._measure(rows.longest, config.context_size),
+        )
         rate = tokens_per_second(placed, self._size, rows.micro_batch, self.request.gpu)
         return PlannedRun(config, placed, self.request, self._tokens or rows.tokens, rate)
 
     def as_asked(self) -> PlannedRun:
-        """The run as the options ask for it; with --recompute auto all blocks recompute, since nothing is probed."""
+        """The run as the options ask for it; with --recompute auto all blocks recompute, since
+        nothing is probed.
+        """
         return self.planned(**({"recompute": "all"} if self.config.recompute == "auto" else {}))
 
     def rows(self, config: TrainConfig) -> PlannedRows:
@@ -283,7 +329,9 @@ class Planner:
         key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, data_size)
         if key not in self._rows:
             self._rows[key] = (
-                RunRows(config, data, make_schedule(config, data, data_size), self.model.documents).planned()
+                RunRows(
+                    config, data, make_schedule(config, data, data_size), self.model.documents
+                ).planned()
                 if data
                 else allowed_rows(config, data_size)
             )
@@ -319,7 +367,9 @@ class Planner:
         inputs = {"recompute": "offload"}
         options: list[dict[str, Any]] = [{}, few, offloads, few | offloads]
         if config.context_parallel_size == 1 and config.batching != "padded":
-            sizes = self._context_sizes(dataclasses.replace(config, context_parallel_size="auto"))[1:]
+            sizes = self._context_sizes(dataclasses.replace(config, context_parallel_size="auto"))[
+                1:
+            ]
             shared = [few | _shared(dataclasses.replace(config, **few), size) for size in sizes]
             options += [changes | more for changes in shared for more in ({}, inputs)]
         options += [few | inputs, few | offloads | inputs]
@@ -331,20 +381,28 @@ class Planner:
     # --- the fastest settings ---
 
     def fastest(self, *, keeps_rows: bool = True) -> list[PlannedRun]:
-        """Settings by speed: those that fit with a margin, the fastest first; then the others, the nearest to it first.
+        """Settings by speed: those that fit with a margin, the fastest first; then the others, the
+        nearest to it first.
 
-        Options that are given are kept, but for the size of a micro-batch. Of blocks that recompute, and of blocks in
-        host memory, as few are taken as fit: memory and time grow with both, so one of them is none or all where it is
-        fastest. The inputs of blocks are kept there if nothing fits otherwise.
+        Options that are given are kept, but for the size of a micro-batch. Of blocks that
+        recompute, and of blocks in host memory, as few are taken as fit: memory and time grow with
+        both, so one of them is none or all where it is fastest. The inputs of blocks are kept there
+        if nothing fits otherwise.
 
         Args:
-            keeps_rows: keep the rows per step. Otherwise they double as long as that makes a step 5% faster: weights
-                that are gathered or come from the host do so once for all rows of a micro-batch.
+            keeps_rows: keep the rows per step. Otherwise they double as long as that makes a step
+                5% faster: weights that are gathered or come from the host do so once for all rows
+                of a micro-batch.
         """
         runs = [run for changes in self._micro_batches() for run in self._places(changes)]
-        if not any(run.fits_with_margin for run in runs) and self.config.recompute in ("auto", "all"):
+        if not any(run.fits_with_margin for run in runs) and self.config.recompute in (
+            "auto",
+            "all",
+        ):
             inputs = {"recompute": "offload"}
-            runs += [run for changes in self._micro_batches() for run in self._places(changes | inputs)]
+            runs += [
+                run for changes in self._micro_batches() for run in self._places(changes | inputs)
+            ]
         runs = _by_speed(runs)
         rows = 2 * self.config.batch_size * self.config.gradient_accumulation_steps
         while rows <= self._most_rows and not keeps_rows:
@@ -366,47 +424,73 @@ class Planner:
         return most
 
     def _micro_batches(self) -> Iterator[dict[str, Any]]:
-        """The splits of a step's rows that are tried: the one that is given, and all of few rows."""
+        """The splits of a step's rows that are tried: the one that is given,
+        and all of few rows.
+        """
         rows = self.config.batch_size * self.config.gradient_accumulation_steps
         for size in sorted({*range(1, self._most_rows + 1), self.config.batch_size}):
             if rows % size == 0:
                 yield {"batch_size": size, "gradient_accumulation_steps": rows // size}
 
     def _places(self, changes: dict[str, Any]) -> Iterator[PlannedRun]:
-        """The placements that the options leave open, and between nothing and all in host memory as few blocks as fit.
+        """The placements that the options leave open, and between nothing and all in host memory as
+        few blocks as fit.
 
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
         """
         config = self.config
         blocks = self._size.blocks
         recompute_option = changes.get("recompute", config.recompute)
-        recompute = ["none", *range(1, blocks), "all"] if recompute_option == "auto" else [recompute_option]
-        places = {(place.sharding_strategy, place.offload): place for place in candidates(config, self.model)}
+        recompute = (
+            ["none", *range(1, blocks), "all"] if recompute_option == "auto" else [recompute_option]
+        )
+        places = {
+            (place.sharding_strategy, place.offload): place
+            for place in candidates(config, self.model)
+        }
         for (strategy, offload), chosen in places.items():
             placed = changes | chosen.options
             yield self._first_that_fits("recompute", recompute, placed)
             if offload.embeddings and (strategy, Offload()) in places:
                 for blocks_recomputed in dict.fromkeys([recompute[0], recompute[-1]]):
                     yield self._first_that_fits(
-                        "use_cpu_offload", range(2, max(3, blocks)), placed | {"recompute": blocks_recomputed}
+                        "use_cpu_offload",
+                        range(2, max(3, blocks)),
+                        placed | {"recompute": blocks_recomputed},
                     )
 
-    def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> PlannedRun:
-        """The run with the first of an option's values with which it fits, each needing less memory; else the last."""
+    def _first_that_fits(
+        self, option: str, values: Sequence[Any], changes: dict[str, Any]
+    ) -> PlannedRun:
+        """The run with the first of an option's values with which it fits, each needing less
+        memory; else the last.
+        """
 
         def planned(value: Any) -> PlannedRun:
             return self.planned(**changes | {option: value})
 
-        return planned(fit(values, lambda value: planned(value).needed_with_margin, self.request.bytes, falls=True))
+        return planned(
+            fit(
+                values,
+                lambda value: planned(value).needed_with_margin,
+                self.request.bytes,
+                falls=True,
+            )
+        )
 
 
 def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
     """The options with which so many ranks share each micro-batch, with the same rows per step."""
-    return {"context_parallel_size": size, "gradient_accumulation_steps": config.gradient_accumulation_steps * size}
+    return {
+        "context_parallel_size": size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps * size,
+    }
 
 
 def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it first."""
+    """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it
+    first.
+    """
 
     def order(run: PlannedRun) -> tuple[int, float]:
         return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.report.needed)
@@ -420,10 +504,11 @@ def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
 def choose_settings(
     config: TrainConfig, model: ModelPlan, data: RunData | None, store: dist.Store | None
 ) -> dict[str, Any]:
-    """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with the least free memory.
+    """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with
+    the least free memory.
 
-    Without --auto those of --context_parallel_size auto. How many blocks recompute is left to probing, which corrects
-    the plan.
+    Without --auto those of --context_parallel_size auto. How many blocks recompute is left to
+    probing, which corrects the plan.
 
     Raises:
         UserError: --auto is given and there is no GPU.
@@ -439,13 +524,16 @@ def choose_settings(
         return {"context_parallel_size": 1}
     if free is None:
         raise UserError(
-            "--auto true chooses settings for the GPUs of this machine, and none is visible: leave it out, or plan for "
+            "--auto true chooses settings for the GPUs of this machine, and none is visible: leave "
+            "it out, or plan for "
             "others with `fsdp-qlora plan --auto --gpu NAME`."
         )
     chosen: dict[str, Any] = {}
     if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
         host = host_memory_free(machine.per_node) * machine.world_size
-        card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
+        card = (
+            torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
+        )
         gpu = gpu_of(card) if card else nearest_gpu(free / GIB)
         gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
         request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=machine.per_node)
@@ -457,18 +545,31 @@ def choose_settings(
         if config.auto and best.config.recompute == "offload":
             chosen["recompute"] = best.config.recompute
     if store is not None:
-        chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
+        chosen = json.loads(
+            all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0]
+        )
     option = "--auto" if config.auto else "--context_parallel_size auto"
-    log.info("Settings of %s: %s.", option, ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
+    log.info(
+        "Settings of %s: %s.",
+        option,
+        ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()),
+    )
     return chosen
 
 
 def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The settings of the run in output_dir that --auto chose for as many ranks; none if there is no such run."""
+    """The settings of the run in output_dir that --auto chose for as many ranks; none if there is
+    no such run.
+    """
     folder = Path(config.output_dir).expanduser()
     run = {} if config.resume != "auto" else read_run(folder)
     then = current_options(run.get("options", {}))
     if not then["auto"] or run["world_size"] != world_size:
         return {}
-    names = [*dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)), *["recompute"] * (then["recompute"] == "offload")]
-    return {name: then[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"}
+    names = [
+        *dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)),
+        *["recompute"] * (then["recompute"] == "offload"),
+    ]
+    return {
+        name: then[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"
+    }

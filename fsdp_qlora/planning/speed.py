@@ -1,7 +1,8 @@
-"""Seconds of a step: operations and bytes counted from the shapes, divided by rates that published runs achieved.
+"""Seconds of a step: operations and bytes counted from the shapes, divided by rates that published
+runs achieved.
 
-33 published runs of the 2024 program, planned by the others of their GPU, have a median error of 3%, at most 17%; for
-runs of other programs, which decided less, the median is 10%.
+33 published runs of the 2024 program, planned by the others of their GPU, have a median error of
+3%, at most 17%; for runs of other programs, which decided less, the median is 10%.
 """
 
 import math
@@ -16,25 +17,29 @@ from fsdp_qlora.planning.placement import PlacedModel
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
 _OVERLAP = 0.3  # of the shorter of computing and communicating
-# Over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and written. The more, the
-# better are the published runs planned; with more than this some GPU would achieve more than its peak.
+# Over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and
+# written. The more, the better are the published runs planned; with more than this some GPU would
+# achieve more than its peak.
 _PASSES = 400
-# Time of the host to launch what a block does in a pass: a step takes no less. An H200's host took 5.4 ms (the 8B, one
-# row of 2,048), an EPYC on the stand-in for CUDA 4.1.
+# Time of the host to launch what a block does in a pass: a step takes no less. An H200's host took
+# 5.4 ms (the 8B, one row of 2,048), an EPYC on the stand-in for CUDA 4.1.
 BLOCK_SECONDS = 5e-3
-# The same for a token that is generated: 88 to 98 ms for 32 blocks on that host, for 1 as for 64 answers at a time.
+# The same for a token that is generated: 88 to 98 ms for 32 blocks on that host, for 1 as for 64
+# answers at a time.
 _TOKEN_SECONDS = 2.8e-3
-# Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each other: 12 blocks of
-# Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply 9,216, in groups.
+# Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each
+# other: 12 blocks of Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply
+# 9,216, in groups.
 _PRODUCT_SECONDS = 3e-5
 
 
 class Work(NamedTuple):
     """The work of a rank in a micro-batch.
 
-    operations: floating-point operations of matrix products. memory: bytes read and written in GPU memory.
-    link, host: bytes received from other ranks, and from host memory. products: matrix products with one expert each.
-    blocks: passes through a block, whether forward, recomputed or backward.
+    operations: floating-point operations of matrix products. memory: bytes read and written in GPU
+    memory. link, host: bytes received from other ranks, and from host memory. products: matrix
+    products with one expert each. blocks: passes through a block, whether forward, recomputed or
+    backward.
     """
 
     operations: float
@@ -48,8 +53,8 @@ class Work(NamedTuple):
 class MicroBatchSize(NamedTuple):
     """The micro-batches of all ranks. The longest decides how long they take.
 
-    tokens: tokens of the longest one, padding included. squares: sum of the squared lengths of its documents.
-    useful: tokens of all ranks' rows, without padding.
+    tokens: tokens of the longest one, padding included. squares: sum of the squared lengths of its
+    documents. useful: tokens of all ranks' rows, without padding.
     """
 
     tokens: float
@@ -64,7 +69,8 @@ class MicroBatchSize(NamedTuple):
 class Mixture(NamedTuple):
     """The experts of a layer, of which each token chooses some.
 
-    parameters: number of 3-D parameters of all blocks. weights: number of their weights that work on a token.
+    parameters: number of 3-D parameters of all blocks. weights: number of their weights that work
+    on a token.
     """
 
     experts: int
@@ -80,9 +86,9 @@ class Mixture(NamedTuple):
 class Size(NamedTuple):
     """The sizes that a model's time depends on.
 
-    linear, head, adapter: numbers of weights that work on a token, in the blocks' matrices, the head and the adapters.
-    stored: bytes of the base. decoding: bytes moved to decode a weight once, 0 if the base is not quantized. trains:
-    False for a forward pass alone.
+    linear, head, adapter: numbers of weights that work on a token, in the blocks' matrices, the
+    head and the adapters. stored: bytes of the base. decoding: bytes moved to decode a weight once,
+    0 if the base is not quantized. trains: False for a forward pass alone.
     """
 
     blocks: int
@@ -97,11 +103,17 @@ class Size(NamedTuple):
     mixture: Mixture = Mixture(0, 1, 0, 0)
 
     def decoded(self, tokens: float) -> float:
-        """Weights of the blocks that a pass decodes: each expert that is hit, however many tokens it gets."""
-        return self.linear + self.mixture.weights * (self.mixture.hit(tokens) / self.mixture.chosen - 1)
+        """Weights of the blocks that a pass decodes: each expert that is hit, however many tokens
+        it gets.
+        """
+        return self.linear + self.mixture.weights * (
+            self.mixture.hit(tokens) / self.mixture.chosen - 1
+        )
 
     def products(self, tokens: float) -> float:
-        """Products that the host launches for the experts of a pass, one by one where they are quantized."""
+        """Products that the host launches for the experts of a pass, one by one where they are
+        quantized.
+        """
         return self.mixture.hit(tokens) * self.mixture.parameters * (self.decoding > 0)
 
 
@@ -123,7 +135,8 @@ def count_work(
     """
     again = recomputed_share + references
     trains = size.trains
-    passes = 1 + again + trains * (1 + size.trains_all)  # forward, again, gradients of inputs, and of weights
+    # forward, again, gradients of inputs, and of weights
+    passes = 1 + again + trains * (1 + size.trains_all)
     of_adapter = 1 + 2 * trains + recomputed_share
     of_head = 1 + trains + references
     per_token = 2 * (passes * size.linear + of_adapter * size.adapter + of_head * size.head)
@@ -131,27 +144,43 @@ def count_work(
     pairs = 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
     attention = (1 + 2.5 * trains + again) * pairs
     decoding = passes * size.decoding * size.decoded(micro_batch.tokens)
-    elementwise = micro_batch.tokens * size.blocks * size.shapes[0].hidden * 2 * _PASSES * (1 + 2 * trains + again) / 4
+    elementwise = (
+        micro_batch.tokens
+        * size.blocks
+        * size.shapes[0].hidden
+        * 2
+        * _PASSES
+        * (1 + 2 * trains + again)
+        / 4
+    )
     gathers = 2 if frees_blocks and trains else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = (1 + trains) * host_share * size.stored / num_shards
     products = passes * size.products(micro_batch.tokens)
     operations = micro_batch.tokens * per_token + attention
     memory = decoding + elementwise
-    return Work(operations, memory, gathered, from_host, products, (1 + trains + again) * size.blocks)
+    return Work(
+        operations, memory, gathered, from_host, products, (1 + trains + again) * size.blocks
+    )
 
 
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
-    """Bytes that a rank sends for the attention of all blocks, forward or backward: of its tokens, to the other ranks.
+    """Bytes that a rank sends for the attention of all blocks, forward or backward: of its tokens,
+    to the other ranks.
 
-    Queries and outputs of all heads, keys and values of as many as the ranks need (distributed/context.py), in 16 bits.
+    Queries and outputs of all heads, keys and values of as many as the ranks need
+    (distributed/context.py), in 16 bits.
     """
-    heads = sum(shape.attended + math.lcm(shape.groups, num_ranks) * shape.head_dim for shape in size.shapes)
+    heads = sum(
+        shape.attended + math.lcm(shape.groups, num_ranks) * shape.head_dim for shape in size.shapes
+    )
     return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks
 
 
 def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float:
-    """Time of a micro-batch on a GPU. block_seconds: of the host for a block and pass, less with other programs."""
+    """Time of a micro-batch on a GPU. block_seconds: of the host for a block and pass, less with
+    other programs.
+    """
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
     computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * block_seconds)
@@ -159,12 +188,16 @@ def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float
     return computing + communicating - _OVERLAP * min(computing, communicating)
 
 
-def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu) -> float:
+def tokens_per_second(
+    plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu
+) -> float:
     """Tokens per second of all ranks together. size: of the model's parts."""
     ranks = plan.layout.context_size
     references = plan.step.passes - 1
     again = plan.memory.recomputing / size.blocks * size.trains
-    share = micro_batch._replace(tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks)
+    share = micro_batch._replace(
+        tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks
+    )
     work = count_work(
         size,
         share,
@@ -180,7 +213,8 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
 
 
 def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool) -> float:
-    """Time in which a rank's model generates a token of so many completions; all ranks work at the same time.
+    """Time in which a rank's model generates a token of so many completions; all ranks work at the
+    same time.
 
     gathered: whether weights stay gathered from pass to pass.
     """
@@ -188,7 +222,11 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
     num_shards = plan.layout.num_shards
     memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
     host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
-    moved = 0 if gathered or not plan.layout.frees_blocks else size.stored * (num_shards - 1) / num_shards
+    moved = (
+        0
+        if gathered or not plan.layout.frees_blocks
+        else size.stored * (num_shards - 1) / num_shards
+    )
     moved += size.stored / num_shards * plan.placement.offload.blocks / size.blocks
     return max(host, memory, moved / (gpu.link * 1e9))
 

@@ -1,4 +1,6 @@
-"""Loads the model of a run, from its plan to verified shards, builds its trainer, and opens the source of its rows."""
+"""Loads the model of a run, from its plan to verified shards, builds its trainer, and opens the
+source of its rows.
+"""
 
 import contextlib
 import dataclasses
@@ -42,7 +44,12 @@ from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan, warn_of_padded_rope
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from
-from fsdp_qlora.sharding.loading.load_weights import describe_left_out, load_weights, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.load_weights import (
+    describe_left_out,
+    load_weights,
+    match_tensors,
+    quantized_layers,
+)
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
@@ -51,7 +58,12 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
-from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.generate import (
+    Completion,
+    SamplingOptions,
+    Stops,
+    TextGenerator,
+)
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.engine import Engine, Server, ServerEngine, ServerTeacher, check_stop
@@ -66,13 +78,17 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dist.Store) -> Weights:
-    """Download the model's files where they are missing, and match them with its weights. Called on every rank."""
+    """Download the model's files where they are missing, and match them with its weights. Called on
+    every rank.
+    """
     hub.fetch_weights(config.model_name, plan.folder, partial(once_per_machine, ranks, store))
     return open_weights(plan)
 
 
 def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> None:
-    """Say which tensors of the model's files are not used, and that a result of all weights will lack them."""
+    """Say which tensors of the model's files are not used, and that a result of all weights will
+    lack them.
+    """
     in_result = "The result will lack them." if config.kind.trains == "all" else ""
     line = describe_left_out(weights, plan.meta.model, in_result=in_result)
     if line:
@@ -86,16 +102,19 @@ def open_weights(plan: ModelPlan) -> Weights:
     return match_tensors(plan.meta.model, files, packed=plan.packed is not None, grown=grown)
 
 
-def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
+def load_model(
+    config: TrainConfig, placed: PlacedModel, weights: Weights, ranks: Ranks
+) -> DeviceMesh:
     """Turn the planned model into verified shards, in place. Called on every rank.
 
     Raises:
-        UserError: the weights cannot be used.
-        RuntimeError: the proof fails: the shards are not one copy of the model, or a layer differs from the same
+        UserError: the weights cannot be used. RuntimeError: the proof fails: the shards are not one
+        copy of the model, or a layer differs from the same
             layer computed unsharded.
     """
     plan = placed.model
-    model = plan.meta.model  # on the meta device, already quantized and adapted: model/build_model.py
+    # on the meta device, already quantized and adapted: model/build_model.py
+    model = plan.meta.model
     wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.recompute == "offload")
     parts = plan.meta.parts
     strategy = placed.placement.sharding_strategy
@@ -110,8 +129,12 @@ def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks
     return mesh
 
 
-def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Fill the shards: the base from its files or the quantized cache, the adapter with its initial values."""
+def fill(
+    config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks
+) -> None:
+    """Fill the shards: the base from its files or the quantized cache, the adapter with its initial
+    values.
+    """
     model = plan.meta.model
     pretrained = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
     initialize_adapters(model, mesh, seed=config.seed)
@@ -141,13 +164,21 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
 def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = None) -> ResultForm:
     base = Base.of(config.model_name, config.base_name)
     # No files match a model that is sharded already.
-    return ResultForm(plan, base, config.kind, plan.adapter, open_base=lambda: weights or open_weights(plan))
+    return ResultForm(
+        plan, base, config.kind, plan.adapter, open_base=lambda: weights or open_weights(plan)
+    )
 
 
 def build_trainer(
-    config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None, of_targets: OfTargets | None = None
+    config: TrainConfig,
+    plan: Plan,
+    ranks: Ranks,
+    control: Control | None = None,
+    of_targets: OfTargets | None = None,
 ) -> Trainer:
-    """The trainer of a loaded model, with its optimizer. Called on every rank. of_targets: as in `Collator`."""
+    """The trainer of a loaded model, with its optimizer. Called on every rank. of_targets: as in
+    `Collator`.
+    """
     control = control or Control()
     forward = build_forward(config, plan, ranks, control, of_targets)
     optimizer = ShardedOptimizer(
@@ -166,11 +197,21 @@ def build_trainer(
         sync_every_micro_batch=not plan.placed.placement.accumulates,
     )
     settings = config.pick(LossSettings, **config.objective_settings)
-    return Trainer(forward, optimizer, make_objective(config.objective, settings, forward.context), options, control)
+    return Trainer(
+        forward,
+        optimizer,
+        make_objective(config.objective, settings, forward.context),
+        options,
+        control,
+    )
 
 
 def build_forward(
-    config: TrainConfig, plan: Plan, ranks: Ranks, control: Control, of_targets: OfTargets | None = None
+    config: TrainConfig,
+    plan: Plan,
+    ranks: Ranks,
+    control: Control,
+    of_targets: OfTargets | None = None,
 ) -> ForwardPass:
     """The forward pass of a loaded model, which tries a few tokens. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
@@ -183,12 +224,15 @@ def build_forward(
         check_context(probed, context)
     collator = Collator(
         schedule,
-        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
+        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be
+        # outside it.
         pad_token_id=plan.model.tokenizer.eos_token_id,
         rank=ranks.rank,
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
-        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
+        shares_prompts=config.row_kind == PAIRS
+        and not schedule.padding
+        and shares_prompts(plan, probed),
         has_teacher=config.teaches_itself,
         of_targets=of_targets,
         image_processor=plan.data.image_processor,
@@ -211,19 +255,28 @@ def build_forward(
     return forward
 
 
-def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]) -> RunData:
+def precompute_reference(
+    config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]
+) -> RunData:
     """Add to the rows their log-probabilities under the model that training starts from.
 
-    Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is loaded.
+    Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is
+    loaded.
     """
     names = sorted({"train_type", "quant_type", *quantizer_options(config, config.kind.quantizer)})
-    if config.adapter or config.init_lora_weights != "true":  # otherwise the adapter changes nothing at first
+    # otherwise the adapter changes nothing at first
+    if config.adapter or config.init_lora_weights != "true":
         names += ["seed", *names_marked(OF_ADAPTER)]
-    of_model = dict(facts) | {"rows": None, "options": {name: getattr(config, name) for name in names}}
+    of_model = dict(facts) | {
+        "rows": None,
+        "options": {name: getattr(config, name) for name in names},
+    }
     [key, *_] = all_gather_strings(json.dumps(of_model), trainer.ranks.device)
     tables = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
     compute = partial(log_probabilities, trainer.forward)
-    tables = [add_reference(table, [key], partial(compute, table), trainer.ranks) for table in tables]
+    tables = [
+        add_reference(table, [key], partial(compute, table), trainer.ranks) for table in tables
+    ]
     return dataclasses.replace(data, train=tables[0], evaluation=tables[-1])
 
 
@@ -233,17 +286,23 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
     apart = ", ".join(layers_apart(probed.model))
     if config.teaches_itself and (reason or apart):
         raise UserError(
-            f"--objective {config.objective}: in this model a teacher's tokens cannot follow the student's: "
-            f"{reason or apart}."
+            f"--objective {config.objective}: in this model a teacher's tokens cannot follow the "
+            f"student's: {reason or apart}."
         )
     if reason is None:
         if apart:
-            log.info("Rows are computed apart in layers that mix tokens without attention: %s.", apart)
+            log.info(
+                "Rows are computed apart in layers that mix tokens without attention: %s.", apart
+            )
         return plan.schedule
     if plan.placed.layout.context_size > 1:
         name = type(probed.model).__name__
-        raise UserError(f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}.")
-    no_packing = ", and --batching packed has no effect" if plan.schedule.batching == "packed" else ""
+        raise UserError(
+            f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}."
+        )
+    no_packing = (
+        (", and --batching packed has no effect") if plan.schedule.batching == "packed" else ""
+    )
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
     if plan.model.documents is not None and not plan.data.have_images:  # else the plan has said it
         warn_of_padded_rope(plan.model, plan.data)
@@ -251,7 +310,9 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
 
 
 def shares_prompts(plan: Plan, probed: Probed) -> bool:
-    """Whether the shared prompt of a pair can be computed once; log the answer. Called on every rank."""
+    """Whether the shared prompt of a pair can be computed once; log the answer. Called on every
+    rank.
+    """
     data = plan.data.train
     reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
     if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
@@ -260,11 +321,17 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
         log.info("The prompt of a pair is computed with each answer: %s.", reason)
     else:
         useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()
-        log.info("The prompt of a pair is computed once: %.2f tokens of both answers per token computed.", useful)
+        log.info(
+            "The prompt of a pair is computed once: %.2f tokens of both answers per token "
+            "computed.",
+            useful,
+        )
     return reason is None
 
 
-def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str) -> RowSource:
+def open_source(
+    config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str
+) -> RowSource:
     """The source of a run's rows: its data, or answers to its prompts."""
     if not plan.data.prompts:
         return RowsInMemory(plan.data.train, plan.data.train_rows)
@@ -287,8 +354,12 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
     )
 
 
-def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path) -> Engine:
-    """The engine that answers prompts. adapters: where those for a server go, with the beginning of their names."""
+def open_engine(
+    config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path
+) -> Engine:
+    """The engine that answers prompts. adapters: where those for a server go, with the beginning of
+    their names.
+    """
     options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
     model = trainer.model
     generation = plan.generation

@@ -1,7 +1,7 @@
 """Checks of this machine before a run.
 
-Each check returns a sentence about what is fine, or raises UserError with what to do. A check imports torch itself:
-that it cannot be imported is one of the things to find.
+Each check returns a sentence about what is fine, or raises UserError with what to do. A check
+imports torch itself: that it cannot be imported is one of the things to find.
 """
 
 import shutil
@@ -17,12 +17,18 @@ _PINNED_BYTES = 2**28
 
 
 def check_machine() -> Iterator[tuple[str, str, bool]]:
-    """Yield the name of each check, its sentence, and whether all is fine. A check that cannot run is not fine."""
+    """Yield the name of each check, its sentence, and whether all is fine. A check that cannot run
+    is not fine.
+    """
     for name, check in CHECKS.items():
         try:
             yield name, check(), True
         except Exception as error:
-            reason = str(error) if isinstance(error, (UserError, MemoryError)) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error)
+                if isinstance(error, (UserError, MemoryError))
+                else f"{type(error).__name__}: {error}"
+            )
             yield name, reason.strip().partition("\n")[0], False
 
 
@@ -47,17 +53,25 @@ def _gpus() -> str:
     torch.ones(64, 64, device="cuda").sum().item()  # fails where torch is built for other GPUs
     names = ", ".join(f"{card.name} ({card.total_memory / GIB:.1f} GiB)" for card in cards)
     precision = choose_precision("auto", torch.device("cuda"))
-    return f"{names}; torch {torch.__version__} for CUDA {torch.version.cuda}; trains in {precision}"
+    return (
+        f"{names}; torch {torch.__version__} for CUDA {torch.version.cuda}; trains in {precision}"
+    )
 
 
 def _bitsandbytes() -> str:
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    weights = torch.linspace(-1, 1, 4096, device="cuda" if torch.cuda.is_available() else "cpu").view(64, 64)
-    error = (dequantize_4bit(*quantize_4bit(weights, quant_type="nf4")) - weights).abs().max().item()
+    weights = torch.linspace(
+        -1, 1, 4096, device="cuda" if torch.cuda.is_available() else "cpu"
+    ).view(64, 64)
+    error = (
+        (dequantize_4bit(*quantize_4bit(weights, quant_type="nf4")) - weights).abs().max().item()
+    )
     if error >= 0.2:
-        raise UserError(f"decoded weights are wrong by {error:.2f}: reinstall bitsandbytes for this CUDA.")
+        raise UserError(
+            f"decoded weights are wrong by {error:.2f}: reinstall bitsandbytes for this CUDA."
+        )
     return f"quantizes and decodes on the {weights.device.type}"
 
 
@@ -66,7 +80,10 @@ def _kernels_of_hybrids() -> str:
 
     missing = " ".join(package for name, package in KERNELS.items() if find_spec(name) is None)
     if missing:
-        return f"linear attention, Mamba and short convolutions are much slower without: pip install {missing}"
+        return (
+            "linear attention, Mamba and short convolutions are much slower without: pip "
+            f"install {missing}"
+        )
     return "kernels for linear attention, Mamba and short convolutions are installed"
 
 
@@ -80,7 +97,11 @@ def _two_ranks() -> str:
     problem = problem_of_two_ranks(device)
     if problem:
         helps = on_gpu and not problem_of_two_ranks(device, NCCL_P2P_DISABLE="1")
-        cure = "export NCCL_P2P_DISABLE=1, with which it works" if helps else "NCCL_DEBUG=INFO shows what NCCL does"
+        cure = (
+            ("export NCCL_P2P_DISABLE=1, with which it works")
+            if helps
+            else ("NCCL_DEBUG=INFO shows what NCCL does")
+        )
         raise UserError(f"{how}: {problem}. {cure}.")
     has_peers = on_gpu and torch.cuda.can_device_access_peer(0, 1)
     return f"{how}: sums and all patterns of 16 bits arrive{', peer to peer' if has_peers else ''}"
@@ -89,14 +110,19 @@ def _two_ranks() -> str:
 def _host_memory() -> str:
     from fsdp_qlora.planning.placement import host_memory_free
 
-    return f"{_enough(host_memory_free(1), 4 * GIB, 'end other programs, or raise the limit of the container')} free"
+    remedy = "end other programs, or raise the limit of the container"
+    return f"{_enough(host_memory_free(1), 4 * GIB, remedy)} free"
 
 
 def _shared_memory() -> str:
     import torch
 
     least = GIB if torch.cuda.device_count() > 1 else 0
-    return _enough(shutil.disk_usage("/dev/shm").total, least, "start the container with --shm-size 1g or --ipc host")
+    return _enough(
+        shutil.disk_usage("/dev/shm").total,
+        least,
+        "start the container with --shm-size 1g or --ipc host",
+    )
 
 
 def _pinned_memory() -> str:
@@ -114,13 +140,18 @@ def _disk() -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     free = min(map(free_disk, (Path.cwd(), cache_folder(), Path(HF_HUB_CACHE))))
-    return f"{_enough(free, 10 * GIB, 'FSDP_QLORA_CACHE, HF_HOME and --output_dir choose other disks')} free"
+    remedy = "FSDP_QLORA_CACHE, HF_HOME and --output_dir choose other disks"
+    return f"{_enough(free, 10 * GIB, remedy)} free"
 
 
 def _hub() -> str:
     import huggingface_hub
 
-    return "logged in" if huggingface_hub.get_token() else "not logged in: gated models need `hf auth login`"
+    return (
+        ("logged in")
+        if huggingface_hub.get_token()
+        else ("not logged in: gated models need `hf auth login`")
+    )
 
 
 def _wandb() -> str:

@@ -1,4 +1,6 @@
-"""Generates text with a model as it was trained: its base in the same precision, on the same cards, its adapter."""
+"""Generates text with a model as it was trained: its base in the same precision, on the same cards,
+its adapter.
+"""
 
 import dataclasses
 import datetime
@@ -16,7 +18,11 @@ from transformers import GenerationConfig
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.content import Chat, PromptContent
 from fsdp_qlora.distributed.device import configure_kernels
-from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory, start_process_group
+from fsdp_qlora.distributed.process_group import (
+    all_gather_strings,
+    release_cached_memory,
+    start_process_group,
+)
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import exits
@@ -40,7 +46,10 @@ _IDLE = datetime.timedelta(days=7)  # how long a chat waits for its user
 
 
 def load_trained(
-    config: TrainConfig, ranks: Ranks, folder: Path | None, prepare: Callable[[PlacedModel], object] = lambda _: None
+    config: TrainConfig,
+    ranks: Ranks,
+    folder: Path | None,
+    prepare: Callable[[PlacedModel], object] = lambda _: None,
 ) -> PlacedModel:
     """Load a model as it was trained, and log in one line which it is. Called on every rank.
 
@@ -56,7 +65,9 @@ def load_trained(
     with kept_until_all_connect(store, ranks):
         plan = plan_model(config, Machine.of(config, ranks), store)
         if folder is not None and (folder / "tokenizer_config.json").is_file():
-            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+            tokenizer = models.load_tokenizer(
+                folder, str(folder), trust_remote_code=config.trust_remote_code
+            )
             plan = dataclasses.replace(plan, tokenizer=tokenizer)
         placed = place(config, plan, store=store)
         prepare(placed)
@@ -81,7 +92,9 @@ class LoadedModel:
         folder: as for `load_trained`, with the format of its prompts.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None
+    ) -> None:
         plan = load_trained(config, ranks, folder).model
         self.ranks = ranks
         self.sampling = sampling
@@ -96,7 +109,9 @@ class LoadedModel:
         self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
     def stream(self, question: PromptContent, index: int, output: Any) -> str:
-        """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
+        """Answer one question on rank 0, which writes the text as it comes; returns the answer
+        there.
+        """
         prompts = {index: self.format.ids(question)} if self.ranks.is_rank_0 else {}
         printed = 0
         held = len(self.format.stop_text)
@@ -104,7 +119,9 @@ class LoadedModel:
         def show(completion: Completion) -> None:
             nonlocal printed
             text = self.stops.text_of(completion.token_ids)
-            ready = len(text) if completion.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
+            ready = (
+                len(text) if completion.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
+            )
             print(text[printed:ready], end="", file=output, flush=True)
             printed = ready
 
@@ -117,29 +134,42 @@ class LoadedModel:
 
 
 def answer_file(
-    model: LoadedModel, rows: Sequence[tuple[dict[str, Any], PromptContent]], out: Path, batch_size: int
+    model: LoadedModel,
+    rows: Sequence[tuple[dict[str, Any], PromptContent]],
+    out: Path,
+    batch_size: int,
 ) -> None:
-    """Answer the rows of a file; `out` holds them with a completion each, and appears when it is complete.
+    """Answer the rows of a file; `out` holds them with a completion each, and appears when it is
+    complete.
 
     Raises:
         UserError: it cannot be written.
     """
     prompts = [model.format.ids(question) for _, question in rows]
-    completions = model.generator.answer_all(prompts, batch_size, shows_progress=sys.stderr.isatty())
+    completions = model.generator.answer_all(
+        prompts, batch_size, shows_progress=sys.stderr.isatty()
+    )
     if model.ranks.is_rank_0:
         with refusal_named("out", out), staged_file(out) as partial:
             for (row, _), made in zip(rows, completions, strict=True):
                 text = model.stops.text_of(made.token_ids)
-                row |= {"completion": text, "num_tokens": len(made.token_ids), "finish": made.finish}
+                row |= {
+                    "completion": text,
+                    "num_tokens": len(made.token_ids),
+                    "finish": made.finish,
+                }
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row, _ in rows]
             partial.write_text("".join(lines), encoding="utf-8")
         log.info("Saved: %s (%d prompts)", out, len(rows))
 
 
 def chat(model: LoadedModel, system: str) -> None:
-    """Answer each line typed on rank 0 until the input ends. A model that was trained on chats sees earlier turns."""
+    """Answer each line typed on rank 0 until the input ends. A model that was trained on chats sees
+    earlier turns.
+    """
     is_terminal = sys.stdin.isatty()
-    # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be busy meanwhile.
+    # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be
+    # busy meanwhile.
     waiting = dist.new_group(timeout=_IDLE, backend="gloo")
     first = [{"role": "system", "content": system}] if system else []
     messages = first

@@ -95,7 +95,8 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
     """Run what the options describe. Called on every rank.
 
     Args:
-        signals: those of the process, if it handles them already. notes: lines about how the options were given.
+        signals: those of the process, if it handles them already. notes: lines about how the
+        options were given.
     Raises:
         UserError: the options, the model or the data cannot be used.
         TrainingError: the run cannot continue.
@@ -156,17 +157,28 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             check_resources(config, plan.placed)
             weights = fetch_weights(config, plan.model, ranks, store)
             if plan.teacher:
-                fetch_weights(teacher_config(config), plan.teacher.model, ranks, dist.PrefixStore("teacher", store))
+                fetch_weights(
+                    teacher_config(config),
+                    plan.teacher.model,
+                    ranks,
+                    dist.PrefixStore("teacher", store),
+                )
             warn_left_out(config, plan.model, weights)
-        start_process_group(ranks, store, layout=plan.placed.layout, timeout_minutes=timeout_minutes)
+        start_process_group(
+            ranks, store, layout=plan.placed.layout, timeout_minutes=timeout_minutes
+        )
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)
         if start.is_finished:
-            log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
+            log.info(
+                "This run is finished already: nothing to do. Its results are in %s.", folder.path
+            )
         else:
             identity |= {"run_id": start.run_id}
             helps = memory_settings(config, plan.placed, ranks)
-            guard = Guard(config, folder, start, presence, signals, started=started, memory_settings=helps)
+            guard = Guard(
+                config, folder, start, presence, signals, started=started, memory_settings=helps
+            )
             train_and_export(config, plan, weights, identity, guard)
 
 
@@ -185,7 +197,9 @@ def show_samples(config: TrainConfig) -> str:
     )
 
 
-def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard) -> None:
+def train_and_export(
+    config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard
+) -> None:
     """Load the model, run the remaining steps, and save the result."""
     ranks = guard.ranks
     start = guard.start
@@ -197,9 +211,12 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         of_targets = taught_by_teacher(config, plan, ranks, guard.control)
         mesh = load_model(config, plan.placed, weights, ranks)
         release_cached_memory(ranks.device)
-        trainer = build_trainer(config, plan, ranks, guard.control, of_targets)  # tries a few tokens
+        # tries a few tokens
+        trainer = build_trainer(config, plan, ranks, guard.control, of_targets)
         if config.precompute_reference:
-            plan = dataclasses.replace(plan, data=precompute_reference(config, plan.data, trainer, identity["facts"]))
+            plan = dataclasses.replace(
+                plan, data=precompute_reference(config, plan.data, trainer, identity["facts"])
+            )
     state = TrainState(
         trainer.model,
         trainer.optimizer,
@@ -216,7 +233,9 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     guard.facts.describe(lambda: run_facts(plan))
     form = result_form(config, plan.model, weights)
     extras = open_extras(config, plan, trainer, folder)
-    with guard.recording(state, identity, extras, total_steps=plan.schedule.total_steps) as recorder:
+    with guard.recording(
+        state, identity, extras, total_steps=plan.schedule.total_steps
+    ) as recorder:
         progress = restore(state, guard)
         try:
             with recorder.watching():
@@ -240,24 +259,36 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         log.info("%s", line)
 
 
-def describe_result(summary: dict[str, float], output_dir: Path, seconds: float, *, saved: bool) -> str:
+def describe_result(
+    summary: dict[str, float], output_dir: Path, seconds: float, *, saved: bool
+) -> str:
     """The end of a run: losses, speed and where the files are."""
     lines = [f"Finished in {seconds:.0f} s: last training loss {summary['loss']:.4f}"]
     if "eval_loss" in summary:
         ends = f"{summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}"
         if summary.get("best_eval_loss", math.inf) < summary["eval_loss"]:
-            ends += f", lowest trained {summary['best_eval_loss']:.4f} at step {summary['best_eval_step']:.0f}"
+            ends += (
+                f", lowest trained {summary['best_eval_loss']:.4f} at step "
+                f"{summary['best_eval_step']:.0f}"
+            )
         lines.append(f"  held-out loss {ends}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
-    files = sorted(path.name for path in entries if path.is_file() and not path.name.startswith("."))
-    lines.append(f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ ({', '.join(files)})")
+    files = sorted(
+        path.name for path in entries if path.is_file() and not path.name.startswith(".")
+    )
+    lines.append(
+        f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ "
+        f"({', '.join(files)})"
+    )
     return "\n".join(lines)
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
-    """Try the longest rows on the GPU, and find how many blocks must recompute if that is left open."""
+    """Try the longest rows on the GPU, and find how many blocks must recompute if that is left
+    open.
+    """
     rows = RowsInMemory(plan.data.train, plan.data.train_rows)
     if config.recompute != "auto":
         trainer.try_longest(rows)
@@ -269,17 +300,22 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
 
 
 def memory_settings(config: TrainConfig, placed: PlacedModel, ranks: Ranks) -> str:
-    """The settings that would make the run need less memory, in words, for where nothing is left at auto."""
+    """The settings that would make the run need less memory, in words, for where nothing is left at
+    auto.
+    """
     config = dataclasses.replace(config, **placed.placement.options)
     settings = ["--auto false"] * config.auto  # whose settings a resumed run keeps
     if config.batch_size > 1:
         settings.append(
-            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
+            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, "
+            "the run is the same)"
         )
     if ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
         settings.append(f"--context_parallel_size {2 * config.context_size}")
     settings.append("a smaller --context_length")
-    if config.recompute not in ("all", "offload") and not (config.recompute == "auto" and ranks.device.type == "cpu"):
+    if config.recompute not in ("all", "offload") and not (
+        config.recompute == "auto" and ranks.device.type == "cpu"
+    ):
         settings.append("--recompute all")
     if config.sharding_strategy == "ddp":
         settings.append("--sharding_strategy full_shard")
@@ -298,7 +334,9 @@ def restore(state: TrainState, guard: Guard) -> Progress:
             state.load(Path(start.folder), start.tensors)
         except DamagedCheckpoint as error:
             rank = guard.ranks.rank
-            raise RankError(f"Rank {rank} cannot read the checkpoint, though rank 0 could: {error}.") from error
+            raise RankError(
+                f"Rank {rank} cannot read the checkpoint, though rank 0 could: {error}."
+            ) from error
     return Progress.from_dict(start.progress)
 
 
@@ -312,7 +350,9 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
         stops = Stops(tokenizer, model, prompt_format.stop_text)
-        generator = TextGenerator(model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS))
+        generator = TextGenerator(
+            model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
+        )
         samples = Samples(plan.questions, prompt_format, generator, folder)
         prompt_format.close()
     if plan.tasks:
@@ -373,13 +413,16 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
     )
 
 
-def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tuple[dict[str, Any], str | None]:
+def agree_on_parent(
+    config: TrainConfig, ranks: Ranks, base: str | None
+) -> tuple[dict[str, Any], str | None]:
     """The parent adapter's lineage and, on rank 0, its hash; empty without --adapter.
 
     Args:
         base: fingerprint of the base's weights, on rank 0.
     Raises:
-        UserError: the adapter has changed since it was saved, or belongs to other weights; the same on every rank.
+        UserError: the adapter has changed since it was saved, or belongs to other weights; the same
+        on every rank.
     """
     if config.adapter is None:
         return {}, None
@@ -390,7 +433,9 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
 
 
 def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | None) -> str:
-    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other weights."""
+    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other
+    weights.
+    """
     try:
         digest = record_of(adapter.weights).sha256
         failure = result_error(adapter.folder, [adapter.weights.name])
@@ -399,7 +444,8 @@ def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | N
     trained_on = adapter.record.get("base", {}).get("weights")
     if failure is None and config.base_name is None and trained_on not in (None, base):
         failure = (
-            f"it was trained on other weights than those of --model_name {config.model_name}. If they are the same in "
+            f"it was trained on other weights than those of --model_name {config.model_name}. If "
+            "they are the same in "
             "other bits or files, say so by naming them: --base_name OWNER/NAME"
         )
     if failure:

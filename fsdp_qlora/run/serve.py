@@ -1,4 +1,6 @@
-"""One rank's service from start to end: plan, load, then one order after the other, until it is asked to stop."""
+"""One rank's service from start to end: plan, load, then one order after the other, until it is
+asked to stop.
+"""
 
 import dataclasses
 import functools
@@ -39,12 +41,25 @@ from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.model.architecture.models import at_most_positions
 from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.planning.placement import PlacedModel, adapter_bytes, check_resources, least_free, place
+from fsdp_qlora.planning.placement import (
+    PlacedModel,
+    adapter_bytes,
+    check_resources,
+    least_free,
+    place,
+)
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.planning.run_plan import Plan, teacher_config
 from fsdp_qlora.planning.search import PlanReport
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, result_form
-from fsdp_qlora.service.access import KEY_FILE, NO_KEY, Access, check_key, is_of_this_machine, kept_key
+from fsdp_qlora.service.access import (
+    KEY_FILE,
+    NO_KEY,
+    Access,
+    check_key,
+    is_of_this_machine,
+    kept_key,
+)
 from fsdp_qlora.service.app import App
 from fsdp_qlora.service.connections import Connections
 from fsdp_qlora.service.desk import Desk, reason_of
@@ -75,17 +90,21 @@ _IDENTITY = (
     "lora_target_modules",
     "lora_target_parameters",
 )
-_HIDDEN_COPIES = 3  # of a token's hidden state, for each of its targets: chosen, in the compute dtype, its gradient
+# of a token's hidden state, for each of its targets: chosen, in the compute dtype, its gradient
+_HIDDEN_COPIES = 3
 _PAUSE_SECONDS = 0.5  # between two signs of life while nothing is to do
 _BY_GLOO = torch.device("cpu")  # a GPU would be busy while ranks wait
-_LESS_MEMORY = "a smaller --context_length or --batch_size, --use_cpu_offload true, more or larger GPUs"
+_LESS_MEMORY = (
+    "a smaller --context_length or --batch_size, --use_cpu_offload true, more or larger GPUs"
+)
 
 
 class Address(NamedTuple):
     """Where a service listens, and what it keeps.
 
-    folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that requests must have;
-    None for the one that is kept in the folder, "none" for no key. teacher: a second base, which is served as it is.
+    folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that
+    requests must have; None for the one that is kept in the folder, "none" for no key. teacher: a
+    second base, which is served as it is.
     """
 
     host: str
@@ -128,7 +147,10 @@ def serve(config: TrainConfig, address: Address) -> None:
             bases = _plan(config, ranks, store, address)
             for base in bases:
                 check_resources(base.config, base.placed)
-            weights = [fetch_weights(base.config, base.placed.model, ranks, base.store or store) for base in bases]
+            weights = [
+                fetch_weights(base.config, base.placed.model, ranks, base.store or store)
+                for base in bases
+            ]
             if opened is not None:
                 _check_identity(opened.records, address.folder, bases[0], weights[0])
         failures = Failures(dist.PrefixStore("orders", store), ranks)
@@ -139,18 +161,23 @@ def serve(config: TrainConfig, address: Address) -> None:
         free = least_free(Machine.of(config, ranks), "the memory for answers", store)
         for worker in workers:
             worker.free = free
-            least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()  # the same on every rank
+            # the same on every rank
+            least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
             worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
         if opened is not None:
             desk = _start_server([*map(_described, bases, workers)], opened, config, address)
-        watchdog = Watchdog(control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder)
+        watchdog = Watchdog(
+            control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder
+        )
         signals.is_starting = False
         with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
             _work(workers, desk, control, failures)
 
 
 class Opened(NamedTuple):
-    """Records, socket and key, which rank 0 opens before the model is loaded. key: None for none."""
+    """Records, socket and key, which rank 0 opens before the model is loaded. key:
+    None for none.
+    """
 
     records: Records
     listening: socket.socket
@@ -158,11 +185,14 @@ class Opened(NamedTuple):
 
 
 def _opened(address: Address) -> Opened:
-    """Open the folder's records and the socket to listen at: they may be refused, so they come first."""
+    """Open the folder's records and the socket to listen at: they may be refused, so they come
+    first.
+    """
     has_no_key = address.api_key == NO_KEY
     if has_no_key and not is_of_this_machine(address.host):
         raise UserError(
-            f"--host {address.host} lets other machines in, and --api_key none anybody on them. Leave --api_key out."
+            f"--host {address.host} lets other machines in, and --api_key none anybody on them. "
+            "Leave --api_key out."
         )
     if address.api_key is not None and not has_no_key:
         check_key(address.api_key, "--api_key or TINKER_API_KEY")
@@ -171,19 +201,28 @@ def _opened(address: Address) -> Opened:
     try:
         return Opened(records, socket.create_server((address.host, address.port)), key)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--host {address.host} --port {address.port}: {error}. Give others.") from error
+        raise UserError(
+            f"--host {address.host} --port {address.port}: {error}. Give others."
+        ) from error
 
 
 def _key_of(folder: Path) -> str:
-    """The key that is kept in the folder. How clients get it is printed past the filter that hides secrets."""
+    """The key that is kept in the folder. How clients get it is printed past the filter that hides
+    secrets.
+    """
     key, is_new = kept_key(folder)
     value = key if is_new else f'"$(cat {shlex.quote(str(folder / KEY_FILE))})"'
-    print(f"Clients need this service's key:\n    export TINKER_API_KEY={value}", file=sys.__stdout__, flush=True)
+    print(
+        f"Clients need this service's key:\n    export TINKER_API_KEY={value}",
+        file=sys.__stdout__,
+        flush=True,
+    )
     return key
 
 
 def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: Weights) -> None:
-    """Refuse a folder whose adapters were made in another way; they would compute something else here.
+    """Refuse a folder whose adapters were made in another way; they would compute something else
+    here.
 
     Raises:
         UserError: names what differs, with both values.
@@ -197,7 +236,9 @@ def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: 
     known = records.get("service", "base") or named
     before = known.get("identity")
     if before is None and known["model"] != named["model"]:
-        raise UserError(f"--folder {folder} has the adapters of {known['model']}. Give another folder.")
+        raise UserError(
+            f"--folder {folder} has the adapters of {known['model']}. Give another folder."
+        )
     changes = [
         f"{name} was {before[name]} and is {value}"
         for name, value in identity.items()
@@ -205,15 +246,17 @@ def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: 
     ]
     if changes:
         raise UserError(
-            f"--folder {folder} has adapters that were made in another way: {'; '.join(changes)}. Give the same "
-            "options and base, or another folder."
+            f"--folder {folder} has adapters that were made in another way: {'; '.join(changes)}. "
+            "Give the same options and base, or another folder."
         )
     records.put("service", "base", named | {"identity": identity})
     _note_options(base.config, folder)
 
 
 def _note_options(config: TrainConfig, folder: Path) -> None:
-    """Write config.yaml, by which `generate`, `evaluate` and `merge` find the base of a saved adapter."""
+    """Write config.yaml, by which `generate`, `evaluate` and `merge` find the base of a saved
+    adapter.
+    """
     here = Path(config.model_name).expanduser()
     if here.is_dir():
         config = dataclasses.replace(config, model_name=str(here.resolve()))
@@ -223,14 +266,26 @@ def _note_options(config: TrainConfig, folder: Path) -> None:
         partial.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
 
 
-def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address) -> list[PlannedBase]:
-    """Plan the base, with the memory of each adapter, and the teacher in what the base leaves of a GPU."""
+def _plan(
+    config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address
+) -> list[PlannedBase]:
+    """Plan the base, with the memory of each adapter, and the teacher in what the base leaves of a
+    GPU.
+    """
     machine = Machine.of(config, ranks)
     bases = [_planned(config, machine, store)]
     placed = bases[0].placed
-    plain = (config.kind.adapter, config.rank_pattern, config.use_rslora, config.init_lora_weights, config.adapter)
+    plain = (
+        config.kind.adapter,
+        config.rank_pattern,
+        config.use_rslora,
+        config.init_lora_weights,
+        config.adapter,
+    )
     if plain != ("lora", (), False, "true", None) or placed.model.trains_whole_modules:
-        raise UserError("serve has new, plain LoRA adapters: --train_type qlora, lora, int8_lora or hqq_lora.")
+        raise UserError(
+            "serve has new, plain LoRA adapters: --train_type qlora, lora, int8_lora or hqq_lora."
+        )
     size = format_bytes(adapter_bytes(placed))
     line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
     log.info(line, config.lora_rank, address.most_models, size)
@@ -249,7 +304,9 @@ def _planned(config: TrainConfig, machine: Machine, store: dist.Store | None) ->
     """Plan a step of rows as long as the options or the model allow, and log it."""
     plan = plan_model(config, machine, store)
     if config.context_length == "auto":
-        config = dataclasses.replace(config, context_length=at_most_positions(plan.config, config.longest_row))
+        config = dataclasses.replace(
+            config, context_length=at_most_positions(plan.config, config.longest_row)
+        )
     placed = place(config, plan, store=store)
     for line in PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1]).lines():
         log.info("%s", line)
@@ -277,21 +334,31 @@ def _loaded(base: PlannedBase, weights: Weights, control: Control) -> Worker:
     )
     no_data = RunData(NO_ROWS, np.arange(0), NO_ROWS)
     targets = RequestTargets()
-    trainer = build_trainer(config, Plan(placed, no_data, schedule, warmup_steps=0), ranks, control, targets)
+    trainer = build_trainer(
+        config, Plan(placed, no_data, schedule, warmup_steps=0), ranks, control, targets
+    )
     if ranks.device.type == "cuda":
         row = np.zeros(config.longest_row, np.int32)
         table = join_completions([row[:1]] * size, [row[1:]] * size, np.arange(size))
         trainer.try_longest(RowsInMemory(table, np.arange(size)))
-    options = {name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS}
+    options = {
+        name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS
+    }
     about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
     rooms = Rooms(trainer, mesh, result_form(config, plan), about)
     return Worker(
-        rooms, placed, targets, _limits(config, placed), functools.partial(control.heartbeat.beat, 0, "compute")
+        rooms,
+        placed,
+        targets,
+        _limits(config, placed),
+        functools.partial(control.heartbeat.beat, 0, "compute"),
     )
 
 
 def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
-    """Limits of a request, with as many targets at once as fit into half of what the loaded model leaves."""
+    """Limits of a request, with as many targets at once as fit into half of what the loaded model
+    leaves.
+    """
     plan = placed.model
     machine = plan.machine
     if machine.device.type == "cuda":
@@ -339,7 +406,12 @@ def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, addres
     threading.Thread(target=server.run, kwargs={"sockets": [opened.listening]}, daemon=True).start()
     host, port, *_ = opened.listening.getsockname()
     names = " and ".join(base.names[0] for base in bases)
-    log.info("Serving %s at http://%s:%d. Ctrl-C ends it, and the same command continues.", names, host, port)
+    log.info(
+        "Serving %s at http://%s:%d. Ctrl-C ends it, and the same command continues.",
+        names,
+        host,
+        port,
+    )
     return desk
 
 

@@ -1,4 +1,6 @@
-"""Supervises the training of a run: Guard ends it in order, Recorder keeps metrics, samples and checkpoints."""
+"""Supervises the training of a run: Guard ends it in order, Recorder keeps metrics, samples and
+checkpoints.
+"""
 
 import contextlib
 import time
@@ -21,18 +23,26 @@ from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Budget, Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
-from fsdp_qlora.observability.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
+from fsdp_qlora.observability.metric_log import (
+    MetricLog,
+    copy_records,
+    cut_metrics,
+    open_metric_log,
+)
 from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.planning.run_plan import Measured
 from fsdp_qlora.training.generation.generate import Samples
 from fsdp_qlora.utils.run_files import CHECKPOINTS
 
-_MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 times --save_every if that is longer
+# how long saving may fail before the run ends; 3 times --save_every if that is longer
+_MIN_FAILING_MINUTES = 30.0
 
 
 class Extras(NamedTuple):
-    """Measurements besides the losses: generated texts, --eval_tasks, and a GPU's memory and speed beside the plan."""
+    """Measurements besides the losses: generated texts, --eval_tasks, and a GPU's memory and speed
+    beside the plan.
+    """
 
     samples: Samples | None = None
     measure_tasks: Callable[..., dict[str, Any]] | None = None
@@ -42,9 +52,9 @@ class Extras(NamedTuple):
 class Guard:
     """Ends a rank in order: its status, signals, budget and watchdog, and reports of its failures.
 
-    A rank that fails must tell the others why before it closes anything: they wait for seconds only, while closing the
-    mirror (its last copy) or wandb may take minutes. So `exits.reporting_failures` is the innermost block, and slow
-    closing is done in the outermost.
+    A rank that fails must tell the others why before it closes anything: they wait for seconds
+    only, while closing the mirror (its last copy) or wandb may take minutes. So
+    `exits.reporting_failures` is the innermost block, and slow closing is done in the outermost.
 
     Attributes:
         control: the trainer's requests to stop or save, and its heartbeat.
@@ -78,10 +88,16 @@ class Guard:
         self.memory_settings = memory_settings
         is_rank_0 = self.ranks.is_rank_0
         self.save_steps, self.save_minutes = save_times(config.save_every)
-        budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
+        budget = config.pick(
+            Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds
+        )
         budget.check()
         self.control = Control(
-            is_rank_0=is_rank_0, budget=budget, save_seconds=60 * self.save_minutes, started=started, signals=signals
+            is_rank_0=is_rank_0,
+            budget=budget,
+            save_seconds=60 * self.save_minutes,
+            started=started,
+            signals=signals,
         )
         self.control.heartbeat.step = start.step
         self.status = Status(
@@ -99,14 +115,18 @@ class Guard:
             exit_code=None,
         )
         self.watchdog = Watchdog(
-            self.control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=folder.path
+            self.control.heartbeat,
+            presence,
+            hang_minutes=config.hang_minutes,
+            output_dir=folder.path,
         )
         self.facts = Facts(folder.path, is_rank_0=is_rank_0, started=started, step=start.step)
         self.facts.mark("planning")
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Guard the loading of the model: report its errors, and count a failure as a start without progress.
+        """Guard the loading of the model: report its errors, and count a failure as a start without
+        progress.
 
         A new run writes nothing, since its folder may still hold another one.
         """
@@ -120,7 +140,9 @@ class Guard:
     def recording(
         self, state: TrainState, identity: Mapping[str, Any], extras: Extras, *, total_steps: int
     ) -> Iterator["Recorder"]:
-        """Guard the block, in which the run trains and saves its result. identity: stored in its checkpoints."""
+        """Guard the block, in which the run trains and saves its result. identity: stored in its
+        checkpoints.
+        """
         config = self.config
         path = self.folder.path
         is_rank_0 = self.ranks.is_rank_0
@@ -144,7 +166,9 @@ class Guard:
                 if self.start.folder and self.start.is_new:
                     copy_records(Path(self.start.folder).parents[1], path)
                 cut_metrics(path, progress.step, progress.last_eval_step)
-            metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
+            metrics = closed_last.enter_context(
+                open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0)
+            )
             store = self.folder.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
             closed_last.enter_context(contextlib.closing(saver))
@@ -164,7 +188,9 @@ class Guard:
 class Recorder:
     """Keeps metrics, samples, checkpoints and their mirror. Implements training.loop.Observer."""
 
-    def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, extras: Extras) -> None:
+    def __init__(
+        self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, extras: Extras
+    ) -> None:
         self.guard = guard
         self.saver = saver
         self.metrics = metrics
@@ -203,7 +229,8 @@ class Recorder:
         if samples:
             samples.write(progress.step, beat)
         if samples or tasks:
-            release_cached_memory(self.guard.ranks.device)  # what answers took is not the next step's
+            # what answers took is not the next step's
+            release_cached_memory(self.guard.ranks.device)
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:
@@ -215,11 +242,15 @@ class Recorder:
             return
         self.control.heartbeat.beat(progress.step, "save")
         self.metrics.flush()  # a checkpoint must not outlive the records before it
-        self._note_save(self.saver.saved_step, partial(self.saver.save, progress, until_published=wait))
+        self._note_save(
+            self.saver.saved_step, partial(self.saver.save, progress, until_published=wait)
+        )
         self._keep_status(progress)
 
     def _note_save(self, before: int, save: Callable[[], object]) -> None:
-        """Record how long a save takes, and mirror a new checkpoint. before: the step of the last checkpoint."""
+        """Record how long a save takes, and mirror a new checkpoint. before: the step of the last
+        checkpoint.
+        """
         started = time.monotonic()
         save()
         self.metrics.save_seconds = max(self.metrics.save_seconds, time.monotonic() - started)

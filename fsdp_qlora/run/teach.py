@@ -1,4 +1,6 @@
-"""A teacher's pass over the rows, before the student is loaded or without one: its likeliest tokens go to files."""
+"""A teacher's pass over the rows, before the student is loaded or without one: its likeliest tokens
+go to files.
+"""
 
 import dataclasses
 import gc
@@ -41,7 +43,13 @@ from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
 from fsdp_qlora.training.rl.engine import Server, ServerTeacher
 from fsdp_qlora.utils.errors import TrainingError, UserError
-from fsdp_qlora.utils.files import cache_folder, fingerprint_files, free_disk, record_of, refusal_named
+from fsdp_qlora.utils.files import (
+    cache_folder,
+    fingerprint_files,
+    free_disk,
+    record_of,
+    refusal_named,
+)
 from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 
 log = logging.getLogger("fsdp_qlora")
@@ -61,17 +69,22 @@ def teach(config: TrainConfig) -> None:
         with kept_until_all_connect(store, ranks):
             plan = make_plan(config, ranks, store)
             if plan.teacher is None:
-                raise UserError("teach needs --objective distill and --teacher NAME, which is loaded here.")
+                raise UserError(
+                    "teach needs --objective distill and --teacher NAME, which is loaded here."
+                )
             fetch_weights(teacher_config(config), plan.teacher.model, ranks, store)
         start_process_group(ranks, store, layout=plan.placed.layout)
-        taught_by_teacher(dataclasses.replace(config, **plan.chosen), plan, ranks, Control(), output)
+        taught_by_teacher(
+            dataclasses.replace(config, **plan.chosen), plan, ranks, Control(), output
+        )
     log.info("Taught: give --teacher %s to a run with the same rows and options", output)
 
 
 def taught_by_teacher(
     config: TrainConfig, plan: Plan, ranks: Ranks, control: Control, output: Path | None = None
 ) -> OfTargets | None:
-    """The teacher's likeliest tokens, read or computed, or told by its server; None if no other model teaches.
+    """The teacher's likeliest tokens, read or computed, or told by its server; None if no other
+    model teaches.
 
     Called on every rank, with the teacher's files here. Nothing of the teacher is left in memory.
 
@@ -95,12 +108,16 @@ def taught_by_teacher(
     elif plan.teacher:
         of_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
         wanted = wanted._replace(k=min(wanted.k, of_teacher))
-        [key, *_] = all_gather_strings(_key(own, plan, vocabulary) if ranks.is_rank_0 else "", ranks.device)
+        [key, *_] = all_gather_strings(
+            _key(own, plan, vocabulary) if ranks.is_rank_0 else "", ranks.device
+        )
         made = TeacherFolder(key, wanted.k, config.teacher)
     else:
         return None
     filled = filter(len, (plan.data.train, plan.data.evaluation))
-    tables = {table.digest: TaughtRows(table, root, made.key, made.k, vocabulary) for table in filled}
+    tables = {
+        table.digest: TaughtRows(table, root, made.key, made.k, vocabulary) for table in filled
+    }
     if output:
         with raise_on_all_ranks(UserError, ranks.device):
             _refuse_another(output, made)
@@ -124,14 +141,18 @@ def taught_by_teacher(
 
 
 def _key(own: TrainConfig, plan: Plan, vocabulary: int) -> str:
-    """All that the teacher's probabilities depend on, besides the rows. own: the teacher's options."""
+    """All that the teacher's probabilities depend on,
+    besides the rows. own: the teacher's options.
+    """
     assert plan.teacher is not None
     adapter = read_adapter(Path(own.adapter).expanduser()).weights if own.adapter else None
     return key_of(
         {
             "weights": fingerprint_files(open_weights(plan.teacher.model).files.files.values()),
             "adapter": record_of(adapter).sha256 if adapter else None,
-            "quantization": ({"quantizer": own.kind.quantizer} | quantizer_options(own, own.kind.quantizer)),
+            "quantization": (
+                {"quantizer": own.kind.quantizer} | quantizer_options(own, own.kind.quantizer)
+            ),
             "precision": plan.teacher.model.precision.name,
             "temperature": own.temperature,
             "vocabulary": vocabulary,
@@ -140,11 +161,14 @@ def _key(own: TrainConfig, plan: Plan, vocabulary: int) -> str:
 
 
 def _refuse_another(output: Path, made: TeacherFolder) -> None:
-    """Raise UserError if a folder has what another teacher said, or the same one with other settings."""
+    """Raise UserError if a folder has what another teacher said, or the same one with other
+    settings.
+    """
     there = TeacherFolder.read(output, "output_dir")
     if there and (differences := ", ".join(there.differences(made.settings))):
         raise UserError(
-            f"--output_dir {output} has what {there.teacher} said with other settings: {differences}. Nothing there is "
+            f"--output_dir {output} has what {there.teacher} said with other settings: "
+            f"{differences}. Nothing there is "
             "replaced: give another folder, or remove this one."
         )
 
@@ -164,34 +188,44 @@ def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> l
     missing = list(compress(files, is_missing))
     if given and missing:
         raise UserError(
-            f"--teacher {given} lacks {len(missing)} of the {len(files)} files of these rows, such as "
-            f"{missing[0][0].path(missing[0][1])}: it has other rows, or `fsdp-qlora teach` was interrupted. Run that "
-            "to its end, with the same options of rows and student."
+            f"--teacher {given} lacks {len(missing)} of the {len(files)} files of these rows, such "
+            f"as {missing[0][0].path(missing[0][1])}: it has other rows, or `fsdp-qlora teach` was "
+            "interrupted. Run that to its end, with the same options of rows and student."
         )
     return missing
 
 
 def _read(taught: TaughtRows, number: int, given: str | None) -> bool:
-    """`TaughtRows.read`; a file that cannot be learned from counts as missing where the teacher can make it again."""
+    """`TaughtRows.read`; a file that cannot be learned from counts as missing where the teacher can
+    make it again.
+    """
     try:
         return taught.read(number)
     except Unusable as error:
         path = taught.path(number)
         if given:
             raise UserError(
-                f"--teacher {given}: {path} cannot be learned from: {error}. Copy the folder once more, or write "
-                "another one with `fsdp-qlora teach`."
+                f"--teacher {given}: {path} cannot be learned from: {error}. Copy the folder once "
+                "more, or write another one with `fsdp-qlora teach`."
             ) from error
-        warn_from_any_rank(f"The teacher's probabilities in {path} are damaged ({error}): making them again.")
+        warn_from_any_rank(
+            f"The teacher's probabilities in {path} are damaged ({error}): making them again."
+        )
         return False
 
 
 def _check_room(root: Path, missing: Sequence[File]) -> None:
     """Raise UserError if files do not fit on the disk."""
-    needed = sum(taught.num_targets(number) * bytes_per_token(taught.k) for taught, number in missing)
+    needed = sum(
+        taught.num_targets(number) * bytes_per_token(taught.k) for taught, number in missing
+    )
     free = free_disk(root)
     if needed > free:
-        raise UserError(_no_room(root, f"it has {format_bytes(free)} free, and {format_bytes(needed)} are needed"))
+        raise UserError(
+            _no_room(
+                root, f"it has {format_bytes(free)} free, and {format_bytes(needed)} are needed"
+            )
+        )
 
 
 def _no_room(root: Path, reason: str) -> str:
@@ -212,14 +246,15 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
     """Write a file on each machine, and read it on every rank.
 
     Raises:
-        TrainingError: the teacher has said nothing that can be learned. UserError: the file cannot be written. The same
-        on every rank.
+        TrainingError: the teacher has said nothing that can be learned. UserError: the file cannot
+        be written. The same on every rank.
     """
     try:
         taught.check(number, arrays)
     except Unusable as error:
         raise TrainingError(
-            f"The teacher's probabilities cannot be learned from: {error}. Try --precision bf16 or fp32."
+            f"The teacher's probabilities cannot be learned from: {error}. Try --precision bf16 or "
+            "fp32."
         ) from error
     with raise_on_all_ranks(UserError, ranks.device):
         if ranks.local_rank == 0:
@@ -228,14 +263,21 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
             except (OSError, SafetensorError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 size = format_bytes(len(arrays[0]) * bytes_per_token(taught.k))
-                raise UserError(_no_room(taught.folder, f"{reason}, with {size} to write")) from error
+                raise UserError(
+                    _no_room(taught.folder, f"{reason}, with {size} to write")
+                ) from error
     with raise_on_all_ranks(UserError, ranks.device):
         try:
             is_there = taught.read(number)
         except Unusable as error:
-            raise UserError(f"{taught.path(number)} was just written, and is damaged: {error}.") from error
+            raise UserError(
+                f"{taught.path(number)} was just written, and is damaged: {error}."
+            ) from error
         if not is_there:
-            raise UserError(f"{taught.path(number)} was just written, and is not there. Give all ranks the same disk.")
+            raise UserError(
+                f"{taught.path(number)} was just written, and is not there. Give all "
+                "ranks the same disk."
+            )
 
 
 def _load(own: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:
@@ -245,4 +287,6 @@ def _load(own: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> Forwa
     placed = dataclasses.replace(plan.teacher, model=model)
     load_model(own, placed, open_weights(model), ranks)
     release_cached_memory(ranks.device)
-    return build_forward(own, dataclasses.replace(plan, placed=placed), ranks, control, target_numbers)
+    return build_forward(
+        own, dataclasses.replace(plan, placed=placed), ranks, control, target_numbers
+    )

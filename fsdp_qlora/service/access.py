@@ -1,7 +1,9 @@
-"""Who may ask a service for something, and how large a request may be: a layer around the web application.
+"""Who may ask a service for something, and how large a request may be: a layer around the web
+application.
 
-With a key each request must have it. Without one the service listens on this machine alone, and a web page in the
-user's browser must not pass for a client: it can reach the port, and by DNS rebinding under a name of its own.
+With a key each request must have it. Without one the service listens on this machine alone, and a
+web page in the user's browser must not pass for a client: it can reach the port, and by DNS
+rebinding under a name of its own.
 """
 
 import asyncio
@@ -50,7 +52,8 @@ class Access:
 
     Args:
         api_key: that requests must have; None for none. host: where the service listens.
-        on_allowed: is told the address of each client whose request is let in. body_seconds: for a body to come.
+        on_allowed: is told the address of each client whose request is let in. body_seconds: for a
+        body to come.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class Access:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.warning("A request for %s failed. %s", shown(scope["path"]), shown(reason))
-            await answer.refuse(500, "The service failed at this request; its log has a line about it.")
+            await answer.refuse(
+                500, "The service failed at this request; its log has a line about it."
+            )
 
     def _check(self, method: str, headers: dict[str, str]) -> None:
         """Refuse a request by its head. Raises Refused."""
@@ -99,17 +104,27 @@ class Access:
             return
         name = headers.get("host", "")
         if _without_port(name) not in self.hosts:
-            raise Refused(403, f"The host {shown(name)} is not this service's. One with an API key answers to any.")
+            raise Refused(
+                403,
+                f"The host {shown(name)} is not this service's. "
+                "One with an API key answers to any.",
+            )
         if "origin" in headers:
-            raise Refused(403, "Web pages are not served. One with an API key may be asked by any client.")
+            raise Refused(
+                403, "Web pages are not served. One with an API key may be asked by any client."
+            )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method not in ("GET", "HEAD") and kind not in (JSON, PROTOBUF, ""):
             raise Refused(415, f"The content type must be {JSON} or {PROTOBUF}.")
         if method == "POST" and not kind:
             raise Refused(415, f"The request has no content type; it must be {JSON} or {PROTOBUF}.")
 
-    async def _read_body(self, headers: dict[str, str], receive: Receive, most: int) -> bytes | None:
-        """The body of a request; None if its client has gone. Raises Refused if it is too large or does not come."""
+    async def _read_body(
+        self, headers: dict[str, str], receive: Receive, most: int
+    ) -> bytes | None:
+        """The body of a request; None if its client has gone. Raises Refused if it is too large or
+        does not come.
+        """
         size = headers.get("content-length", "0")
         if not size.isdecimal() or len(size) > 19 or int(size) > most:
             raise Refused(413, f"This request may have {most:,} bytes.")
@@ -126,7 +141,9 @@ class Access:
                     if self._reading > _MOST_AT_ONCE:
                         raise Refused(503, "The service reads too much at this moment.")
         except TimeoutError as error:
-            raise Refused(408, f"The request's body has not come within {self.body_seconds:g} s.") from error
+            raise Refused(
+                408, f"The request's body has not come within {self.body_seconds:g} s."
+            ) from error
         finally:
             self._reading -= len(body)
         return bytes(body)
@@ -156,10 +173,14 @@ class _Answer:
         await self._send(message)
 
     async def refuse(self, status: int, reason: str) -> None:
-        """Answer with an error and close the connection: what is left of the request is not read."""
+        """Answer with an error and close the connection:
+        what is left of the request is not read.
+        """
         if self._has_begun:
             return
-        body = json.dumps({"error": reason, "category": "user" if status < 500 else "server"}).encode()
+        body = json.dumps(
+            {"error": reason, "category": "user" if status < 500 else "server"}
+        ).encode()
         headers = [
             (b"content-type", JSON.encode()),
             (b"content-length", str(len(body)).encode()),
@@ -170,11 +191,19 @@ class _Answer:
 
 
 def _headers(scope: Message) -> dict[str, str]:
-    """The head's fields by their names in lower case. Raises Refused if one that decides is there twice."""
+    """The head's fields by their names in lower case. Raises Refused if one that decides is there
+    twice.
+    """
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         key = name.decode("latin-1").lower()
-        if key in headers and key in ("host", "origin", "content-type", "content-length", "x-api-key"):
+        if key in headers and key in (
+            "host",
+            "origin",
+            "content-type",
+            "content-length",
+            "x-api-key",
+        ):
             raise Refused(400, f"The request has two fields {key}.")
         headers[key] = value.decode("latin-1")
     return headers
@@ -227,7 +256,10 @@ def kept_key(folder: Path) -> tuple[str, bool]:
     except (OSError, ValueError) as error:
         raise UserError(f"The key in {path} cannot be used: {error}.") from error
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise UserError(f"The key in {path} is not this user's alone. Run chmod 600, or delete it for a new one.")
+        raise UserError(
+            f"The key in {path} is not this user's alone. Run chmod 600, or delete it for a new "
+            "one."
+        )
     check_key(key, str(path))
     return key, False
 
@@ -245,7 +277,9 @@ def _draw_key(path: Path) -> str:
 def check_key(key: str, where: str) -> None:
     """Raise UserError for a key that can be guessed, or that no header can have."""
     if len(key) < 8 or not _is_plain(key):
-        raise UserError(f"The key of {where} must have 8 characters or more, of ASCII and without spaces.")
+        raise UserError(
+            f"The key of {where} must have 8 characters or more, of ASCII and without spaces."
+        )
 
 
 def _is_plain(text: Iterable[str]) -> bool:

@@ -1,7 +1,9 @@
-"""The web application of a service: Tinker's protocol over HTTP, as its client speaks it (tinker 0.38).
+"""The web application of a service: Tinker's protocol over HTTP, as its client speaks it (tinker
+0.38).
 
-It answers what needs no model itself, hands the rest to the desk, and holds a client's question for a result until the
-result is there. `access.py` is around it: what comes here is from an allowed client, whole and of bounded size.
+It answers what needs no model itself, hands the rest to the desk, and holds a client's question for
+a result until the result is there. `access.py` is around it: what comes here is from an allowed
+client, whole and of bounded size.
 """
 
 import asyncio
@@ -50,9 +52,14 @@ class App:
         self.bases = desk.orders.bases
         self.trained = self.bases[0].names[0]
         self.api = FastAPI(
-            title="fsdp_qlora", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJSON
+            title="fsdp_qlora",
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            default_response_class=PlainJSON,
         )
-        self._waiting: dict[str, asyncio.Event] = {}  # of results that clients wait for at this moment
+        # of results that clients wait for at this moment
+        self._waiting: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         for error in (UserError, ValidationError):
             self.api.exception_handler(error)(_refused)
@@ -87,8 +94,12 @@ class App:
         get(f"{prefix}/training_runs/{{model}}")(self.training_run)
         get(f"{prefix}/training_runs/{{model}}/checkpoints")(self.checkpoints)
         get(f"{prefix}/checkpoints")(self.checkpoints)
-        self.api.delete(f"{prefix}/training_runs/{{model}}/checkpoints/{{part}}/{{name}}")(self.delete_checkpoint)
-        self.api.put(f"{prefix}/training_runs/{{model}}/checkpoints/{{part}}/{{name}}/ttl")(self.set_ttl)
+        self.api.delete(f"{prefix}/training_runs/{{model}}/checkpoints/{{part}}/{{name}}")(
+            self.delete_checkpoint
+        )
+        self.api.put(f"{prefix}/training_runs/{{model}}/checkpoints/{{part}}/{{name}}/ttl")(
+            self.set_ttl
+        )
 
     def wake(self, name: str) -> None:
         """Let the clients go on that wait for this piece."""
@@ -104,8 +115,15 @@ class App:
 
     def capabilities(self) -> dict[str, Any]:
         named = [(base.names[0], base.limits.context_length) for base in self.bases]
-        about = [{"model_name": name, "max_context_length": length, "sampleable": True} for name, length in named]
-        return {"supported_models": [each | {"trainable": not number} for number, each in enumerate(about)]}
+        about = [
+            {"model_name": name, "max_context_length": length, "sampleable": True}
+            for name, length in named
+        ]
+        return {
+            "supported_models": [
+                each | {"trainable": not number} for number, each in enumerate(about)
+            ]
+        }
 
     async def create_session(self, request: Request) -> dict[str, Any]:
         asked = await _read(request, types.CreateSessionRequest)
@@ -133,7 +151,9 @@ class App:
         return {"sampling_session_id": name}
 
     def _sampled(self, path: Any, base: Any) -> dict[str, Any]:
-        """The entry of a sampler of saved weights, or of a base as it is. Raises UserError if there are none."""
+        """The entry of a sampler of saved weights, or of a base as it is. Raises UserError if there
+        are none.
+        """
         now = self.desk.clock.now()
         if path is not None:
             self.desk.weights.entry(str(path))
@@ -144,7 +164,11 @@ class App:
     async def get_info(self, request: Request) -> dict[str, Any]:
         model = (await _read(request, types.GetInfoRequest)).model_id
         about = self._known("model", model)["about"]
-        data = {"arch": "decoder", "model_name": self.trained, "tokenizer_id": self.bases[0].tokenizer}
+        data = {
+            "arch": "decoder",
+            "model_name": self.trained,
+            "tokenizer_id": self.bases[0].tokenizer,
+        }
         return {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": about["rank"]}
 
     async def weights_info(self, request: Request) -> dict[str, Any]:
@@ -152,11 +176,17 @@ class App:
         self.desk.weights.entry(path)
         model, _, _ = parts_of(path)
         about = self._known("model", model)["about"]
-        adapter = {"lora_rank": about["rank"], "train_attn": about["train_attn"], "train_mlp": about["train_mlp"]}
+        adapter = {
+            "lora_rank": about["rank"],
+            "train_attn": about["train_attn"],
+            "train_mlp": about["train_mlp"],
+        }
         return {"base_model": self.trained, "is_lora": True, "train_unembed": False} | adapter
 
     def _known(self, kind: str, name: object) -> dict[str, Any]:
-        """The entry of that name. Each name of a request comes through here, or is made of one that has."""
+        """The entry of that name. Each name of a request comes through here, or is made of one that
+        has.
+        """
         about = self.records.get(kind, str(name)) if has_form(kind, name) else None
         if about is None:
             raise HTTPException(404, f"There is no {kind} {shown(name)}.")
@@ -170,16 +200,22 @@ class App:
     # --- work ---
 
     def _model_piece(self, kind: str) -> Callable[[Request], Awaitable[dict[str, Any]]]:
-        """The endpoint of a request that a model's ranks work on. The desk finds what is wrong with it."""
+        """The endpoint of a request that a model's ranks work on. The desk finds what is wrong with
+        it.
+        """
 
         async def endpoint(request: Request) -> dict[str, Any]:
             content = await _read_json(request)
             body = await request.body()
-            if kind == "create_model" or (kind == "load_weights" and content.get("model_id") is None):
+            if kind == "create_model" or (
+                kind == "load_weights" and content.get("model_id") is None
+            ):
                 self._known_session(content.get("session_id"))
                 number = content.get("model_seq_id")
                 if not _is_number(number):
-                    raise UserError(f"model_seq_id is a number, 0 or more, and not {shown(number)}.")
+                    raise UserError(
+                        f"model_seq_id is a number, 0 or more, and not {shown(number)}."
+                    )
                 return self._submit(kind, f"{content['session_id']}:train:{number}", 0, body)
             return self._submit_to_model(kind, content.get("model_id"), content.get("seq_id"), body)
 
@@ -203,7 +239,10 @@ class App:
         """Whether a model is there, or the request that makes it has come."""
         if not has_form("model", model):
             return False
-        return self.records.get("model", model) is not None or self.desk.result(f"{model}:0") is not None
+        return (
+            self.records.get("model", model) is not None
+            or self.desk.result(f"{model}:0") is not None
+        )
 
     async def asample(self, request: Request) -> dict[str, Any]:
         content = await _read_json(request)
@@ -219,11 +258,16 @@ class App:
         number = content.get("num_samples", 1)
         answer = self._submit("asample", sampler, seq, body)
         count = number if isinstance(number, int) and 0 < number < 2**12 else 1
-        return answer | {"sample_sequence_ids": [f"{answer['request_id']}:{sample}" for sample in range(count)]}
+        return answer | {
+            "sample_sequence_ids": [f"{answer['request_id']}:{sample}" for sample in range(count)]
+        }
 
     def _submit(self, kind: str, target: str, seq: Any, body: bytes) -> dict[str, Any]:
         if not _is_number(seq) or not has_form("request", f"{target}:{seq}"):
-            raise UserError("The request does not say for which model or sampler it is, and which of its requests.")
+            raise UserError(
+                "The request does not say for which model or sampler it is, and which "
+                "of its requests."
+            )
         piece = Piece(f"{target}:{seq}", target, seq, kind, len(body))
         self.desk.submit(piece, body)
         return {"request_id": piece.id, "model_id": target}
@@ -237,12 +281,16 @@ class App:
             raise HTTPException(404, f"There is no request {shown(name)}.")
         state, result = found
         if state == WAITING:
-            return PlainJSON({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+            return PlainJSON(
+                {"type": "try_again", "request_id": name, "queue_state": "active"}, 408
+            )
         is_binary = state == DONE and not result.startswith(b"{")
         return Response(result, media_type=PROTOBUF if is_binary else JSON)
 
     async def _wait_for(self, name: str) -> tuple[str, bytes] | None:
-        """The state and result of a request, when it has one or the client has waited long enough."""
+        """The state and result of a request, when it has one or the client has waited
+        long enough.
+        """
         self._loop = asyncio.get_running_loop()
         event = self._waiting.setdefault(name, asyncio.Event())
         found = self.desk.result(name)  # it may have come meanwhile
@@ -263,12 +311,19 @@ class App:
 
     def sampler(self, sampler_id: str) -> dict[str, Any]:
         about = self._known("sampler", sampler_id)
-        return {"sampler_id": sampler_id, "base_model": about.get("base", self.trained), "model_path": about["path"]}
+        return {
+            "sampler_id": sampler_id,
+            "base_model": about.get("base", self.trained),
+            "model_path": about["path"],
+        }
 
     def training_runs(self, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         names = [name for name, _ in self.records.find("model") if has_form("model", name)]
         cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
-        return {"training_runs": [self.training_run(name) for name in names[offset : offset + limit]], "cursor": cursor}
+        return {
+            "training_runs": [self.training_run(name) for name in names[offset : offset + limit]],
+            "cursor": cursor,
+        }
 
     def training_run(self, model: str) -> dict[str, Any]:
         about = self._known("model", model)
@@ -338,7 +393,9 @@ async def _read_json(request: Request) -> dict[str, Any]:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    return _error(400, describe_invalid(error) if isinstance(error, ValidationError) else str(error))
+    return _error(
+        400, describe_invalid(error) if isinstance(error, ValidationError) else str(error)
+    )
 
 
 def _busy(request: Request, error: Exception) -> Response:
@@ -353,7 +410,9 @@ def _not_recorded(request: Request, error: Exception) -> Response:
 def _not_served(request: Request, error: Any) -> Response:
     """Name what was asked for, or the endpoint that is not there."""
     is_endpoint = error.detail == "Not Found"
-    return _error(404, f"{shown(request.url.path)} is not served." if is_endpoint else str(error.detail))
+    return _error(
+        404, f"{shown(request.url.path)} is not served." if is_endpoint else str(error.detail)
+    )
 
 
 def _error(status: int, reason: str) -> Response:

@@ -1,4 +1,6 @@
-"""Connections to the web server: those that say nothing, or nothing that is allowed, do not keep others out."""
+"""Connections to the web server: those that say nothing, or nothing that is allowed, do not keep
+others out.
+"""
 
 import asyncio
 import resource
@@ -32,7 +34,9 @@ class Connections:
             self._strangers.pop(oldest).abort()
 
     def trust(self, client: Any) -> None:
-        """A connection has sent an allowed request. client: its address, as in the scope of ASGI."""
+        """A connection has sent an allowed request. client: its address,
+        as in the scope of ASGI.
+        """
         self._strangers.pop(client, None)
 
     def remove(self, connection: "Connection") -> None:
@@ -45,7 +49,9 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol with a limit of time for the head of each request. The application has one for the body."""
+    """uvicorn's protocol with a limit of time for the head of each request. The application has one
+    for the body.
+    """
 
     watched: Connections
 
@@ -64,7 +70,8 @@ class Connection(H11Protocol):
         if self.cycle is not self._answered:
             self._answered = self.cycle
             self._stop_limit()
-        elif self._limit is None and self.cycle.response_complete:  # the next one on this connection begins
+        # the next one on this connection begins
+        elif self._limit is None and self.cycle.response_complete:
             self._start_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:

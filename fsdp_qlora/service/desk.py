@@ -1,7 +1,7 @@
 """Takes the requests of clients on rank 0, and turns them into orders for all ranks.
 
-Pieces of a model are done in the order of their numbers, whatever order they come in. A request that cannot be done
-fails alone, and its number counts as used: a client goes on with the next one.
+Pieces of a model are done in the order of their numbers, whatever order they come in. A request
+that cannot be done fails alone, and its number counts as used: a client goes on with the next one.
 """
 
 import base64
@@ -36,7 +36,8 @@ _KEPT_RESULTS = 20_000  # of requests, besides those that a model's state needs
 _KEPT_BYTES = 2**30  # of these
 _MOST_TRIES = 3  # of a request during which the service ends
 _DIRECT_SECONDS = 3600.0  # that a sampler of a single request is kept at least
-_MOST_LOOKED_AT = 2**22  # tokens of the prompts that wait, for those to answer together; what is read is kept
+# tokens of the prompts that wait, for those to answer together; what is read is kept
+_MOST_LOOKED_AT = 2**22
 LONGEST_REASON = 2000  # characters that a client is told
 _SAVES = ("save_weights", "save_weights_for_sampler")
 
@@ -45,9 +46,10 @@ class Desk:
     """The requests that wait, and the models that are in memory.
 
     Args:
-        folder: of checkpoints. bases: the one whose adapters are trained, and others as they are. most_rank: of
-            adapters. most_models: in memory. save_times: steps and seconds after which a model's state is saved, so
-            that fewer pieces must be repeated after a kill; 0 for never.
+        folder: of checkpoints. bases: the one whose adapters are trained, and others as they are.
+            most_rank: of adapters. most_models: in memory. save_times: steps and seconds after
+            which a model's state is saved, so that fewer pieces must be repeated after a kill; 0
+            for never.
     Attributes:
         on_done: is told each piece that has a result.
     """
@@ -103,7 +105,10 @@ class Desk:
             self._fail(piece, "cancelled")
 
     def result(self, name: str) -> tuple[str, bytes] | None:
-        """State and result of a piece; None if it is unknown. What is not written yet is not shown."""
+        """State and result of a piece; None if it is unknown.
+
+        What is not written yet is not shown.
+        """
         return (WAITING, b"") if name in self._unwritten else self.records.result(name)
 
     # --- for the main thread ---
@@ -117,7 +122,8 @@ class Desk:
         if not self._coming:
             self._begin_next(seconds)
         if not self._coming:
-            return None  # there is none, or it has failed: the ranks give a sign of life between two requests
+            # there is none, or it has failed: the ranks give a sign of life between two requests
+            return None
         self._order = self._coming.popleft()
         with self._failing("read"):
             return self._with_body(self._order)
@@ -164,7 +170,9 @@ class Desk:
                 self.records.put("checkpoint", order["uri"], order["entry"])
             if "live" in order:
                 replaced = self._note_live(order["model"], order["live"])
-            self.records.finish([(piece.id, DONE, result) for piece, result in zip(pieces, results, strict=False)])
+            self.records.finish(
+                [(piece.id, DONE, result) for piece, result in zip(pieces, results, strict=False)]
+            )
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._order = None
@@ -184,7 +192,9 @@ class Desk:
             self._with_gradients.discard(order["model"])
 
     def _live_order(self, model: str, seq: int) -> Order:
-        """The order that saves a model's state, which has no gradients, after the piece of this number."""
+        """The order that saves a model's state, which has no gradients, after the piece of this
+        number.
+        """
         path = str(self.weights.state_folder(model, seq))
         live = {"kind": "save", "model": model, "path": path, "optimizer": True, "answer": {}}
         return live | {"live": seq, "repeats": True}
@@ -196,7 +206,10 @@ class Desk:
         model = order["model"]
         (steps, seconds) = self.save_times
         self._steps[model] = self._steps.get(model, 0) + 1
-        return 0 < steps <= self._steps[model] or 0 < seconds < time.monotonic() - self._saved_at[model]
+        return (
+            0 < steps <= self._steps[model]
+            or 0 < seconds < time.monotonic() - self._saved_at[model]
+        )
 
     def refuse(self, reason: str, lost: Iterable[str] = ()) -> None:
         """Record that the last order, and those that were to follow, cannot be carried out.
@@ -227,7 +240,8 @@ class Desk:
             self._fail(piece, reason)
 
     def _uncertain(self, order: Order | None, pieces: Sequence[Piece]) -> set[str]:
-        """The models that may not be in memory, or not where they were, as the ranks have failed at an order.
+        """The models that may not be in memory, or not where they were, as the ranks have failed at
+        an order.
 
         Their next piece brings them back from what is recorded.
         """
@@ -236,7 +250,8 @@ class Desk:
         is_live = "live" in order
         if order["kind"] == "save" and not is_live:
             return set()
-        models = {piece.target for piece in pieces}  # orders that bring one back come before its piece's own
+        # orders that bring one back come before its piece's own
+        models = {piece.target for piece in pieces}
         if not is_live or order["model"] not in self._used_at:
             models.add(order["model"])
         return models
@@ -282,7 +297,9 @@ class Desk:
         return 1 + max(self._live_of(model), self.records.last_done(model))
 
     def _orders_of(self, piece: Piece) -> list[Order]:
-        """The order for a piece, behind those that bring its model to where it was and make room for it."""
+        """The order for a piece, behind those that bring its model to where it was and make room
+        for it.
+        """
         if piece.kind == "asample":
             return [self._sampling(piece)]
         order = self.orders.read(piece)
@@ -310,13 +327,17 @@ class Desk:
         if live >= 0:
             path = str(self.weights.state_folder(model, live))
             orders.append({"kind": "load_weights", "model": model, "path": path, "optimizer": True})
-        pieces = [piece for piece in self.records.done_after(model, live) if piece.kind not in _SAVES]
+        pieces = [
+            piece for piece in self.records.done_after(model, live) if piece.kind not in _SAVES
+        ]
         orders += [self.orders.read(piece) for piece in pieces]
         log.info("Model %s: brought back by %d pieces of work.", model, len(orders))
         return [order | {"repeats": True} for order in orders]
 
     def _note_live(self, model: str, seq: int) -> Path | None:
-        """Record a model's saved state, which replaces the pieces that led to it; returns the folder of the last."""
+        """Record a model's saved state, which replaces the pieces that led to it; returns the
+        folder of the last.
+        """
         about = self.orders.model(model)
         before = about.get("live", -1)
         self.records.put("model", model, about | {"live": seq})
@@ -356,7 +377,9 @@ class Desk:
         return order | {"requests": [request.own for request in group.requests]}
 
     def _read_other(self, piece: Piece) -> WantedSample | None:
-        """As `_wanted`; a request that cannot be read fails now, and is not read again for each order."""
+        """As `_wanted`; a request that cannot be read fails now, and is not read again for each
+        order.
+        """
         try:
             return self._wanted(piece)
         except Exception as error:

@@ -1,7 +1,7 @@
 """The losses of the service's training requests: sums over tokens, never means.
 
-Each gets p, the log-probabilities of the targets [T], and the request's tensors, such as `logprobs`, the same of the
-policy that drew the tokens, and `advantages`.
+Each gets p, the log-probabilities of the targets [T], and the request's tensors, such as
+`logprobs`, the same of the policy that drew the tokens, and `advantages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss. sum: of tokens, [T]. tensors: that a request must have. optional: tensors, 1 where they are missing.
+    """A loss. sum: of tokens, [T]. tensors: that a request must have. optional: tensors, 1 where
+    they are missing.
 
     config: numbers with their defaults.
     """
@@ -28,11 +29,15 @@ class Loss:
     config: Mapping[str, float] = field(default_factory=dict)
 
 
-def _cross_entropy(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+def _cross_entropy(
+    p: Tensor, given: Values, config: Mapping[str, float], documents: Documents
+) -> Tensor:
     return -p * given["weights"]
 
 
-def _importance_sampling(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+def _importance_sampling(
+    p: Tensor, given: Values, config: Mapping[str, float], documents: Documents
+) -> Tensor:
     return -(p - given["logprobs"]).exp() * given["advantages"]
 
 
@@ -47,7 +52,9 @@ def _ppo(p: Tensor, given: Values, config: Mapping[str, float], documents: Docum
 
 
 def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
-    """Zheng et al. 2025, in its form for tokens: a document's ratio is the geometric mean of its tokens' ratios."""
+    """Zheng et al. 2025, in its form for tokens: a document's ratio is the geometric mean of its
+    tokens' ratios.
+    """
     mask = given["sequence_ratio_mask"]
     total = documents((p.detach() - given["logprobs"]) * mask)
     count = documents(mask)
@@ -57,7 +64,11 @@ def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Docu
 def _cispo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
     """MiniMax 2025."""
     ratio = (p.detach() - given["logprobs"]).exp()
-    return -ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"]) * p * given["advantages"]
+    return (
+        -ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+        * p
+        * given["advantages"]
+    )
 
 
 def _dro(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:

@@ -1,4 +1,6 @@
-"""The protocol's messages: from the bytes of a request to rows of tokens, and from results to bytes."""
+"""The protocol's messages: from the bytes of a request to rows of tokens, and from results to
+bytes.
+"""
 
 import dataclasses
 import itertools
@@ -29,8 +31,9 @@ _NO_TOP = -99999.0  # where a top-k list is empty
 class Limits:
     """Limits of a request.
 
-    vocabulary: its token ids are below this. context_length: tokens of a row. tokens_at_once: of a micro-batch.
-    targets_at_once: of a micro-batch, whose tokens may have several; the hidden state is there once for each.
+    vocabulary: its token ids are below this. context_length: tokens of a row. tokens_at_once: of a
+    micro-batch. targets_at_once: of a micro-batch, whose tokens may have several; the hidden state
+    is there once for each.
     """
 
     vocabulary: int
@@ -40,7 +43,9 @@ class Limits:
 
     def check(self, tokens: np.ndarray, what: str) -> np.ndarray:
         if not 0 < len(tokens) <= self.context_length:
-            raise UserError(f"{what} has {len(tokens):,} tokens; here it must be 1 to {self.context_length:,}.")
+            raise UserError(
+                f"{what} has {len(tokens):,} tokens; here it must be 1 to {self.context_length:,}."
+            )
         return self.check_known(tokens, what)
 
     def check_targets(self, positions: int, width: int) -> None:
@@ -50,26 +55,35 @@ class Limits:
             positions: tokens of all datums. width: the most targets of a token.
         """
         at_once = min(positions, self.tokens_at_once)
-        most = min(_MOST_TARGETS // max(1, positions), self.targets_at_once // max(1, at_once), self.vocabulary)
+        most = min(
+            _MOST_TARGETS // max(1, positions),
+            self.targets_at_once // max(1, at_once),
+            self.vocabulary,
+        )
         if width > max(1, most) or positions > _MOST_TARGETS:
             raise UserError(
-                f"The request has {positions:,} tokens with up to {width:,} targets each, and there is memory for "
+                f"The request has {positions:,} tokens with up to {width:,} targets each, and "
+                "there is memory for "
                 f"{max(1, most):,} each (and for {_MOST_TARGETS:,} tokens in all). Send fewer."
             )
 
     def check_known(self, tokens: np.ndarray, what: str) -> np.ndarray:
         bad = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
         if len(bad):
-            raise UserError(f"{what} has the token {bad[0]}; the model has the tokens 0 to {self.vocabulary - 1:,}.")
+            raise UserError(
+                f"{what} has the token {bad[0]}; the model has the tokens 0 to "
+                f"{self.vocabulary - 1:,}."
+            )
         return tokens
 
 
 @dataclass(frozen=True, eq=False)
 class TrainRequest:
-    """A forward_backward. K is the most targets of a position: 1, but for a loss over several likely tokens.
+    """A forward_backward. K is the most targets of a position: 1, but for a loss over several
+    likely tokens.
 
-    table: a row for each datum, its tokens and one behind them. values: name -> [positions of all datums, K]; places
-    numbers them. shapes: of each datum's targets.
+    table: a row for each datum, its tokens and one behind them. values: name -> [positions of all
+    datums, K]; places numbers them. shapes: of each datum's targets.
     """
 
     table: TokenizedRows
@@ -84,13 +98,19 @@ class TrainRequest:
         """Raises UserError: it cannot be computed."""
         loss = LOSSES.get(message.loss_fn)
         if loss is None:
-            raise UserError(f"The loss {shown(message.loss_fn)} is not served; these are: {', '.join(LOSSES)}.")
-        given = dict(message.loss_fn_config) | {name: each.number for name, each in message.loss_fn_config_v2.items()}
+            raise UserError(
+                f"The loss {shown(message.loss_fn)} is not served; these are: {', '.join(LOSSES)}."
+            )
+        given = dict(message.loss_fn_config) | {
+            name: each.number for name, each in message.loss_fn_config_v2.items()
+        }
         unknown = given.keys() - loss.config.keys()
         if unknown:
             raise UserError(f"The loss {message.loss_fn} has no setting {shown(sorted(unknown))}.")
         if not all(map(math.isfinite, given.values())):
-            raise UserError(f"The loss {message.loss_fn} has a setting that is not finite: {shown(given)}.")
+            raise UserError(
+                f"The loss {message.loss_fn} has a setting that is not finite: {shown(given)}."
+            )
         _check_sizes(message, limits)
         rows = list[np.ndarray]()
         datums = list[dict[str, np.ndarray]]()
@@ -105,23 +125,31 @@ class TrainRequest:
             _joined(datums),
             [datum["target_tokens"].shape for datum in datums],
             message.loss_fn,
-            loss.config | given,
+            dict(loss.config) | given,
             message.forward_only,
         )
 
     def of_targets(self, rows: Numbers) -> dict[str, torch.Tensor]:
-        """The values of some rows' targets, [N, K]; of one that counts nothing if they have none."""
+        """The values of some rows' targets, [N, K]; of one that counts nothing if they
+        have none.
+        """
         starts = self.table.offsets - np.arange(len(self.table.offsets))
-        chosen = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(1, np.int64)])
+        chosen = np.concatenate(
+            [np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(1, np.int64)]
+        )
         return {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
 
     def with_targets(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with the request's own targets, [N * K], where its table has the next tokens."""
+        """The micro-batch with the request's own targets, [N * K], where its table has the next
+        tokens.
+        """
         is_target = (batch.targets != IGNORE_INDEX)[:, None]
         targets = torch.where(is_target, batch.answers["target_tokens"], IGNORE_INDEX)
         answers = {name: values.flatten() for name, values in batch.answers.items()}
         rows = batch.target_rows.repeat_interleave(targets.shape[1])
-        return dataclasses.replace(batch, target_rows=rows, targets=targets.flatten(), answers=answers)
+        return dataclasses.replace(
+            batch, target_rows=rows, targets=targets.flatten(), answers=answers
+        )
 
     def encode(self, logprobs: np.ndarray, metrics: Mapping[str, float]) -> bytes:
         """The answer. logprobs: float32 [positions of all datums, K]."""
@@ -167,20 +195,24 @@ def rows_to_score(prompts: Sequence[Sequence[int]]) -> TokenizedRows:
 
 
 def encode_samples(
-    answers: Sequence[Any], prompt_logprobs: np.ndarray | None = None, top: tuple[np.ndarray, np.ndarray] | None = None
+    answers: Sequence[Any],
+    prompt_logprobs: np.ndarray | None = None,
+    top: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> bytes:
     """The answer to a SampleRequest.
 
     Args:
-        answers: completions. prompt_logprobs: float32 [tokens], NaN at the first. top: ids and log-probabilities of the
-            likeliest tokens, [tokens, k].
+        answers: completions. prompt_logprobs: float32 [tokens], NaN at the first. top: ids and
+            log-probabilities of the likeliest tokens, [tokens, k].
     """
     answer = pb.SampleResponse()
     for each in answers:
         tokens = np.array(each.token_ids, "<i4")
         logprobs = np.array(each.logps or [], "<f4")
         reason = pb.STOP_REASON_STOP if each.is_done else pb.STOP_REASON_LENGTH
-        answer.sequences.add(stop_reason=reason, tokens=tokens.tobytes(), logprobs=logprobs.tobytes())
+        answer.sequences.add(
+            stop_reason=reason, tokens=tokens.tobytes(), logprobs=logprobs.tobytes()
+        )
     if prompt_logprobs is not None:
         answer.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if top is not None:
@@ -197,25 +229,38 @@ def _tokens(chunks: Sequence[pb.Chunk], what: str) -> np.ndarray:
     kinds = {chunk.WhichOneof("chunk") for chunk in chunks}
     other = kinds - {"encoded_text"}
     if other:
-        raise UserError(f"{what} has {next(iter(other)) or 'an empty chunk'}, and only tokens are served.")
+        raise UserError(
+            f"{what} has {next(iter(other)) or 'an empty chunk'}, and only tokens are served."
+        )
     try:
         return np.concatenate(
-            [np.zeros(0, np.int32), *(np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in chunks)]
+            [
+                np.zeros(0, np.int32),
+                *(np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in chunks),
+            ]
         )
     except ValueError as error:
         raise UserError(f"{what} has tokens that are no 32-bit numbers.") from error
 
 
 def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
-    """Refuse a request that is too large, by the sizes that it names and before any array is made."""
+    """Refuse a request that is too large, by the sizes that it names and before any
+    array is made.
+    """
     if len(message.data) > _MOST_DATUMS:
-        raise UserError(f"The request has {len(message.data):,} datums; at most {_MOST_DATUMS:,} are served at a time.")
+        raise UserError(
+            f"The request has {len(message.data):,} datums; at most {_MOST_DATUMS:,} "
+            "are served at a time."
+        )
     positions = 0
     width = 1
     for datum in message.data:
         positions += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
         if any(len(tensor.shape) > 2 for tensor in datum.loss_fn_inputs.values()):
-            raise UserError("A tensor has more than two dimensions; those of targets are [tokens] or [tokens, K].")
+            raise UserError(
+                "A tensor has more than two dimensions; those of targets are [tokens] or [tokens, "
+                "K]."
+            )
         if "target_tokens" in datum.loss_fn_inputs:
             width = max(width, *datum.loss_fn_inputs["target_tokens"].shape[1:2], 0)
     limits.check_targets(positions, width)
@@ -224,7 +269,10 @@ def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
 def _read_inputs(
     datum: pb.Datum, number: int, named_loss: tuple[str, Loss], length: int, limits: Limits
 ) -> dict[str, np.ndarray]:
-    """The values of a datum's targets: a loss's tensors, [length] or [length, K]. Raises UserError."""
+    """The values of a datum's targets: a loss's tensors, [length] or [length, K].
+
+    Raises UserError.
+    """
     loss_name, loss = named_loss
     names = ("target_tokens", *loss.tensors, *loss.optional)
     given = datum.loss_fn_inputs
@@ -236,7 +284,10 @@ def _read_inputs(
             raise UserError(f"Datum {number} has no {name}, which the loss {loss_name} needs.")
     shape = (length, *given["target_tokens"].shape[1:])
     if len(shape) > 2 or min(shape) < 1:
-        raise UserError(f"Datum {number}: target_tokens has the shape {shape}; it must be [tokens] or [tokens, K].")
+        raise UserError(
+            f"Datum {number}: target_tokens has the shape {shape}; it must be [tokens] or [tokens, "
+            "K]."
+        )
     if len(shape) > 1 and loss_name != "cross_entropy":
         raise UserError(f"Datum {number}: only cross_entropy takes several targets of a token.")
     values = {name: np.ones(shape, np.float32) for name in loss.optional}
@@ -248,7 +299,9 @@ def _read_inputs(
 
 
 def _array(tensor: pb.Tensor, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The dense values of a tensor of this shape, int64 for target_tokens and float32 for others. Raises UserError."""
+    """The dense values of a tensor of this shape, int64 for target_tokens and float32 for others.
+    Raises UserError.
+    """
     try:
         if tuple(tensor.shape) not in (shape, ()):
             raise ValueError(f"its shape is {tuple(tensor.shape)}, and {shape} is needed")
@@ -267,11 +320,16 @@ def _array(tensor: pb.Tensor, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _dense(csr: pb.SparseCsr, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """The values of a tensor in compressed rows, [rows, columns]. Raises ValueError or IndexError."""
+    """The values of a tensor in compressed rows, [rows, columns].
+
+    Raises ValueError or IndexError.
+    """
     rows, columns = (np.frombuffer(part, "<i8") for part in (csr.crow_indices, csr.col_indices))
     values = np.frombuffer(csr.values, dtype)
     counts = np.diff(rows)
-    is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(columns)
+    is_whole = (
+        len(shape) == 2 and len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(columns)
+    )
     if not is_whole or len(values) != len(columns) or (columns < 0).any() or (counts < 0).any():
         raise ValueError("its indices are not those of rows and columns")
     array = np.zeros(shape, dtype)
@@ -289,12 +347,18 @@ def _table(rows: Sequence[np.ndarray]) -> TokenizedRows:
 
 
 def _joined(datums: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The values of all datums, [positions, K]; where one has fewer targets than K, the rest weighs nothing."""
-    width = max(array.shape[1] if array.ndim > 1 else 1 for datum in datums for array in datum.values())
+    """The values of all datums, [positions, K]; where one has fewer targets than K, the rest weighs
+    nothing.
+    """
+    width = max(
+        array.shape[1] if array.ndim > 1 else 1 for datum in datums for array in datum.values()
+    )
     values = {}
     for name in datums[0]:
         parts = [datum[name].reshape(len(datum[name]), -1) for datum in datums]
-        values[name] = np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
+        values[name] = np.concatenate(
+            [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts]
+        )
     count = len(values["target_tokens"])
     values["places"] = np.arange(count * width, dtype=np.int64).reshape(count, width)
     lengths = [len(datum["target_tokens"]) for datum in datums]

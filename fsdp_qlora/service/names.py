@@ -1,6 +1,7 @@
 """Names of sessions, models, samplers and saved weights, and the folders that belong to them.
 
-A client sends such names. Only one that has its form becomes a key of the records, a folder or a part of a line.
+A client sends such names. Only one that has its form becomes a key of the records, a folder or a
+part of a line.
 """
 
 import re
@@ -13,7 +14,9 @@ _NUMBER = "[0-9]{1,19}"
 _HEX = "[0-9a-f]{32}"
 _MODEL = f"{_HEX}:train:{_NUMBER}"
 _SAMPLER = f"(?:{_HEX}:sample:{_NUMBER}(?:-{_NUMBER})?|direct:{_HEX})"
-_WEIGHTS = re.compile(f"tinker://({_MODEL})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})")
+_WEIGHTS = re.compile(
+    f"tinker://({_MODEL})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})"
+)
 _FORMS = {
     "session": re.compile(_HEX),
     "model": re.compile(_MODEL),
@@ -29,7 +32,9 @@ def has_form(kind: str, name: object) -> bool:
 
 
 def session_of(name: str) -> str:
-    """The session of a model or sampler; a sampler of a single request has none, and gives `direct`."""
+    """The session of a model or sampler; a sampler of a single request has none, and gives
+    `direct`.
+    """
     return name.partition(":")[0]
 
 
@@ -54,14 +59,17 @@ def weights_path(model: str, kind: str, name: str) -> str:
     """
     uri = f"tinker://{model}/{kind}/{name}"
     if _WEIGHTS.fullmatch(uri) is None:
-        raise UserError(f"The name {shown(name)} is not allowed: at most 128 letters, digits and ._- are.")
+        raise UserError(
+            f"The name {shown(name)} is not allowed: at most 128 letters, digits and ._- are."
+        )
     return uri
 
 
 def folder_below(root: Path, model: str, kind: str, name: str) -> Path:
     """The folder of a model's saved weights or state, which need not exist.
 
-    All folders of a service come from here. A link among them may lead elsewhere, so the resolved path counts.
+    All folders of a service come from here. A link among them may lead elsewhere, so the resolved
+    path counts.
 
     Raises:
         UserError: it would not be below the service's folder.

@@ -31,7 +31,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Base(NamedTuple):
-    """A model that is served. names: by which clients may call it. tokenizer: a folder, or a name on the hub."""
+    """A model that is served. names: by which clients may call it. tokenizer: a folder, or a name
+    on the hub.
+    """
 
     names: Sequence[str]
     tokenizer: str
@@ -39,7 +41,9 @@ class Base(NamedTuple):
 
 
 class WantedSample(NamedTuple):
-    """A request for samples, as it was read. sampler: what to sample from, as the records have it."""
+    """A request for samples, as it was read. sampler: what to sample from,
+    as the records have it.
+    """
 
     sampler: Mapping[str, Any]
     request: SampleRequest
@@ -56,14 +60,20 @@ class WantedSample(NamedTuple):
 
 
 class Orders:
-    """Reads requests. Each method raises UserError or pydantic's ValidationError if one cannot be carried out.
+    """Reads requests. Each method raises UserError or pydantic's ValidationError if one cannot be
+    carried out.
 
     Args:
         bases: the one whose adapters are trained, and others as they are. most_rank: of adapters.
     """
 
     def __init__(
-        self, records: Records, weights: SavedWeights, clock: WallClock, bases: Sequence[Base], most_rank: int
+        self,
+        records: Records,
+        weights: SavedWeights,
+        clock: WallClock,
+        bases: Sequence[Base],
+        most_rank: int,
     ) -> None:
         self.records = records
         self.weights = weights
@@ -89,11 +99,15 @@ class Orders:
     # --- training ---
 
     def read(self, piece: Piece) -> Order:
-        """The order for a model's request; that of a forward_backward gets its body when it is sent."""
+        """The order for a model's request; that of a forward_backward gets its body when it is
+        sent.
+        """
         order: Order = {"kind": piece.kind, "model": piece.target, "seq": piece.seq}
         if piece.kind == "forward_backward":
             self.model(piece.target)
-            TrainRequest.read(parse_train_request(self.records.body(piece.id)), self.bases[0].limits)
+            TrainRequest.read(
+                parse_train_request(self.records.body(piece.id)), self.bases[0].limits
+            )
             return order
         request: Any = REQUESTS[piece.kind].model_validate_json(self.records.body(piece.id))
         if isinstance(request, types.CreateModelRequest):
@@ -102,7 +116,9 @@ class Orders:
             return order | self._load(piece, request)
         self.model(piece.target)
         if isinstance(request, types.SaveWeightsExternalRequest):
-            raise UserError("save_weights_external is not served: save_state leaves a folder that PEFT loads.")
+            raise UserError(
+                "save_weights_external is not served: save_state leaves a folder that PEFT loads."
+            )
         if isinstance(request, types.OptimStepRequest):
             return order | {"params": _adamw_params(request)}
         return order | self._save(piece, request)
@@ -110,14 +126,24 @@ class Orders:
     def _create(self, model: str, request: types.CreateModelRequest) -> dict[str, Any]:
         lora = request.lora_config
         if self.base_named(request.base_model):
-            raise UserError(f"{request.base_model} is not trained here, but {self.bases[0].names[0]}.")
+            raise UserError(
+                f"{request.base_model} is not trained here, but {self.bases[0].names[0]}."
+            )
         if lora is None or request.optimizer_config.type != "adamw":
             raise UserError("Only LoRA adapters with AdamW are served.")
         if not 0 < lora.rank <= self.most_rank:
-            raise UserError(f"The rank is {lora.rank}; this service has 1 to {self.most_rank} (its --lora_rank).")
+            raise UserError(
+                f"The rank is {lora.rank}; this service has 1 to {self.most_rank} (its "
+                "--lora_rank)."
+            )
         if not (lora.train_attn or lora.train_mlp):
             raise UserError("The head has no adapter here: train_attn or train_mlp must be true.")
-        about = {"rank": lora.rank, "seed": lora.seed or 0, "train_attn": lora.train_attn, "train_mlp": lora.train_mlp}
+        about = {
+            "rank": lora.rank,
+            "seed": lora.seed or 0,
+            "train_attn": lora.train_attn,
+            "train_mlp": lora.train_mlp,
+        }
         self._register(model, about, request.user_metadata)
         return about
 
@@ -134,7 +160,12 @@ class Orders:
             saved_by, _, _ = names.parts_of(request.path)
             self._register(piece.target, self.model(saved_by)["about"], request.user_metadata)
         about = self.model(piece.target)["about"]
-        return {"path": str(folder), "optimizer": request.optimizer, "about": about, "makes": is_new}
+        return {
+            "path": str(folder),
+            "optimizer": request.optimizer,
+            "about": about,
+            "makes": is_new,
+        }
 
     def _save(self, piece: Piece, request: Any) -> Order:
         is_sampler = piece.kind == "save_weights_for_sampler"
@@ -170,30 +201,40 @@ class Orders:
             self.weights.folder_of(sampler["path"])
             self.weights.note_sampling(sampler["path"])
         base = 0 if sampler["path"] is not None else self.base_named(sampler["base"])
-        return WantedSample(sampler, read_sample_request(piece.id, request, self.bases[base].limits))
+        return WantedSample(
+            sampler, read_sample_request(piece.id, request, self.bases[base].limits)
+        )
 
     def sampling(self, wanted: WantedSample) -> Order:
         """The order for a request and others that draw alike; they are added to its `requests`.
 
-        saved_by: weights may be saved anew under their name, so what the ranks keep is kept by the request that saved.
+        saved_by: weights may be saved anew under their name, so what the ranks keep is kept by the
+        request that saved.
         """
         path = wanted.sampler["path"]
         order: Order = {"kind": "asample", "base": 0, "path": None, "saved_by": None}
         if path is None:
             order["base"] = self.base_named(str(wanted.base))
         else:
-            order |= {"path": str(self.weights.folder_of(path)), "saved_by": self.weights.entry(path)["piece"]}
+            order |= {
+                "path": str(self.weights.folder_of(path)),
+                "saved_by": self.weights.entry(path)["piece"],
+            }
         return order | {"params": wanted.request.drawing, "requests": []}
 
 
 def check_metadata(metadata: Any) -> None:
-    """Raise UserError if what a client wants to be kept beside its work is too large, or is no JSON."""
+    """Raise UserError if what a client wants to be kept beside its work is too large, or is no
+    JSON.
+    """
     try:
         size = len(json.dumps(metadata, allow_nan=False))
     except (ValueError, RecursionError) as error:
         raise UserError(f"user_metadata is no JSON: {error}.") from error
     if size > _MOST_METADATA:
-        raise UserError(f"user_metadata has {size:,} characters; at most {_MOST_METADATA:,} are kept.")
+        raise UserError(
+            f"user_metadata has {size:,} characters; at most {_MOST_METADATA:,} are kept."
+        )
 
 
 def _adamw_params(request: types.OptimStepRequest) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The memory of a service that outlives its process: one SQLite file in its folder.
 
-Entries are JSON by kind and id: sessions, models, samplers and checkpoints. Pieces are the requests that ranks work on;
-each is written before its client hears of it, and its result before it is shown, so that a client which asks again gets
-the same answer and no piece counts twice.
+Entries are JSON by kind and id: sessions, models, samplers and checkpoints. Pieces are the requests
+that ranks work on; each is written before its client hears of it, and its result before it is
+shown, so that a client which asks again gets the same answer and no piece counts twice.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from fsdp_qlora.utils.run_files import SERVICE
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (kind TEXT, id TEXT, about TEXT, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS pieces (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE, target TEXT, seq INTEGER, kind TEXT, body BLOB, state TEXT, result BLOB,
-    tries INTEGER DEFAULT 0
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE, target TEXT, seq INTEGER, kind TEXT, body BLOB,
+    state TEXT, result BLOB, tries INTEGER DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS by_target ON pieces (target, seq);
 """
@@ -37,8 +37,8 @@ FAILED = "failed"
 class Piece(NamedTuple):
     """A request for the ranks.
 
-    target: the model or sampling session that it is for. seq: its place among the target's. kind: the name of its
-    endpoint. size: bytes of its body.
+    target: the model or sampling session that it is for. seq: its place among the target's. kind:
+    the name of its endpoint. size: bytes of its body.
     """
 
     id: str
@@ -49,12 +49,14 @@ class Piece(NamedTuple):
 
 
 class Records:
-    """The file of a service. Its methods may be called in any thread. They raise sqlite3.Error on a full disk.
+    """The file of a service. Its methods may be called in any thread. They raise sqlite3.Error on a
+    full disk.
 
     The folder is for its owner alone, and so is the file: it has what clients have sent.
 
     Raises:
-        UserError: the folder cannot be written, another service uses it, or its file is damaged or missing.
+        UserError: the folder cannot be written, another service uses it, or its file is damaged or
+        missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,16 +66,22 @@ class Records:
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
             _make_private(path)
-            self._file = sqlite3.connect(path, timeout=1, isolation_level=None, check_same_thread=False)
+            self._file = sqlite3.connect(
+                path, timeout=1, isolation_level=None, check_same_thread=False
+            )
             self._file.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._file.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; {_TABLES}")
+            self._file.executescript(
+                f"PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; {_TABLES}"
+            )
         except (OSError, sqlite3.Error) as error:
             why = "another service uses it" if "locked" in str(error) else error
             raise UserError(f"--folder {folder} cannot be used ({why}).") from error
         self._check(folder)
 
     def _check(self, folder: Path) -> None:
-        """Refuse a damaged file, and one that does not know the models whose folders lie beside it."""
+        """Refuse a damaged file, and one that does not know the models whose folders
+        lie beside it.
+        """
         advice = f"Put back a copy of {SERVICE}, or give another --folder."
         try:
             [(verdict,)] = self._execute("PRAGMA quick_check(1)")
@@ -89,11 +97,14 @@ class Records:
         models = [path.name for path in folder.glob("*_train_*") if path.is_dir()]
         if is_new and models:
             raise UserError(
-                f"{folder / SERVICE} is empty, and the folder has weights of {len(models)} models. {advice}"
+                f"{folder / SERVICE} is empty, and the folder has weights of {len(models)} models. "
+                f"{advice}"
             )
 
     def put(self, kind: str, name: str, about: dict[str, Any]) -> None:
-        self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(about))
+        self._execute(
+            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(about)
+        )
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         rows = self._execute("SELECT about FROM entries WHERE kind = ? AND id = ?", kind, name)
@@ -101,7 +112,9 @@ class Records:
 
     def find(self, kind: str, like: str = "%") -> Iterator[tuple[str, dict[str, Any]]]:
         """(id, content) of the entries of a kind whose id is LIKE this, the oldest first."""
-        rows = self._execute("SELECT id, about FROM entries WHERE kind = ? AND id LIKE ? ORDER BY rowid", kind, like)
+        rows = self._execute(
+            "SELECT id, about FROM entries WHERE kind = ? AND id LIKE ? ORDER BY rowid", kind, like
+        )
         return ((name, json.loads(about)) for name, about in rows)
 
     def delete(self, kind: str, name: str) -> None:
@@ -110,7 +123,9 @@ class Records:
     def add(self, piece: Piece, body: bytes) -> bool:
         """Add a piece with its request's body; False if it is there already."""
         columns = "(id, target, seq, kind, body, state)"
-        statement = f"INSERT OR IGNORE INTO pieces {columns} VALUES (?, ?, ?, ?, ?, ?) RETURNING number"
+        statement = (
+            f"INSERT OR IGNORE INTO pieces {columns} VALUES (?, ?, ?, ?, ?, ?) RETURNING number"
+        )
         return bool(self._execute(statement, *piece[:4], body, WAITING))
 
     def body(self, name: str) -> bytes:
@@ -120,18 +135,22 @@ class Records:
 
     def begin(self, name: str) -> int:
         """Count that a piece is worked on; returns how often it has been."""
-        [(tries,)] = self._execute("UPDATE pieces SET tries = tries + 1 WHERE id = ? RETURNING tries", name)
+        [(tries,)] = self._execute(
+            "UPDATE pieces SET tries = tries + 1 WHERE id = ? RETURNING tries", name
+        )
         return int(tries)
 
     def finish(self, results: Iterable[tuple[str, str, bytes | None]]) -> None:
         """Write (id, state, result) of pieces, all or none.
 
-        The bodies of samples and of what has failed are not needed any more. Where one is NULL, the piece still says
-        which numbers are used.
+        The bodies of samples and of what has failed are not needed any more. Where one is NULL, the
+        piece still says which numbers are used.
         """
         body = f"CASE WHEN kind = 'asample' OR ?2 = '{FAILED}' THEN NULL ELSE body END"
         with self.all_or_none():
-            self._file.executemany(f"UPDATE pieces SET state = ?2, result = ?3, body = {body} WHERE id = ?1", results)
+            self._file.executemany(
+                f"UPDATE pieces SET state = ?2, result = ?3, body = {body} WHERE id = ?1", results
+            )
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -146,7 +165,9 @@ class Records:
 
     def result(self, name: str) -> tuple[str, bytes] | None:
         """(state, result) of a piece; None if it is unknown."""
-        return next(iter(self._execute("SELECT state, result FROM pieces WHERE id = ?", name)), None)
+        return next(
+            iter(self._execute("SELECT state, result FROM pieces WHERE id = ?", name)), None
+        )
 
     def tried_samples(self) -> set[str]:
         """The requests for samples that wait and were worked on when the service ended."""
@@ -155,12 +176,18 @@ class Records:
 
     def waiting(self) -> list[Piece]:
         """The pieces without a result, in the order in which they came."""
-        query = "SELECT id, target, seq, kind, length(body) FROM pieces WHERE state = 'waiting' ORDER BY number"
+        query = (
+            "SELECT id, target, seq, kind, length(body) FROM pieces WHERE state = 'waiting' ORDER "
+            "BY number"
+        )
         return [Piece(*row) for row in self._execute(query)]
 
     def done_after(self, target: str, seq: int) -> list[Piece]:
         """The pieces of a target that were done and come after a number, in their order."""
-        query = "SELECT id, target, seq, kind FROM pieces WHERE target = ? AND seq > ? AND state = 'done'"
+        query = (
+            "SELECT id, target, seq, kind FROM pieces WHERE target = ? AND seq > ? AND state = "
+            "'done'"
+        )
         return [Piece(*row) for row in self._execute(f"{query} ORDER BY seq", target, seq)]
 
     def last_done(self, target: str) -> int:
@@ -171,15 +198,22 @@ class Records:
 
     def forget_bodies(self, target: str, seq: int) -> None:
         """Free what repeating a target's pieces up to a number would need; their results stay."""
-        self._execute("UPDATE pieces SET body = x'' WHERE target = ? AND seq <= ? AND state != 'waiting'", target, seq)
+        self._execute(
+            "UPDATE pieces SET body = x'' WHERE target = ? AND seq <= ? AND state != 'waiting'",
+            target,
+            seq,
+        )
 
     def forget_old(self, most: int, most_bytes: int) -> None:
-        """Delete results but for so many of the newest ones and their bytes; samplers of single requests with theirs.
+        """Delete results but for so many of the newest ones and their bytes; samplers of single
+        requests with theirs.
 
         Pieces that may have to be repeated stay.
         """
         old = "state != 'waiting' AND (kind = 'asample' OR body = x'')"
-        rows = self._execute(f"SELECT number, length(result) FROM pieces WHERE {old} ORDER BY number DESC")
+        rows = self._execute(
+            f"SELECT number, length(result) FROM pieces WHERE {old} ORDER BY number DESC"
+        )
         total = 0
         for count, (number, size) in enumerate(rows):
             total += size or 0

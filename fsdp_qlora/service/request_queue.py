@@ -1,4 +1,6 @@
-"""The requests of clients that wait for the ranks: each model's in the order of its numbers, the models by turns."""
+"""The requests of clients that wait for the ranks: each model's in the order of its numbers, the
+models by turns.
+"""
 
 import threading
 import time
@@ -30,8 +32,8 @@ class Late(NamedTuple):
 class RequestQueue:
     """The requests that wait. Its methods may be called in any thread; `take` in one.
 
-    Samples have no order among themselves. Models, and the samplers of each session, take turns: one with a hundred
-    requests does not keep the others waiting.
+    Samples have no order among themselves. Models, and the samplers of each session, take turns:
+    one with a hundred requests does not keep the others waiting.
 
     Args:
         first_number: of a model, the number of the request whose turn it is after a start.
@@ -41,8 +43,10 @@ class RequestQueue:
         self._first_number = first_number
         self._changed = threading.Condition()
         self._of_models: dict[str, dict[int, Piece]] = {}  # model -> number -> request
-        self._of_samplers: dict[str, dict[str, Piece]] = {}  # turn -> id -> request, the oldest first
-        self._turns = deque[str]()  # of those with requests; the next one is the first whose request can be done
+        # turn -> id -> request, the oldest first
+        self._of_samplers: dict[str, dict[str, Piece]] = {}
+        # of those with requests; the next one is the first whose request can be done
+        self._turns = deque[str]()
         self._next: dict[str, int] = {}  # the number whose turn it is, of models with requests
         self._missing_since: dict[str, float] = {}  # models that wait for a number
         self._counts = Counter[str]()  # of each session's requests
@@ -59,7 +63,10 @@ class RequestQueue:
         """
         session = session_of(piece.target)
         with self._changed:
-            is_full = self._counts[session] >= _MOST_WAITING or self._bytes[session] + piece.size > _MOST_BYTES
+            is_full = (
+                self._counts[session] >= _MOST_WAITING
+                or self._bytes[session] + piece.size > _MOST_BYTES
+            )
         if is_full:
             raise Busy("Too many requests of this session wait. Ask again when some are done.")
         if piece.kind == "asample":
@@ -67,7 +74,10 @@ class RequestQueue:
         with self._changed:
             ahead = piece.seq - self._number_of(piece.target)
         if ahead > _MOST_AHEAD:
-            raise UserError(f"Request {piece.seq} is {ahead:,} ahead of the model's turn; at most {_MOST_AHEAD:,} are.")
+            raise UserError(
+                f"Request {piece.seq} is {ahead:,} ahead of the model's turn; at most "
+                f"{_MOST_AHEAD:,} are."
+            )
 
     def add(self, piece: Piece) -> bool:
         """Let a request wait; False if its turn has passed."""
@@ -178,18 +188,26 @@ class RequestQueue:
                 del self._next[model]
 
     def take_late(self) -> list[Late]:
-        """Take out what will never have its turn: numbers that are used, and those behind one that does not come."""
+        """Take out what will never have its turn: numbers that are used, and those behind one that
+        does not come.
+        """
         late = list[Late]()
         with self._changed:
             for model, waiting in [*self._of_models.items()]:
                 number = self._next[model]
                 for seq in [seq for seq in waiting if seq < number]:
                     late.append(
-                        Late(self._counted_out(waiting.pop(seq)), f"The model's request {seq} has been passed over.")
+                        Late(
+                            self._counted_out(waiting.pop(seq)),
+                            f"The model's request {seq} has been passed over.",
+                        )
                     )
                 if self._is_overdue(model):
                     first = min(waiting)
-                    reason = f"The model's request {number}, which comes before, has not come for some minutes."
+                    reason = (
+                        f"The model's request {number}, which comes before, has not come for some "
+                        "minutes."
+                    )
                     late.append(Late(self._counted_out(waiting.pop(first)), reason))
                 self._close(model)
         return late

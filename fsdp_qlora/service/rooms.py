@@ -1,7 +1,9 @@
-"""The adapters of a service over one base: one is in the model's shards, the others are in host memory.
+"""The adapters of a service over one base: one is in the model's shards, the others are in host
+memory.
 
-The model's adapters have the service's rank. One of a smaller rank fills its first rows of A and columns of B, and the
-rest is zero: it then gets no gradient, so that AdamW leaves it zero, and the product is that of the smaller rank.
+The model's adapters have the service's rank. One of a smaller rank fills its first rows of A and
+columns of B, and the rest is zero: it then gets no gradient, so that AdamW leaves it zero, and the
+product is that of the smaller rank.
 """
 
 import contextlib
@@ -21,7 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.checkpoint.checkpoint import STATE, DamagedCheckpoint, publish_checkpoint, records_of, verify
+from fsdp_qlora.checkpoint.checkpoint import (
+    STATE,
+    DamagedCheckpoint,
+    publish_checkpoint,
+    records_of,
+    verify,
+)
 from fsdp_qlora.distributed.process_group import gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, store_rows
 from fsdp_qlora.export.save_results import ResultForm
@@ -42,7 +50,8 @@ _OF_ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "ssm")
 class Room:
     """One adapter, and this rank's rows of it while another one is in the shards.
 
-    about: rank, seed, train_attn and train_mlp, as JSON. steps: of the optimizer. is_snapshot: it never trains.
+    about: rank, seed, train_attn and train_mlp, as JSON. steps: of the optimizer. is_snapshot: it
+    never trains.
     """
 
     about: Mapping[str, Any]
@@ -62,10 +71,13 @@ class Rooms:
     """Puts adapters into a loaded model, and saves and loads them. Every rank makes the same calls.
 
     Args:
-        form: of results, with the configuration of the widest adapter. identity: of the service, for training.json.
+        form: of results, with the configuration of the widest adapter. identity: of the service,
+        for training.json.
     """
 
-    def __init__(self, trainer: Trainer, mesh: DeviceMesh, form: ResultForm, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trainer: Trainer, mesh: DeviceMesh, form: ResultForm, identity: Mapping[str, Any]
+    ) -> None:
         self.trainer = trainer
         self.mesh = mesh
         self.form = form
@@ -75,8 +87,12 @@ class Rooms:
         assert form.adapter is not None
         self.widest = int(form.adapter.r)
         self.alpha = float(form.adapter.lora_alpha)
-        of_experts = [each for each in adapter_modules(trainer.model) if isinstance(each, ExpertsLora)]
-        self._experts = {each: lora.num_experts for lora in of_experts for each in lora.parameters()}
+        of_experts = [
+            each for each in adapter_modules(trainer.model) if isinstance(each, ExpertsLora)
+        ]
+        self._experts = {
+            each: lora.num_experts for lora in of_experts for each in lora.parameters()
+        }
         self._names = {parameter: name for name, parameter in self.parameters.items()}
 
     # --- in and out of the shards ---
@@ -114,8 +130,12 @@ class Rooms:
         self.abandon()
 
     def is_finite(self) -> bool:
-        """Whether all numbers of the adapter in the shards are finite, on every rank. Collective."""
-        by_device: dict[torch.device, list[Tensor]] = {}  # the host waits once for each, and not for each tensor
+        """Whether all numbers of the adapter in the shards are finite, on every rank.
+
+        Collective.
+        """
+        # the host waits once for each, and not for each tensor
+        by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in self.parameters.values():
             local = local_part(parameter)
             by_device.setdefault(local.device, []).append(local.isfinite().all())
@@ -123,14 +143,18 @@ class Rooms:
         return not gather_numbers([float(is_bad)], self.trainer.ranks.device).any()
 
     def abandon(self) -> None:
-        """Leave what is in the shards as it is: a failure may have changed it. The next adapter takes its place."""
+        """Leave what is in the shards as it is: a failure may have changed it. The next adapter
+        takes its place.
+        """
         self.trainer.optimizer.zero_grad()
         self.trainer.optimizer.forget()
         self.inside = None
 
     def frozen(self, room: Room) -> list[nn.Parameter]:
         """The adapters that a room leaves as they are, of the layers that its request excludes."""
-        return [parameter for name, parameter in self.parameters.items() if not self._trains(room, name)]
+        return [
+            parameter for name, parameter in self.parameters.items() if not self._trains(room, name)
+        ]
 
     @staticmethod
     def _trains(room: Room, name: str) -> bool:
@@ -144,14 +168,22 @@ class Rooms:
         rank = about["rank"]
         values = {}
         for name, parameter in self.parameters.items():
-            shape = self._narrow(parameter, torch.empty(parameter.shape, device="meta"), max(1, rank)).shape
+            shape = self._narrow(
+                parameter, torch.empty(parameter.shape, device="meta"), max(1, rank)
+            ).shape
             whole = first_adapter_value(name, shape, seed=about["seed"]) * (rank > 0)
             values[name] = self._own(parameter, whole)
         about = dict(about) | {"rank": max(1, rank)}
-        return Room(about, values, scale=LossScale(enabled=self.trainer.loss_scale.enabled), is_snapshot=rank == 0)
+        return Room(
+            about,
+            values,
+            scale=LossScale(enabled=self.trainer.loss_scale.enabled),
+            is_snapshot=rank == 0,
+        )
 
     def save(self, room: Room, folder: Path, *, with_optimizer: bool) -> None:
-        """Save an adapter: PEFT's files, those of the optimizer, state.json and hashes, complete or not at all.
+        """Save an adapter: PEFT's files, those of the optimizer, state.json and hashes, complete or
+        not at all.
 
         Raises:
             UserError: on every rank, if it cannot be written.
@@ -162,7 +194,9 @@ class Rooms:
         assert config is not None
         config.r = room.rank
         form = dataclasses.replace(self.form, adapter=config)
-        about = dict(self.identity) | {"options": self.identity["options"] | {"lora_rank": room.rank}}
+        about = dict(self.identity) | {
+            "options": self.identity["options"] | {"lora_rank": room.rank}
+        }
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -180,23 +214,31 @@ class Rooms:
 
     @contextlib.contextmanager
     def _writing(self, staging: Path) -> Iterator[None]:
-        """In this block rank 0 writes a folder. If it cannot, the request fails on all ranks, and the room is freed."""
+        """In this block rank 0 writes a folder. If it cannot, the request fails on all ranks, and
+        the room is freed.
+        """
         with raise_on_all_ranks(UserError, self.trainer.ranks.device):
             try:
                 yield
             except (OSError, SafetensorError, TrainingError) as error:
                 shutil.rmtree(staging, ignore_errors=True)
                 cause = next((each for each in _causes(error) if isinstance(each, OSError)), error)
-                raise UserError(f"The weights cannot be written to the service's folder: {cause}.") from error
+                raise UserError(
+                    f"The weights cannot be written to the service's folder: {cause}."
+                ) from error
 
     @staticmethod
-    def _write_state(room: Room, folder: Path, moments: dict[str, Tensor], *, with_optimizer: bool) -> None:
+    def _write_state(
+        room: Room, folder: Path, moments: dict[str, Tensor], *, with_optimizer: bool
+    ) -> None:
         if moments:
             save_file(moments, folder / OPTIMIZER)
         state = {"about": dict(room.about), "steps": room.steps, "loss_scale": room.scale.state()}
         write_json(folder / STATE, state | {"has_optimizer": with_optimizer})
 
-    def load(self, folder: Path, *, with_optimizer: bool, about: Mapping[str, Any] | None = None) -> Room:
+    def load(
+        self, folder: Path, *, with_optimizer: bool, about: Mapping[str, Any] | None = None
+    ) -> Room:
         """Load a saved adapter; without the optimizer it starts its steps anew.
 
         Args:
@@ -211,7 +253,9 @@ class Rooms:
                 state = json.loads((folder / STATE).read_text())
                 rank = state["about"]["rank"]
                 if rank > self.widest or (about and about["rank"] != rank):
-                    raise UserError(f"{folder.name} has rank {rank}, and the model {(about or {}).get('rank')}.")
+                    raise UserError(
+                        f"{folder.name} has rank {rank}, and the model {(about or {}).get('rank')}."
+                    )
                 room = Room(about or state["about"], self._read(folder / WEIGHTS))
                 if not all(value.isfinite().all() for value in room.values.values()):
                     raise UserError(f"{folder.name} has numbers that are not finite.")
@@ -219,11 +263,17 @@ class Rooms:
                 if with_optimizer and state["has_optimizer"]:
                     room.steps = state["steps"]
                     room.scale.load_state(state["loss_scale"])
-                    parts = {key: self._read(folder / OPTIMIZER, f".{key}") for key in _MOMENTS if room.steps}
+                    parts = {
+                        key: self._read(folder / OPTIMIZER, f".{key}")
+                        for key in _MOMENTS
+                        if room.steps
+                    }
                     count = torch.tensor(float(room.steps))
                     for name in self.parameters if room.steps else ():
                         if self._trains(room, name):
-                            room.state[name] = {"step": count.clone()} | {key: parts[key][name] for key in _MOMENTS}
+                            room.state[name] = {"step": count.clone()} | {
+                                key: parts[key][name] for key in _MOMENTS
+                            }
             except (OSError, SafetensorError, DamagedCheckpoint, KeyError, ValueError) as error:
                 raise UserError(f"{folder.name} cannot be loaded: {error}") from error
         return room
@@ -244,8 +294,12 @@ class Rooms:
                 state = self.trainer.optimizer.state_of(parameter)
                 local = local_part(parameter).detach()
                 for key in _MOMENTS:
-                    whole = gather_rows(state.get(key, torch.zeros_like(local)), parameter.shape[0], self.mesh)
-                    found[f"{name}.{key}"] = self._narrow(parameter, whole, room.rank).cpu().contiguous()
+                    whole = gather_rows(
+                        state.get(key, torch.zeros_like(local)), parameter.shape[0], self.mesh
+                    )
+                    found[f"{name}.{key}"] = (
+                        self._narrow(parameter, whole, room.rank).cpu().contiguous()
+                    )
         return found
 
     # --- ranks ---
@@ -256,10 +310,14 @@ class Rooms:
         return self._widened(parameter, whole)[first:last].contiguous()
 
     def _by_rank(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """A whole A as [experts, rank, in] or B as [out, rank, experts]; one expert in a linear layer."""
+        """A whole A as [experts, rank, in] or B as [out, rank, experts]; one expert in a linear
+        layer.
+        """
         experts = self._experts.get(parameter, 1)
         is_A = "lora_A" in self._names[parameter]
-        return whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
+        return (
+            whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
+        )
 
     def _widened(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         parts = self._by_rank(parameter, whole)
@@ -285,7 +343,9 @@ class _Narrowed(LiveValues):
 
 @contextlib.contextmanager
 def moved_aside(folder: Path) -> Iterator[None]:
-    """In this block a folder has another name, if it exists; afterwards it is deleted, or put back after a failure."""
+    """In this block a folder has another name, if it exists; afterwards it is deleted, or put back
+    after a failure.
+    """
     old = folder.with_name(f".{folder.name}.old")
     if not folder.exists():
         yield

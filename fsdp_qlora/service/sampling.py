@@ -15,13 +15,19 @@ MOST_PROMPT_VALUES = 2**26  # that are found of the prompts of requests that are
 _MOST_STOPS = 1024  # tokens and texts
 _MOST_STOP_TEXTS = 64  # each is looked for at each token
 _LONGEST_STOP_TEXT = 1000
-_NOT_SERVED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+_NOT_SERVED = (
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "record_stability_info",
+)
 
 
 class SampleRequest(NamedTuple):
     """A request for samples.
 
-    drawing: what requests must have in common to be answered together. own: of this one. Both are JSON.
+    drawing: what requests must have in common to be answered together. own: of this one. Both are
+    JSON.
     """
 
     drawing: dict[str, Any]
@@ -43,7 +49,9 @@ class SampleGroup:
         self.requests = requests
 
     def has_room_for(self, request: SampleRequest) -> bool:
-        """Whether one more keeps within the samples and the values of prompts that are in memory at a time."""
+        """Whether one more keeps within the samples and the values of prompts that are in memory at
+        a time.
+        """
         together = [*self.requests, request]
         scored = [each for each in together if each.own["scores"]]
         num_tokens = sum(each.prompt_length for each in scored)
@@ -88,24 +96,40 @@ def read_sample_request(name: str, request: types.SampleRequest, limits: Limits)
 def _most_new_tokens(params: types.SamplingParams, room: int) -> int:
     """How many tokens may be drawn, of the `room` that a prompt leaves."""
     most = room if params.max_tokens is None else min(params.max_tokens, room)
-    is_drawable = 0 <= params.temperature < math.inf and 0 < params.top_p <= 1 and params.top_k >= -1
+    is_drawable = (
+        0 <= params.temperature < math.inf and 0 < params.top_p <= 1 and params.top_k >= -1
+    )
     if most < 1 or not is_drawable:
-        raise UserError("max_tokens must be 1 or more, temperature 0 or more, top_p in (0, 1], top_k -1 or more.")
+        raise UserError(
+            "max_tokens must be 1 or more, temperature 0 or more, top_p in (0, 1], "
+            "top_k -1 or more."
+        )
     return most
 
 
 def _check_counts(request: types.SampleRequest, prompt_length: int) -> None:
-    if not 0 < request.num_samples <= MOST_SAMPLES or not 0 <= request.topk_prompt_logprobs <= _MOST_TOP:
-        raise UserError(f"num_samples must be 1 to {MOST_SAMPLES}, topk_prompt_logprobs 0 to {_MOST_TOP}.")
+    if (
+        not 0 < request.num_samples <= MOST_SAMPLES
+        or not 0 <= request.topk_prompt_logprobs <= _MOST_TOP
+    ):
+        raise UserError(
+            f"num_samples must be 1 to {MOST_SAMPLES}, topk_prompt_logprobs 0 to {_MOST_TOP}."
+        )
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 0 < last < prompt_length):
-        raise UserError("prompt_logprobs_last_n goes with prompt_logprobs, and is below the prompt's length.")
+        raise UserError(
+            "prompt_logprobs_last_n goes with prompt_logprobs, and is below the prompt's length."
+        )
     if prompt_values(prompt_length, request.topk_prompt_logprobs) > MOST_PROMPT_VALUES:
-        raise UserError(f"topk_prompt_logprobs is too large for a prompt of {prompt_length:,} tokens.")
+        raise UserError(
+            f"topk_prompt_logprobs is too large for a prompt of {prompt_length:,} tokens."
+        )
 
 
 def prompt_values(num_tokens: int, top: int) -> int:
-    """How many numbers are found for prompts of so many tokens: ids and log-probabilities of the likeliest, and one."""
+    """How many numbers are found for prompts of so many tokens: ids and log-probabilities of the
+    likeliest, and one.
+    """
     return num_tokens * (2 * top + 1)
 
 
@@ -117,7 +141,9 @@ def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> list[str] | list
     if len(stops) > _MOST_STOPS:
         raise UserError(f"stop has {len(stops):,} entries; at most {_MOST_STOPS:,} are allowed.")
     texts = [each for each in stops if isinstance(each, str)]
-    if len(texts) > _MOST_STOP_TEXTS or not all(0 < len(text) <= _LONGEST_STOP_TEXT for text in texts):
+    if len(texts) > _MOST_STOP_TEXTS or not all(
+        0 < len(text) <= _LONGEST_STOP_TEXT for text in texts
+    ):
         raise UserError(
             f"stop has {len(texts):,} texts; at most {_MOST_STOP_TEXTS} are allowed, each of 1 to "
             f"{_LONGEST_STOP_TEXT:,} characters."

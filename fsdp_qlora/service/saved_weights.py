@@ -56,7 +56,9 @@ class SavedWeights:
         if name is None:
             return names.weights_path(model, kind, f"{_UNNAMED}{seq:08d}")
         if name.startswith(_UNNAMED):
-            raise UserError(f"The name {shown(name)} is not allowed: it is that of weights without a name.")
+            raise UserError(
+                f"The name {shown(name)} is not allowed: it is that of weights without a name."
+            )
         return names.weights_path(model, kind, name)
 
     def check_new(self, uri: str, piece: str, *, overwrites: bool) -> None:
@@ -66,13 +68,16 @@ class SavedWeights:
             raise UserError(f"There are weights named {names.parts_of(uri)[2]} already.")
 
     def expiry(self, seconds: Any) -> float | None:
-        """When weights expire that may live so long; None for never. Raises UserError if the time is not allowed."""
+        """When weights expire that may live so long; None for never. Raises UserError if the time
+        is not allowed.
+        """
         if seconds is None:
             return None
         is_number = isinstance(seconds, int) and not isinstance(seconds, bool)
         if not is_number or not _SHORTEST_LIFE <= seconds <= _LONGEST_LIFE:
             raise UserError(
-                f"ttl_seconds is a number from {_SHORTEST_LIFE} (an hour) to {_LONGEST_LIFE} (ten years), or null."
+                f"ttl_seconds is a number from {_SHORTEST_LIFE} (an hour) to {_LONGEST_LIFE} (ten "
+                "years), or null."
             )
         return self.clock.now() + seconds
 
@@ -102,7 +107,9 @@ class SavedWeights:
                 self.delete(uri)
 
     def delete_idle(self, model: str) -> None:
-        """Delete a model's weights without a name, but for the newest, if nobody has sampled from them for a while."""
+        """Delete a model's weights without a name, but for the newest, if nobody has sampled from
+        them for a while.
+        """
         unnamed = [uri for uri, _ in self.of_model(model, f"{SAMPLER_WEIGHTS}/{_UNNAMED}")]
         for uri in unnamed[: 1 - _KEPT_UNNAMED]:
             if time.monotonic() - self._sampled_at.get(uri, self._started) > _IDLE_SECONDS:

@@ -18,7 +18,8 @@ _NOTED_SECONDS = 3600.0  # between two notes that a session is in use
 class Sessions:
     """Sessions, which samplers and models belong to.
 
-    What has no use after its session goes with it: its samplers, and models of which no weights are saved.
+    What has no use after its session goes with it: its samplers, and models of which no weights are
+    saved.
     """
 
     def __init__(self, records: Records, weights: SavedWeights, clock: WallClock) -> None:
@@ -42,7 +43,9 @@ class Sessions:
 
     def note_end(self, session: str, about: dict[str, Any]) -> None:
         """A session's client has finished it."""
-        self.records.put("session", session, about | {"used": self.clock.now(), "is_finished": True})
+        self.records.put(
+            "session", session, about | {"used": self.clock.now(), "is_finished": True}
+        )
 
     def forget_idle(self, keeping: Collection[str]) -> list[str]:
         """Delete sessions that nobody uses any more; returns the models that are deleted with them.
@@ -70,7 +73,9 @@ class Sessions:
         return unsaved
 
     def _is_over(self, about: Mapping[str, Any]) -> bool:
-        """Whether a session is finished, or its client has not been there for long, since this start at least."""
+        """Whether a session is finished, or its client has not been there for long, since this
+        start at least.
+        """
         most = _FINISHED_SECONDS if about.get("is_finished") else _IDLE_SECONDS
         return self.clock.now() - about.get("used", self._started) > most
 

@@ -1,4 +1,6 @@
-"""Carries out the orders of a service on each rank: train, save, load or sample with one adapter."""
+"""Carries out the orders of a service on each rank: train, save,
+load or sample with one adapter.
+"""
 
 import base64
 import contextlib
@@ -24,12 +26,23 @@ from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.service.losses import LOSSES
-from fsdp_qlora.service.messages import Limits, TrainRequest, encode_samples, parse_train_request, rows_to_score
+from fsdp_qlora.service.messages import (
+    Limits,
+    TrainRequest,
+    encode_samples,
+    parse_train_request,
+    rows_to_score,
+)
 from fsdp_qlora.service.rooms import Room, Rooms
 from fsdp_qlora.sharding.parallelize import kept_gathered, reshard_all
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import likeliest_of_tokens, token_logprobs
-from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.generate import (
+    Completion,
+    SamplingOptions,
+    Stops,
+    TextGenerator,
+)
 from fsdp_qlora.utils.errors import UserError
 
 BASE: Mapping[str, Any] = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}
@@ -51,9 +64,16 @@ class RequestTargets:
 
 
 class RequestStops(Stops):
-    """Ends an answer as a request says. stop: None for the model's own end, texts or token ids besides it."""
+    """Ends an answer as a request says. stop: None for the model's own end, texts or token ids
+    besides it.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: Any, stop: Sequence[str] | Sequence[int] | None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: Any,
+        stop: Sequence[str] | Sequence[int] | None,
+    ):
         super().__init__(tokenizer, model, "")
         self._texts = [each for each in stop or () if isinstance(each, str)]
         self._longest = max((len(text.encode(errors="replace")) for text in self._texts), default=0)
@@ -66,7 +86,8 @@ class RequestStops(Stops):
             return True
         if not self._texts:
             return False
-        end = self._tokenizer.decode(tokens[-self._longest - 1 :])  # a text in it is new: earlier ones have ended it
+        # a text in it is new: earlier ones have ended it
+        end = self._tokenizer.decode(tokens[-self._longest - 1 :])
         return any(text in end for text in self._texts)
 
 
@@ -74,8 +95,8 @@ class RequestStops(Stops):
 class Worker:
     """Carries out orders; every rank the same ones, in the same order.
 
-    targets: that the trainer's collator asks. beat: called while it computes. free: bytes of the GPU that has least,
-    when all bases are loaded.
+    targets: that the trainer's collator asks. beat: called while it computes. free: bytes of the
+    GPU that has least, when all bases are loaded.
     """
 
     rooms: Rooms
@@ -108,8 +129,8 @@ class Worker:
     def recover(self) -> list[str]:
         """After a failure that all ranks had: be ready for the next order. Called on every rank.
 
-        The adapter in the shards may have changed, so it is given up, whosever it is. Until a whole forward pass FSDP2
-        takes a block that an error left in work for gathered.
+        The adapter in the shards may have changed, so it is given up, whosever it is. Until a whole
+        forward pass FSDP2 takes a block that an error left in work for gathered.
 
         Returns:
             The models that are lost with it: what is in host memory is older.
@@ -155,7 +176,9 @@ class Worker:
     # --- training ---
 
     def _forward_backward(self, order: Order) -> list[Result]:
-        request = TrainRequest.read(parse_train_request(base64.b64decode(order["body"])), self.limits)
+        request = TrainRequest.read(
+            parse_train_request(base64.b64decode(order["body"])), self.limits
+        )
         trainer = self.rooms.trainer
         ranks = self.rooms.trainer.ranks
         self.rooms.enter(self.models[order["model"]])
@@ -182,8 +205,12 @@ class Worker:
         logprobs = found.view(len(request.values["places"]), -1).cpu().numpy()
         return [request.encode(logprobs, {"loss:sum": total.item()})]
 
-    def _loss(self, request: TrainRequest, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A micro-batch's loss, and the log-probabilities of its targets with their places in the request."""
+    def _loss(
+        self, request: TrainRequest, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A micro-batch's loss, and the log-probabilities of its targets with their places in the
+        request.
+        """
         forward = self.rooms.trainer.forward
         losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
         is_target = on_device.targets != IGNORE_INDEX
@@ -192,7 +219,9 @@ class Worker:
         loss = LOSSES[request.loss]
 
         def documents(values: torch.Tensor) -> torch.Tensor:
-            sums = values.new_zeros(len(request.table)).index_add(0, given["datum"], values * is_target)
+            sums = values.new_zeros(len(request.table)).index_add(
+                0, given["datum"], values * is_target
+            )
             return forward.context.summed(sums)[given["datum"]]
 
         values = torch.where(is_target, loss.sum(logps, given, request.config, documents), 0.0)
@@ -207,20 +236,31 @@ class Worker:
         for parameter in self.rooms.frozen(room):
             parameter.grad = None
         trainer.optimizer.take_gradients()
-        squares = gather_numbers([sum(trainer.optimizer.squared_norms())], trainer.ranks.device).sum().item()
+        squares = (
+            gather_numbers([sum(trainer.optimizer.squared_norms())], trainer.ranks.device)
+            .sum()
+            .item()
+        )
         norm = math.sqrt(squares / trainer.options.num_replicas) / scale.scale
         if math.isfinite(norm):
             trainer.clip_and_unscale(norm, params.grad_clip_norm)
             betas = (params.beta1, params.beta2)
             decay = params.weight_decay
-            trainer.optimizer.step(params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay)
+            trainer.optimizer.step(
+                params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay
+            )
             room.steps += 1
             if not self.rooms.is_finite():
                 self.rooms.abandon()
-                raise UserError(f"The step would leave weights that are not finite; it is not taken: {params}.")
+                raise UserError(
+                    f"The step would leave weights that are not finite; it is not taken: {params}."
+                )
         trainer.optimizer.zero_grad()
         scale.update(overflowed=not math.isfinite(norm))
-        metrics = {"grad_norm": norm if math.isfinite(norm) else -1.0, "skipped": float(not math.isfinite(norm))}
+        metrics = {
+            "grad_norm": norm if math.isfinite(norm) else -1.0,
+            "skipped": float(not math.isfinite(norm)),
+        }
         return [_json(metrics=metrics)]
 
     # --- sampling ---
@@ -232,9 +272,15 @@ class Worker:
         """
         key = None if path is None else (path, str(saved_by))
         if key not in self.snapshots:
-            room = self.rooms.make(BASE) if path is None else self.rooms.load(Path(path), with_optimizer=False)
+            room = (
+                self.rooms.make(BASE)
+                if path is None
+                else self.rooms.load(Path(path), with_optimizer=False)
+            )
             room.is_snapshot = True
-            for other in [other for other in self.snapshots if other is not None and other[0] == path]:
+            for other in [
+                other for other in self.snapshots if other is not None and other[0] == path
+            ]:
                 self._forget_snapshot(other)
             self.snapshots[key] = room
             while len(self.snapshots) > _SNAPSHOTS:
@@ -255,7 +301,9 @@ class Worker:
         return [encode_samples(own, *scores.get(number, ())) for number, own in enumerate(answers)]
 
     def _scores(self, requests: Sequence[Order]) -> dict[int, tuple[Any, ...]]:
-        """Number of a request -> log-probabilities of its prompt's tokens, and the likeliest, if it asks for them."""
+        """Number of a request -> log-probabilities of its prompt's tokens, and the likeliest, if it
+        asks for them.
+        """
         wanted = [(number, each) for number, each in enumerate(requests) if each["scores"]]
         if not wanted:
             return {}
@@ -264,8 +312,14 @@ class Worker:
         logps = token_logprobs(forward, table)
         found = dict[int, tuple[Any, ...]]()
         most = max(each["top"] for _, each in wanted)
-        wide = likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary)) if most else None
-        for (number, each), (first, last) in zip(wanted, itertools.pairwise(table.offsets), strict=True):
+        wide = (
+            likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary))
+            if most
+            else None
+        )
+        for (number, each), (first, last) in zip(
+            wanted, itertools.pairwise(table.offsets), strict=True
+        ):
             own = logps[first:last].copy()
             k = each["top"]
             own[: len(own) - each["last"] if each["last"] else 1] = np.nan
@@ -283,7 +337,9 @@ class Worker:
         how = {name: params[name] for name in ("temperature", "top_p", "top_k")}
         options = SamplingOptions(most_new, **how, plain_logps=True)
         stops = RequestStops(self.placed.model.tokenizer, trainer.model, params["stop"])
-        generator = TextGenerator(trainer.model, trainer.ranks, self.placed.model.precision, stops, options)
+        generator = TextGenerator(
+            trainer.model, trainer.ranks, self.placed.model.precision, stops, options
+        )
         seeds = [derive_seed("sample", each["seed"], sample) for each, sample in asked]
         with kept_gathered(trainer.model) if plan.gathered else contextlib.nullcontext():
             prompts = [each["prompt"] for each, _ in asked]

@@ -1,11 +1,14 @@
-"""Host memory for a GPU: one pinned allocation for a rank's shards, a stream for copies, offloaded activations.
+"""Host memory for a GPU: one pinned allocation for a rank's shards, a stream for copies, offloaded
+activations.
 
-torch's allocator rounds each pinned tensor up to a power of two, so that freed blocks fit later requests: this adds 12%
-to the shards of a 70B model and 70% to those of a 13B model. Here ordinary pages are mapped once and registered with
-CUDA, without rounding. A view of them counts as pinned, so FSDP2 uses it directly and copies it asynchronously.
+torch's allocator rounds each pinned tensor up to a power of two, so that freed blocks fit later
+requests: this adds 12% to the shards of a 70B model and 70% to those of a 13B model. Here ordinary
+pages are mapped once and registered with CUDA, without rounding. A view of them counts as pinned,
+so FSDP2 uses it directly and copies it asynchronously.
 
-torch's own allocator can avoid the rounding only since 2.13 (`pinned_max_round_threshold_mb`), and 2.11 is supported.
-An H200's host took 0.7 s to register a GiB; on a CPU the same arena is used without it.
+torch's own allocator can avoid the rounding only since 2.13 (`pinned_max_round_threshold_mb`), and
+2.11 is supported. An H200's host took 0.7 s to register a GiB; on a CPU the same arena is used
+without it.
 """
 
 import itertools
@@ -23,7 +26,9 @@ _ALIGNMENT = 64  # bytes, for each part: the width of AVX-512 loads
 
 
 class _Pinned(mmap.mmap):
-    """Pages registered with CUDA. They are unregistered before they are unmapped, since the address may be reused."""
+    """Pages registered with CUDA. They are unregistered before they are unmapped, since the address
+    may be reused.
+    """
 
     pointer: int = 0
 
@@ -32,7 +37,9 @@ class _Pinned(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.pointer)
 
 
-def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded weights") -> list[torch.Tensor]:
+def split_arena(
+    sizes: Sequence[int], *, pinned: bool, what: str = "offloaded weights"
+) -> list[torch.Tensor]:
     """Make one allocation and split it into aligned, zeroed uint8 parts.
 
     Args:
@@ -41,7 +48,9 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
     Raises:
         MemoryError: the memory cannot be allocated or pinned.
     """
-    *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+    *starts, total = itertools.accumulate(
+        (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0
+    )
     memory = f"{total / 2**30:.1f} GiB of host memory for {what}"
     try:
         pages = _Pinned(-1, max(total, 1))
@@ -51,15 +60,16 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
     if pinned:
         if total >= _SLOW_BYTES:
             log.info(
-                "Pinning %s on each rank, which takes seconds to minutes. A container's limit must allow it; WSL2 pins "
+                "Pinning %s on each rank, which takes seconds to minutes. A container's limit must "
+                "allow it; WSL2 pins "
                 "at most half of the memory that Windows gives it.",
                 memory,
             )
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
             raise MemoryError(
-                f"{memory} cannot be pinned (CUDA error {status}). Free host memory, raise the container's limit, or "
-                "use more ranks."
+                f"{memory} cannot be pinned (CUDA error {status}). Free host memory, raise the "
+                "container's limit, or use more ranks."
             )
         pages.pointer = arena.data_ptr()
     return [arena[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -68,9 +78,10 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
 class SideStream:
     """Copies that overlap with the work of the compute stream. On a CPU they are synchronous.
 
-    Memory is allocated on the compute stream, which may reuse it as soon as it is freed. So before memory is freed, the
-    compute stream must wait for its copy. The compute stream is the one that is current in `__init__`, since memory may
-    be freed while another one is current, such as by `__del__` in autograd's or FSDP2's code.
+    Memory is allocated on the compute stream, which may reuse it as soon as it is freed. So before
+    memory is freed, the compute stream must wait for its copy. The compute stream is the one that
+    is current in `__init__`, since memory may be freed while another one is current, such as by
+    `__del__` in autograd's or FSDP2's code.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +90,9 @@ class SideStream:
         self.compute = torch.cuda.current_stream(device) if on_gpu else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy after all work that is queued on the compute stream. Returns an event at the end of the copy."""
+        """Copy after all work that is queued on the compute stream. Returns an event at the end of
+        the copy.
+        """
         if self.stream is None or self.compute is None:
             target.copy_(source)
             return None
@@ -102,8 +115,9 @@ class SideStream:
 class InputStore:
     """Keeps the inputs of all blocks on the host (hooks for `saved_tensors_hooks`).
 
-    An input is copied to the host while its block runs forward, and copied back while the next block runs backward. The
-    newest input stays on the device, since the backward pass begins with it. Host memory is reused in later steps.
+    An input is copied to the host while its block runs forward, and copied back while the next
+    block runs backward. The newest input stays on the device, since the backward pass begins with
+    it. Host memory is reused in later steps.
     """
 
     def __init__(self) -> None:
@@ -112,7 +126,9 @@ class InputStore:
         self._newest: weakref.ref[_Kept] | None = None
 
     def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
-        """Copy a block's input to the host. Other tensors, such as scalars and positions, are kept on the device."""
+        """Copy a block's input to the host. Other tensors, such as scalars and positions, are kept
+        on the device.
+        """
         if not tensor.is_floating_point() or tensor.dim() < 2:
             return tensor
         self.side = self.side or SideStream(tensor.device)
@@ -124,7 +140,9 @@ class InputStore:
         return kept
 
     def unpack(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
-        """The tensor on the device, for use on the compute stream. Also prefetches the previous block's input."""
+        """The tensor on the device, for use on the compute stream. Also prefetches the previous
+        block's input.
+        """
         if isinstance(kept, torch.Tensor):
             return kept
         tensor = kept.prefetch()
@@ -147,9 +165,13 @@ class InputStore:
 
 
 class _Kept:
-    """A tensor on the host, on the device, or being copied. copied: event at the end of the last copy."""
+    """A tensor on the host, on the device, or being copied. copied: event at the end of the last
+    copy.
+    """
 
-    def __init__(self, store: InputStore, tensor: torch.Tensor, before: "weakref.ref[_Kept] | None") -> None:
+    def __init__(
+        self, store: InputStore, tensor: torch.Tensor, before: "weakref.ref[_Kept] | None"
+    ) -> None:
         assert store.side is not None
         self.store = store
         self.side = store.side

@@ -25,8 +25,9 @@ def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimi
 
 
 class OptimizerKind(NamedTuple):
-    """build: makes it over parameter groups, each on one device, given lr and weight_decay. state: float32 values per
-    trainable parameter of each tensor of its state. is_local: its state is packed by rank, so each rank saves its own.
+    """build: makes it over parameter groups, each on one device, given lr and weight_decay. state:
+    float32 values per trainable parameter of each tensor of its state. is_local: its state is
+    packed by rank, so each rank saves its own.
     """
 
     build: Callable[..., torch.optim.Optimizer]
@@ -63,8 +64,8 @@ def check_optimizer(name: str, device: torch.device) -> None:
     """
     if OPTIMIZERS[name].is_paged and device.type != "cuda":
         raise UserError(
-            f"optimizer {name} moves its state between GPU and host memory, and there is no GPU. Use "
-            f"{name.removeprefix('paged_')}."
+            f"optimizer {name} moves its state between GPU and host memory, and there is no GPU. "
+            f"Use {name.removeprefix('paged_')}."
         )
 
 
@@ -75,32 +76,44 @@ def check_shard_sizes(name: str, model: nn.Module, num_shards: int) -> None:
         UserError: bitsandbytes counts elements in int32.
     """
     build = OPTIMIZERS[name].build
-    if not (isinstance(build, type) and issubclass(build, bitsandbytes.optim.optimizer.Optimizer8bit)):
+    if not (
+        isinstance(build, type) and issubclass(build, bitsandbytes.optim.optimizer.Optimizer8bit)
+    ):
         return
     for path, parameter in model.named_parameters():
         _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
         elements = rows * math.prod(parameter.shape[1:])
         if parameter.requires_grad and elements >= 2**31:
             raise UserError(
-                f"optimizer {name} counts the elements of a tensor in 32 bits, and a rank's part of {path} has "
-                f"{elements:,}. Use more ranks or --optimizer adamw."
+                f"optimizer {name} counts the elements of a tensor in 32 bits, and a rank's part "
+                f"of {path} has {elements:,}. Use more ranks or --optimizer adamw."
             )
 
 
 class ShardedOptimizer:
     """A plain torch optimizer over each rank's own shards.
 
-    It gets local tensors that share the shards' memory. So every element-wise optimizer works sharded, without the cost
-    of DTensor dispatch. Each device has its own parameter groups: torch's optimizers update the tensors of a group in a
-    few kernels only if all are on one GPU.
+    It gets local tensors that share the shards' memory. So every element-wise optimizer works
+    sharded, without the cost of DTensor dispatch. Each device has its own parameter groups: torch's
+    optimizers update the tensors of a group in a few kernels only if all are on one GPU.
 
     Args:
-        lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many times A's.
+        lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many
+        times A's.
     """
 
-    def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        *,
+        lr: float,
+        weight_decay: float,
+        lr_ratio_B: float = 1.0,
+    ) -> None:
         self._kind = OPTIMIZERS[name]
-        self._local: dict[nn.Parameter, nn.Parameter] = {}  # the model's parameter -> this rank's part of it
+        # the model's parameter -> this rank's part of it
+        self._local: dict[nn.Parameter, nn.Parameter] = {}
         # Both learning rates have groups on every rank, also where it owns no A or no B.
         by_scale: dict[float, dict[torch.device, list[nn.Parameter]]] = {1.0: {}, lr_ratio_B: {}}
         for path, parameter in model.named_parameters():
@@ -115,7 +128,9 @@ class ShardedOptimizer:
             for tensors in by_device.values() or [[]]
         ]
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
-        self.optimizer = self._kind.build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
+        self.optimizer = (
+            self._kind.build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
+        )
         self._group_of = {local: group for group in self._groups for local in group["params"]}
 
     @property
@@ -141,7 +156,10 @@ class ShardedOptimizer:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in self._gradients():
             by_device.setdefault(gradient.device, []).append(gradient)
-        return [torch.nn.utils.get_total_norm(gradients).double().square() for gradients in by_device.values()]
+        return [
+            torch.nn.utils.get_total_norm(gradients).double().square()
+            for gradients in by_device.values()
+        ]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
@@ -164,7 +182,9 @@ class ShardedOptimizer:
     # --- state ---
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's own values for one of the model's parameters, to read; empty before a step."""
+        """The optimizer's own values for one of the model's parameters, to read; empty before a
+        step.
+        """
         local = self._local.get(parameter)
         if self.optimizer is None or local is None or local not in self.optimizer.state:
             return {}
@@ -173,16 +193,23 @@ class ShardedOptimizer:
         return dict(self.optimizer.state[local])
 
     def set_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Replace the values for one of the model's parameters by copies of these, which may be on any device."""
+        """Replace the values for one of the model's parameters by copies of these, which may be on
+        any device.
+        """
         local = self._local.get(parameter)
         if self.optimizer is not None and local is not None and state:
-            self.optimizer.state[local] = {key: self._own_value(local, key, value) for key, value in state.items()}
+            self.optimizer.state[local] = {
+                key: self._own_value(local, key, value) for key, value in state.items()
+            }
 
     def _own_value(self, local: nn.Parameter, key: str, value: Any) -> Any:
-        """A copy of a value where this optimizer would have made it, wherever the run that saved it kept it."""
+        """A copy of a value where this optimizer would have made it, wherever the run that saved it
+        kept it.
+        """
         if not isinstance(value, torch.Tensor):
             return value
-        if self._kind.is_paged and key in _PAGED_STATES:  # may move between GPU and host at any time
+        # may move between GPU and host at any time
+        if self._kind.is_paged and key in _PAGED_STATES:
             buffer: torch.Tensor = self.optimizer.get_state_buffer(local, dtype=value.dtype)  # type: ignore[union-attr]
             return buffer.copy_(value)
         # torch's optimizers count steps on the CPU, but for fused kernels.
@@ -195,12 +222,19 @@ class ShardedOptimizer:
             self.optimizer.state.clear()
 
     def room_for_state(self) -> list[torch.Tensor]:
-        """Memory like the state that the first step will allocate; nothing if there is state already.
+        """Memory like the state that the first step will allocate; nothing if there is state
+        already.
 
-        Tensors of the state's own sizes: the allocator keeps those below 1 MiB apart. Nothing for paged optimizers,
-        whose state is not in GPU memory alone.
+        Tensors of the state's own sizes: the allocator keeps those below 1 MiB apart. Nothing for
+        paged optimizers, whose state is not in GPU memory alone.
         """
         if self.optimizer is None or self.optimizer.state or self._kind.is_paged:
             return []
-        sizes = [(int(share * p.numel()), p.device) for share in self._kind.state for p in self._local.values()]
-        return [torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size]
+        sizes = [
+            (int(share * p.numel()), p.device)
+            for share in self._kind.state
+            for p in self._local.values()
+        ]
+        return [
+            torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size
+        ]

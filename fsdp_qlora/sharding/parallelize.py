@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,7 +31,12 @@ from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.recompute import adapter_owners
-from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_vocabulary, shared_head_of
+from fsdp_qlora.sharding.vocabulary import (
+    look_up_on_host,
+    lookup_of,
+    share_vocabulary,
+    shared_head_of,
+)
 from fsdp_qlora.sharding.weight_stream import is_streamed, stream_weights
 
 log = logging.getLogger("fsdp_qlora")
@@ -43,14 +54,16 @@ def shard_model(
     precision: Precision,
     on_host: Sequence[nn.Module] = (),
 ) -> None:
-    """Apply FSDP2: per block one group of adapters and one of the rest, then towers, embeddings, head and root.
+    """Apply FSDP2: per block one group of adapters and one of the rest, then towers, embeddings,
+    head and root.
 
     Frozen embeddings and heads that ranks share are never gathered in training (vocabulary.py).
     Frozen weights are gathered as they are stored: only groups that train are cast to param_dtype.
 
-    Adapters stay gathered until a step's last backward pass: they are small, and CPU offload and the second gather then
-    move frozen bytes only. DoRA's magnitudes are a separate group, gathered in fp32.
-    If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only copy them.
+    Adapters stay gathered until a step's last backward pass: they are small, and CPU offload and
+    the second gather then move frozen bytes only. DoRA's magnitudes are a separate group, gathered
+    in fp32. If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only
+    copy them.
 
     Args:
         on_host: from `ModelParts.on_host`.
@@ -59,29 +72,44 @@ def shard_model(
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    ignored = _parameters_fsdp_ignores(parts, mesh, precision.param_dtype, offloads_all=parts.model in on_host)
+    ignored = _parameters_fsdp_ignores(
+        parts, mesh, precision.param_dtype, offloads_all=parts.model in on_host
+    )
 
     def shard(
-        module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = (), policy: Any = cast
+        module: nn.Module,
+        *,
+        reshard: bool | None,
+        besides: Iterable[nn.Parameter] = (),
+        policy: Any = cast,
     ) -> None:
         where = offload if parts.model in on_host or module in on_host else OffloadPolicy()
         besides = ignored.union(besides)
-        shard_aligned([module], mesh, policy, besides, reshard_after_forward=reshard, offload_policy=where)
+        shard_aligned(
+            [module], mesh, policy, besides, reshard_after_forward=reshard, offload_policy=where
+        )
 
     for block in parts.blocks:
         in_fp32 = magnitudes(block)
         if in_fp32:
             shard_aligned(in_fp32, mesh, _AS_STORED, reshard_after_forward=False)
-        adapters = {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
+        adapters = {
+            parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()
+        }
         trains = any(parameter.requires_grad for parameter in {*block.parameters()} - adapters)
-        shard(block, reshard=reshard_after_forward, besides=adapters, policy=cast if trains else _AS_STORED)
+        shard(
+            block,
+            reshard=reshard_after_forward,
+            besides=adapters,
+            policy=cast if trains else _AS_STORED,
+        )
         owners = adapter_owners(block)
         if owners:
             base = {*block.parameters()} - adapters
             shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
     for tower in parts.towers.values():
-        # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all groups for gradients
-        # to accumulate, and fails at one that was never gathered.
+        # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all
+        # groups for gradients to accumulate, and fails at one that was never gathered.
         shard(tower, reshard=True, policy=dataclasses.replace(cast, reduce_dtype=None))
     model = parts.model
     if parts.head is not None and not parts.is_tied:
@@ -105,12 +133,14 @@ def shard_aligned(
     ignored: Collection[nn.Parameter] = frozenset(),
     **options: Any,
 ) -> None:
-    """`fully_shard` modules as one group, of which each rank gives a multiple of 16 bytes to a gather.
+    """`fully_shard` modules as one group, of which each rank gives a multiple of 16 bytes to a
+    gather.
 
-    NCCL copies 16 bytes at a time if the parts of all ranks begin at a multiple of that, else a single byte, which was
-    measured to be 3.5 times slower. FSDP2 does not pad, so a group that needs it gets a frozen parameter more: remove
-    this when it does (pytorch#195450). FSDP2 keeps the parameter where it was found, and `with_fillers` finds it;
-    loading, saving, the byte account and whatever else walks the model do not.
+    NCCL copies 16 bytes at a time if the parts of all ranks begin at a multiple of that, else a
+    single byte, which was measured to be 3.5 times slower. FSDP2 does not pad, so a group that
+    needs it gets a frozen parameter more: remove this when it does (pytorch#195450). FSDP2 keeps
+    the parameter where it was found, and `with_fillers` finds it; loading, saving, the byte account
+    and whatever else walks the model do not.
     """
     owners = {
         parameter: owner
@@ -121,12 +151,18 @@ def shard_aligned(
     }
     size = shard_size(mesh)
     dtypes = [policy.param_dtype or parameter.dtype for parameter in owners]
-    shapes = [(shard_bounds(len(parameter), rank=0, size=size)[1], *parameter.shape[1:]) for parameter in owners]
-    part = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    shapes = [
+        (shard_bounds(len(parameter), rank=0, size=size)[1], *parameter.shape[1:])
+        for parameter in owners
+    ]
+    part = sum(
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
     owner = next(iter(owners.values()), modules[0])
     filler = nn.Module()
     if size > 1 and (missing := -part % _ALIGNMENT):
-        # A dtype that the group has, so that it is gathered as before; the smallest, which fills any gap.
+        # A dtype that the group has, so that it is gathered as before; the smallest, which fills
+        # any gap.
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
         device = next(iter(owners)).device  # meta, but where a model has its weights already
         filling = torch.zeros(size, missing // dtype.itemsize, dtype=dtype, device=device)
@@ -145,7 +181,9 @@ def with_fillers(module: nn.Module) -> list[nn.Module]:
 def _parameters_fsdp_ignores(
     parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None, *, offloads_all: bool
 ) -> set[nn.Parameter]:
-    """The parameters that FSDP2 does not manage: a shared vocabulary, or what a rank holds whole."""
+    """The parameters that FSDP2 does not manage: a shared vocabulary,
+    or what a rank holds whole.
+    """
     if shard_size(mesh) > 1:
         return share_vocabulary(parts, mesh, param_dtype)
     in_blocks = {*parts.blocks.parameters()}
@@ -153,18 +191,25 @@ def _parameters_fsdp_ignores(
     frozen = {
         parameter
         for parameter in parts.model.parameters()
-        if not parameter.requires_grad and (parameter in in_blocks or param_dtype in (None, parameter.dtype))
+        if not parameter.requires_grad
+        and (parameter in in_blocks or param_dtype in (None, parameter.dtype))
     }
     if not offloads_all:
         return frozen
     look_up_on_host(parts, mesh, param_dtype)
-    # weight_stream.py copies these from the host, or they stay on the device. FSDP2 copies the others.
-    streamed = {parameter for module in (*parts.in_order, *parts.token_tables) for parameter in module.parameters()}
+    # weight_stream.py copies these from the host, or they stay on the device. FSDP2 copies the
+    # others.
+    streamed = {
+        parameter
+        for module in (*parts.in_order, *parts.token_tables)
+        for parameter in module.parameters()
+    }
     return {parameter for parameter in frozen if parameter in streamed or parameter.dim() < 2}
 
 
 def _skip_backward_gathers(parts: ModelParts) -> None:
-    """Do not gather modules before the first trainable one for the backward pass: no gradient reaches them.
+    """Do not gather modules before the first trainable one for the backward pass: no gradient
+    reaches them.
 
     FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
@@ -178,19 +223,22 @@ def _skip_backward_gathers(parts: ModelParts) -> None:
 def set_prefetch(parts: ModelParts) -> None:
     """Gather the weights of the next module when a module starts: its adapters, then its base.
 
-    FSDP2 alone gathers a block's adapters when the first of them is called, behind the block's base. In backward it
-    begins with the next block when a gradient has reached an adapter, late if only some layers have one.
+    FSDP2 alone gathers a block's adapters when the first of them is called, behind the block's
+    base. In backward it begins with the next block when a gradient has reached an adapter, late if
+    only some layers have one.
 
-    What is gathered is allocated on the compute stream. FSDP2 alone does it on a stream of its own, whose freed memory
-    serves gathers only: that of an 8B's head is 1.2 GiB. Weights in host memory need that stream for their copies, and
-    without the compute stream these lists reserve 0.2 GiB more for a 70B, so they are not for offloaded models.
+    What is gathered is allocated on the compute stream. FSDP2 alone does it on a stream of its own,
+    whose freed memory serves gathers only: that of an 8B's head is 1.2 GiB. Weights in host memory
+    need that stream for their copies, and without the compute stream these lists reserve 0.2 GiB
+    more for a 70B, so they are not for offloaded models.
     """
     root: Any = parts.model
     blocks: list[Any] = list(parts.blocks)
     first: list[Any] = [parts.embedding] if isinstance(parts.embedding, FSDPModule) else []
     last: list[Any] = [parts.head] if isinstance(parts.head, FSDPModule) else []
     forward: list[Any] = [root, *first, *blocks, *last]
-    # One module ahead hides a gather behind the products of the module before; two would hold one more's weights.
+    # One module ahead hides a gather behind the products of the module before; two would hold one
+    # more's weights.
     for module, following in itertools.pairwise(forward):
         # The first of its magnitudes and of its adapters stand for these groups.
         groups = [*magnitudes(following)[:1], *adapter_owners(following)[:1], following]
@@ -208,11 +256,14 @@ def set_prefetch(parts: ModelParts) -> None:
     root._set_unshard_async_op(True)
 
 
-def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn.Module] = ()) -> None:
-    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`.
+def materialize(
+    parts: ModelParts, device: torch.device, *, on_host: Sequence[nn.Module] = ()
+) -> None:
+    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU,
+    others on `device`.
 
-    Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
-    uneven, pinned if they are offloaded.
+    Buffers have held real values since construction and are moved. Shards keep this memory: padded
+    if the split is uneven, pinned if they are offloaded.
 
     Args:
         on_host: as for `shard_model`.
@@ -222,9 +273,12 @@ def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn
     places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
-        return places[parameter] if parameter in places else torch.empty_like(parameter, device=device)
+        return (
+            places[parameter] if parameter in places else torch.empty_like(parameter, device=device)
+        )
 
-    # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have memory by then.
+    # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have
+    # memory by then.
     for module in reversed(list(model.modules())):
         buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)}
         for part in reversed(with_fillers(module)):
@@ -261,18 +315,28 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
     return [*dict.fromkeys(parameters)]  # tied ones once
 
 
-def _offloaded_places(parameters: Sequence[torch.Tensor], *, pinned: bool) -> dict[torch.Tensor, torch.Tensor]:
-    """For each parameter a tensor in a common arena; of a sharded one the local tensor, with FSDP2's padding.
+def _offloaded_places(
+    parameters: Sequence[torch.Tensor], *, pinned: bool
+) -> dict[torch.Tensor, torch.Tensor]:
+    """For each parameter a tensor in a common arena; of a sharded one the local tensor, with
+    FSDP2's padding.
 
     Without the padding FSDP2 would make a padded copy.
     """
     shapes = [
-        (padded_rows(parameter), *parameter.shape[1:]) if isinstance(parameter, DTensor) else parameter.shape
+        (padded_rows(parameter), *parameter.shape[1:])
+        if isinstance(parameter, DTensor)
+        else parameter.shape
         for parameter in parameters
     ]
-    sizes = [math.prod(shape) * parameter.element_size() for shape, parameter in zip(shapes, parameters, strict=True)]
+    sizes = [
+        math.prod(shape) * parameter.element_size()
+        for shape, parameter in zip(shapes, parameters, strict=True)
+    ]
     places: dict[torch.Tensor, torch.Tensor] = {}
-    for parameter, shape, part in zip(parameters, shapes, split_arena(sizes, pinned=pinned), strict=True):
+    for parameter, shape, part in zip(
+        parameters, shapes, split_arena(sizes, pinned=pinned), strict=True
+    ):
         local = part.view(parameter.dtype).view(shape)
         if isinstance(parameter, DTensor):
             # `DTensor.from_local` would move the part to the mesh's device, a GPU.
@@ -296,17 +360,21 @@ def _leave_out_padding(parameter: torch.Tensor) -> None:
 def check_gathered_as_bytes(parts: ModelParts) -> None:
     """Check that FSDP2 gathers quantized weights as bytes.
 
-    FSDP2 copies a group's shards into its gather with `torch._foreach_copy_`. For 16-bit floats its CUDA kernel
-    computes in float32, which turns every NaN into 0x7fff (pytorch#159333), and packed codes are full of NaN patterns.
-    Where the parameters of a group have several dtypes, FSDP2 gathers all of them as uint8.
+    FSDP2 copies a group's shards into its gather with `torch._foreach_copy_`. For 16-bit floats its
+    CUDA kernel computes in float32, which turns every NaN into 0x7fff (pytorch#159333), and packed
+    codes are full of NaN patterns. Where the parameters of a group have several dtypes, FSDP2
+    gathers all of them as uint8.
 
     Raises:
-        AssertionError: the parameters of a decoder block with quantized weights have one 16-bit dtype.
+        AssertionError: the parameters of a decoder block with quantized weights have one 16-bit
+        dtype.
     """
     for block in parts.blocks:
         quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
         codes = {module.weight.dtype for module in quantized if isinstance(module.weight, DTensor)}
-        statistics = {getattr(module, name).dtype for module in quantized for name in module.statistics}
+        statistics = {
+            getattr(module, name).dtype for module in quantized for name in module.statistics
+        }
         assert codes <= {torch.float32} or len(codes | statistics) > 1, (codes, statistics)
 
 
@@ -316,14 +384,18 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights, so that `model.parameters()` are shards again (after a forward alone)."""
+    """Free all gathered weights, so that `model.parameters()` are shards again (after a forward
+    alone).
+    """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
-    """In this block a rank that uses the modules has their weights. Called on every rank, as it is collective."""
+    """In this block a rank that uses the modules has their weights. Called on every rank, as it is
+    collective.
+    """
     groups = [module for module in modules if isinstance(module, FSDPModule)]
     for module in groups:
         module.unshard()
@@ -336,12 +408,15 @@ def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_gathered(model: PreTrainedModel) -> Iterator[None]:
-    """In this block blocks keep the weights that their first forward pass gathers, for many without gradients.
+    """In this block blocks keep the weights that their first forward pass gathers, for many without
+    gradients.
 
     For strategies that free a block's weights after its forward pass.
     """
     groups = [
-        module for module in (*find_blocks(model), model.get_input_embeddings()) if isinstance(module, FSDPModule)
+        module
+        for module in (*find_blocks(model), model.get_input_embeddings())
+        if isinstance(module, FSDPModule)
     ]
     for module in groups:
         module.set_reshard_after_forward(False, recurse=False)
@@ -356,8 +431,8 @@ def kept_gathered(model: PreTrainedModel) -> Iterator[None]:
 def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
     """Set whether the next backward pass reduces gradients over ranks or accumulates them locally.
 
-    While it accumulates them, adapters stay gathered for the next micro-batch. All of them are gathered when a backward
-    pass begins, where memory has its peak.
+    While it accumulates them, adapters stay gathered for the next micro-batch. All of them are
+    gathered when a backward pass begins, where memory has its peak.
     """
     root: Any = model
     root.set_requires_gradient_sync(enabled)

@@ -1,4 +1,6 @@
-"""Activation checkpointing of decoder blocks, switched between steps, and a reference pass beside the policy's."""
+"""Activation checkpointing of decoder blocks, switched between steps, and a reference pass beside
+the policy's.
+"""
 
 import contextlib
 import copy
@@ -21,11 +23,12 @@ from fsdp_qlora.sharding.host_memory import InputStore
 
 
 class RecomputedBlock(ActivationWrapper):
-    """A decoder block that keeps only its input for the backward pass, and recomputes its activations.
+    """A decoder block that keeps only its input for the backward pass, and recomputes its
+    activations.
 
-    is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the bit.
-    store: keeps the input on the host; None if it stays on the device.
-    follow: computes the output, of this block and its arguments, while its weights are gathered (see `ReferencePass`).
+    is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the
+    bit. store: keeps the input on the host; None if it stays on the device. follow: computes the
+    output, of this block and its arguments, while its weights are gathered (see `ReferencePass`).
     """
 
     is_on = True
@@ -50,7 +53,9 @@ class RecomputedBlock(ActivationWrapper):
 
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
-    """Let the first `num_blocks` blocks (None for all) recompute. With `offload` their inputs are kept on the CPU."""
+    """Let the first `num_blocks` blocks (None for all) recompute. With `offload` their inputs are
+    kept on the CPU.
+    """
     blocks = find_blocks(model)
     store = InputStore()
     num_blocks = len(blocks) if num_blocks is None else num_blocks
@@ -62,8 +67,9 @@ def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: boo
 def set_recompute(model: nn.Module, num_blocks: int) -> None:
     """Let the first `num_blocks` blocks recompute, and the others keep their activations.
 
-    The last blocks keep theirs, since the backward pass frees these first, before another block needs memory for its
-    recomputation. Any other choice of as many blocks has the same or a higher peak.
+    The last blocks keep theirs, since the backward pass frees these first, before another block
+    needs memory for its recomputation. Any other choice of as many blocks has the same or a higher
+    peak.
     """
     for index, block in enumerate(recomputed_blocks(model)):
         block.is_on = index < num_blocks
@@ -81,10 +87,11 @@ def unwrapped(block: nn.Module) -> nn.Module:
 
 
 def adapter_owners(block: nn.Module) -> list[nn.Module]:
-    """The modules at whose calls FSDP2 gathers a block's adapters: the block inside its wrapper, or else the adapters.
+    """The modules at whose calls FSDP2 gathers a block's adapters: the block inside its wrapper, or
+    else the adapters.
 
-    FSDP2's hooks take the host 50 us, and on the adapters they would run again when the block is recomputed. The
-    wrapper has the hooks of the base weights.
+    FSDP2's hooks take the host 50 us, and on the adapters they would run again when the block is
+    recomputed. The wrapper has the hooks of the base weights.
     """
     adapters = adapter_modules(block)
     inner = unwrapped(block)
@@ -92,14 +99,17 @@ def adapter_owners(block: nn.Module) -> list[nn.Module]:
 
 
 class ReferencePass:
-    """Computes the hidden states of the reference (the model that training started from) in the policy's forward pass.
+    """Computes the hidden states of the reference (the model that training started from) in the
+    policy's forward pass.
 
-    A block's weights are gathered (or copied from the host) once for both. The reference has no autograd graph, and
-    holds the hidden states of one block at a time. After the last block they are appended to the policy's in the batch
-    dim, so that the model's own code computes the rest, which has no adapters.
+    A block's weights are gathered (or copied from the host) once for both. The reference has no
+    autograd graph, and holds the hidden states of one block at a time. After the last block they
+    are appended to the policy's in the batch dim, so that the model's own code computes the rest,
+    which has no adapters.
 
-    A teacher has tokens of its own: they follow the student's in one row (data/batches/micro_batch.py). Its hidden
-    states do so before the first and after the last block, and between them each has its own.
+    A teacher has tokens of its own: they follow the student's in one row
+    (data/batches/micro_batch.py). Its hidden states do so before the first and after the last
+    block, and between them each has its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,7 +119,9 @@ class ReferencePass:
 
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
-        """While the block runs, the model's forward pass returns [2 * B, T, H]: the policy, then the reference."""
+        """While the block runs, the model's forward pass returns [2 * B, T, H]: the policy, then
+        the reference.
+        """
         for block in self._adapted:
             block.follow = self._follow
         try:
@@ -125,11 +137,14 @@ class ReferencePass:
         own, beside = take_apart(args, kwargs, has_both=self._hidden is None)
         output = block.compute(*own[0], **own[1])
         (args, kwargs) = beside
-        hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
-        # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already.
-        # Where blocks tell later ones their keys and values, the reference's have a mapping of their own.
+        # the embedding has no adapters
+        hidden = args[0].detach() if self._hidden is None else self._hidden
+        # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already. Where
+        # blocks tell later ones their keys and values, the reference's have a mapping of their own.
         told = {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
-        told = {name: self._told.setdefault(id(value), copy.copy(value)) for name, value in told.items()}
+        told = {
+            name: self._told.setdefault(id(value), copy.copy(value)) for name, value in told.items()
+        }
         with torch.no_grad(), as_at_start(self._adapted[block]):
             reference = unwrapped(block).forward(hidden, *args[1:], **kwargs | told)
         reference = reference if isinstance(reference, torch.Tensor) else reference[0]
@@ -147,15 +162,23 @@ class ReferencePass:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_both: bool) -> tuple[Arguments, Arguments]:
-    """A block's arguments for the student's tokens, and for the teacher's behind them; twice the same without any.
+def take_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, has_both: bool
+) -> tuple[Arguments, Arguments]:
+    """A block's arguments for the student's tokens, and for the teacher's behind them; twice the
+    same without any.
 
-    A tensor with a dim of as many values as tokens is divided along it; what describes the documents is there twice.
+    A tensor with a dim of as many values as tokens is divided along it; what describes the
+    documents is there twice.
 
     Args:
         has_both: whether the hidden states, which come first, are of both.
     """
-    of_teacher = {name.removeprefix(BESIDE): value for name, value in kwargs.items() if name.startswith(BESIDE)}
+    of_teacher = {
+        name.removeprefix(BESIDE): value
+        for name, value in kwargs.items()
+        if name.startswith(BESIDE)
+    }
     if not of_teacher:
         return ((args, kwargs),) * 2
     sizes = [sum(told["document_lengths"]) for told in (kwargs, of_teacher)]
@@ -166,6 +189,9 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_both: bool)
         return value.split(sizes, dim=value.shape.index(sum(sizes)))[index]
 
     hidden = args[0].split(sizes, dim=1) if has_both else args[:1] * 2
-    others = args[1:], {name: value for name, value in kwargs.items() if not name.startswith(BESIDE)}
+    others = (
+        args[1:],
+        {name: value for name, value in kwargs.items() if not name.startswith(BESIDE)},
+    )
     own, beside = (tree_map(partial(part, index), others) for index in range(2))
     return ((hidden[0], *own[0]), own[1]), ((hidden[1], *beside[0]), beside[1] | of_teacher)

@@ -1,4 +1,6 @@
-"""Self-tests of the sharded model: a count of all bytes, and a layer that is compared bit for bit."""
+"""Self-tests of the sharded model: a count of all bytes,
+and a layer that is compared bit for bit.
+"""
 
 import logging
 import math
@@ -24,7 +26,8 @@ _IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
 
 
 def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
-    """Check that the ranks' shards add up to exactly one copy of the model, split evenly. Returns a line for the log.
+    """Check that the ranks' shards add up to exactly one copy of the model, split evenly. Returns a
+    line for the log.
 
     Raises:
         RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
@@ -34,16 +37,25 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
     local = sum(local_part(parameter).nbytes for parameter in parameters)
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
-    by_rank = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
+    by_rank = [
+        int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()
+    ]
     counts = count_bytes(Counter(parameters.values()), size)
-    # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess is allowed: for
-    # adapters, which have few rows and few bytes, all of it; for frozen weights up to 1 MiB.
-    uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}
+    # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess
+    # is allowed: for adapters, which have few rows and few bytes, all of it; for frozen weights up
+    # to 1 MiB.
+    uneven = {
+        name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()
+    }
     trainable = uneven.pop("trainable", 0)
-    allowed = max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20)) + trainable
+    allowed = (
+        max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20))
+        + trainable
+    )
     if sum(by_rank) != total or max(by_rank) > allowed:
         raise RuntimeError(
-            f"The model is not sharded evenly: {total} bytes over {size} ranks, bytes on each rank: {by_rank} "
+            f"The model is not sharded evenly: {total} bytes over {size} ranks, bytes on each "
+            f"rank: {by_rank} "
             f"(allowed {int(allowed)}). The run stops; please report the model."
         )
     if size == 1 < mesh.size():  # --sharding_strategy ddp, or chosen because it fits
@@ -53,9 +65,11 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
 
 @torch.no_grad()
 def check_one_layer(parts: ModelParts, weights: Weights) -> str:
-    """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
+    """Gather one layer of the first block and compare its weight with an unsharded computation, bit
+    for bit.
 
-    If the weights in the files are 4-bit already, their bytes are compared. Returns a line for the log.
+    If the weights in the files are 4-bit already, their bytes are compared. Returns a line for the
+    log.
 
     Raises:
         RuntimeError: the weights differ.
@@ -77,15 +91,21 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> str:
 def _report(same: bool, name: str, expected: str) -> None:
     if not same:
         raise RuntimeError(
-            f"Self-test failed: {name}, gathered from its shards, differs from {expected}. The run stops; please "
-            "report the model and this machine."
+            f"Self-test failed: {name}, gathered from its shards, differs from {expected}. The run "
+            "stops; please report the model and this machine."
         )
     log.debug("Self-test: %s, gathered from its shards, is bit-identical to %s.", name, expected)
 
 
 def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
-    """Compare the codes of the last expert of a quantized tensor, which has the largest offset, if there is one."""
-    layers = ((path, layer) for path, layer in parts.model.named_modules() if isinstance(layer, QuantizedExperts))
+    """Compare the codes of the last expert of a quantized tensor, which has the largest offset, if
+    there is one.
+    """
+    layers = (
+        (path, layer)
+        for path, layer in parts.model.named_modules()
+        if isinstance(layer, QuantizedExperts)
+    )
     path, layer = next(layers, (None, None))
     if path is None or layer is None:
         return
@@ -109,12 +129,18 @@ def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
     _report(same, f"expert {last} of {name}", "the same expert quantized alone")
 
 
-def _has_stored_values(layer: QuantizedWeight | nn.Linear, weight: str, weights: Weights) -> tuple[bool, str]:
-    """Whether a gathered layer equals the weight in the files, quantized whole; and what it was compared with."""
+def _has_stored_values(
+    layer: QuantizedWeight | nn.Linear, weight: str, weights: Weights
+) -> tuple[bool, str]:
+    """Whether a gathered layer equals the weight in the files, quantized whole; and what it was
+    compared with.
+    """
     whole = weights.read_whole(weight)
     if isinstance(layer, QuantizedWeight):
         decoded = layer.dequantize()
-        return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), "quantized whole"
+        return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), (
+            "quantized whole"
+        )
     return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
 
 
@@ -127,11 +153,19 @@ def _has_stored_bytes(layer: QuantizedWeight, weight: str, weights: Weights) -> 
     return True
 
 
-def _first_linear(parts: ModelParts, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
-    """The name in the files and the first linear layer of the first block that the files contain."""
+def _first_linear(
+    parts: ModelParts, sources: Mapping[str, str]
+) -> tuple[str, QuantizedWeight | nn.Linear]:
+    """The name in the files and the first linear layer of the first block that the
+    files contain.
+    """
     first = {*parts.blocks[0].modules()}
     for path, module in parts.model.named_modules():
         name = canonical_name(path)
-        if module in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
+        if (
+            module in first
+            and isinstance(module, QuantizedWeight | nn.Linear)
+            and f"{name}.weight" in sources
+        ):
             return name, module
     raise AssertionError("no linear layer in the blocks")

@@ -1,9 +1,12 @@
-"""Frozen embeddings and heads that several ranks share: rows stay where they are, and hidden states are exchanged.
+"""Frozen embeddings and heads that several ranks share: rows stay where they are, and hidden states
+are exchanged.
 
-FSDP2 would gather the whole matrix on every rank in each micro-batch, 1.2 GB of a Qwen3-8B. But tokens need few of an
-embedding's rows, and a head's outputs can be computed where its rows are (training/head_loss.py).
+FSDP2 would gather the whole matrix on every rank in each micro-batch, 1.2 GB of a Qwen3-8B. But
+tokens need few of an embedding's rows, and a head's outputs can be computed where its rows are
+(training/head_loss.py).
 
-Shapes: V tokens of the vocabulary, of which a rank keeps the rows that FSDP2 would give it; hidden size H.
+Shapes: V tokens of the vocabulary, of which a rank keeps the rows that FSDP2 would give it; hidden
+size H.
 """
 
 import contextlib
@@ -35,8 +38,11 @@ from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.sharding.host_memory import SideStream
 
 
-def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
-    """Whether so many ranks share the embedding and the head: not if it trains or computes something of its own.
+def is_shared(
+    parts: ModelParts, num_shards: int, param_dtype: torch.dtype | None
+) -> tuple[bool, bool]:
+    """Whether so many ranks share the embedding and the head: not if it trains or computes
+    something of its own.
 
     Args:
         param_dtype: in which FSDP2 would gather; None for the weights' own.
@@ -46,13 +52,17 @@ def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | Non
     if num_shards == 1 or not isinstance(head, nn.Linear):
         return False, False
     looks_up = _has_frozen_rows(embedding, num_shards, param_dtype) and parts.looks_up
-    multiplies = _has_frozen_rows(head, num_shards, param_dtype) and type(head).forward is nn.Linear.forward
+    multiplies = (
+        _has_frozen_rows(head, num_shards, param_dtype) and type(head).forward is nn.Linear.forward
+    )
     if parts.is_tied and looks_up != multiplies:
         return False, False
     return looks_up, multiplies
 
 
-def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+def share_vocabulary(
+    parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None
+) -> set[nn.Parameter]:
     """Have each rank keep its rows of the frozen embedding and head, and use them where they are.
 
     Args:
@@ -65,7 +75,11 @@ def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dty
     looks_up, multiplies = is_shared(parts, shard_size(mesh), param_dtype)
     shared: set[nn.Parameter] = set()
     tables: list[Any] = [embedding] if looks_up else []
-    tables += [table for table in parts.token_tables if _has_frozen_rows(table, shard_size(mesh), param_dtype)]
+    tables += [
+        table
+        for table in parts.token_tables
+        if _has_frozen_rows(table, shard_size(mesh), param_dtype)
+    ]
     for table in tables:
         table.weight = _sharded(table.weight, mesh)
         shared.add(table.weight)
@@ -78,9 +92,13 @@ def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dty
 
 
 def look_up_on_host(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
-    """Have a rank copy only its tokens' rows of frozen embeddings that it has whole in host memory."""
+    """Have a rank copy only its tokens' rows of frozen embeddings that it has whole in
+    host memory.
+    """
     tables = [*([parts.embedding] if parts.looks_up else []), *parts.token_tables]
-    _look_up(parts.model, [table for table in tables if _has_frozen_rows(table, 1, param_dtype)], mesh)
+    _look_up(
+        parts.model, [table for table in tables if _has_frozen_rows(table, 1, param_dtype)], mesh
+    )
 
 
 def _look_up(model: PreTrainedModel, tables: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -104,7 +122,9 @@ def shared_head_of(model: PreTrainedModel) -> "SharedHead | None":
 
 
 def sharing_ranks(model: PreTrainedModel) -> list[int]:
-    """The ranks with which this one shares an embedding or a head, itself included, in the order of their rows."""
+    """The ranks with which this one shares an embedding or a head, itself included, in the order of
+    their rows.
+    """
     shared = next(iter(_lookups_of(model)), None) or shared_head_of(model)
     return dist.get_process_group_ranks(shared.group) if shared else []
 
@@ -117,12 +137,13 @@ def tokens_known(
     first: int | None = None,
     has_images: bool = False,
 ) -> Iterator[None]:
-    """In this block of code the host knows what the ranks look up, so that no device is asked for it.
+    """In this block of code the host knows what the ranks look up, so that no device is asked for
+    it.
 
     Args:
-        tokens: ids that each of `sharing_ranks` looks up in a forward pass, int64 on the CPU. None: not known.
-        first: how many of its own this rank's model uses; None for all.
-        has_images: further embeddings of the tokens are asked for others where a rank has images.
+        tokens: ids that each of `sharing_ranks` looks up in a forward pass, int64 on the CPU. None:
+        not known. first: how many of its own this rank's model uses; None for all. has_images:
+        further embeddings of the tokens are asked for others where a rank has images.
     """
     for lookup in _lookups_of(model):
         known = None if has_images and lookup is not lookup_of(model) else tokens
@@ -135,15 +156,20 @@ def tokens_known(
             lookup.tokens = lookup.first = None
 
 
-def same_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """`tokens_known` where all ranks look up the same ones, on the CPU: no rank is asked, not even a fake one."""
+def same_tokens(
+    model: PreTrainedModel, input_ids: torch.Tensor
+) -> contextlib.AbstractContextManager[None]:
+    """`tokens_known` where all ranks look up the same ones, on the CPU: no rank is asked, not even
+    a fake one.
+    """
     return tokens_known(model, [input_ids.flatten()] * len(sharing_ranks(model)) or None)
 
 
 def _has_frozen_rows(module: nn.Module, num_shards: int, param_dtype: torch.dtype | None) -> bool:
     """Whether a module's only parameter is a frozen weight of which every rank has a row."""
     weight: torch.Tensor | None = getattr(module, "weight", None)
-    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]  # not new tokens' rows
+    # not new tokens' rows
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
     if weight is None or len(frozen) != 1 or weight.requires_grad:
         return False
     first, last = shard_bounds(weight.shape[0], rank=num_shards - 1, size=num_shards)
@@ -157,7 +183,9 @@ def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     local = weight.detach()[first:last].clone()
     shape = weight.shape
     stride = weight.stride()
-    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    sharded = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
     return nn.Parameter(sharded, requires_grad=False)
 
 
@@ -191,8 +219,8 @@ class _RowExchange:
 class _Wanted(NamedTuple):
     """Rows that ranks give each other.
 
-    rows: numbers among this rank's, those for the first rank first. sent, taken: how many to and from each rank.
-    places: of this rank's tokens among the rows that it takes.
+    rows: numbers among this rank's, those for the first rank first. sent, taken: how many to and
+    from each rank. places: of this rank's tokens among the rows that it takes.
     """
 
     rows: torch.Tensor
@@ -202,18 +230,24 @@ class _Wanted(NamedTuple):
 
 
 def plan_row_exchange(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> _Wanted:
-    """Which embedding rows each rank sends to each other, so that it has every row of its tokens once.
+    """Which embedding rows each rank sends to each other, so that it has every row of its tokens
+    once.
 
     Args:
         tokens: ids of each rank, int64 on the CPU.
     """
-    # Every rank knows the tokens of all (data/batches/micro_batch.py), so all find the same plan: rows take one
-    # all-to-all, and no exchange of their numbers comes before it, for which the host would wait.
+    # Every rank knows the tokens of all (data/batches/micro_batch.py), so all find the same plan:
+    # rows take one all-to-all, and no exchange of their numbers comes before it, for which the host
+    # would wait.
     size = len(tokens)
     starts = [shard_bounds(vocabulary, rank=other, size=size)[0] for other in range(size)]
     distinct = [ids.unique() for ids in tokens]  # sorted, so by rank
-    ends = [torch.searchsorted(ids, torch.tensor([*starts, vocabulary])).tolist() for ids in distinct]
-    wanted_of_rank = [ids[end[rank] : end[rank + 1]] for ids, end in zip(distinct, ends, strict=True)]
+    ends = [
+        torch.searchsorted(ids, torch.tensor([*starts, vocabulary])).tolist() for ids in distinct
+    ]
+    wanted_of_rank = [
+        ids[end[rank] : end[rank + 1]] for ids, end in zip(distinct, ends, strict=True)
+    ]
     return _Wanted(
         rows=torch.cat(wanted_of_rank) - starts[rank],
         sent=[len(ids) for ids in wanted_of_rank],
@@ -223,12 +257,15 @@ def plan_row_exchange(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int
 
 
 class Lookup(_RowExchange):
-    """An embedding that gets from each rank the rows of its tokens, each once, and looks its tokens up in these.
+    """An embedding that gets from each rank the rows of its tokens, each once, and looks its tokens
+    up in these.
 
-    The result is that of the whole matrix to the bit. From weights in host memory only these rows are copied.
+    The result is that of the whole matrix to the bit. From weights in host memory only these rows
+    are copied.
 
-    Other code of the model finds a matrix of NaN meanwhile, in no memory: gemma4 reads a row that it does not use, and
-    a shard, or a tensor of the host, would fail. What uses one would not pass unnoticed.
+    Other code of the model finds a matrix of NaN meanwhile, in no memory: gemma4 reads a row that
+    it does not use, and a shard, or a tensor of the host, would fail. What uses one would not pass
+    unnoticed.
 
     Attributes:
         stored: the weight, while the model's forward pass runs.
@@ -238,7 +275,8 @@ class Lookup(_RowExchange):
         super().__init__(module, mesh)
         model.base_model.register_forward_pre_hook(self._hide)
         model.base_model.register_forward_hook(self._show, always_call=True)
-        # It says whose row gets no gradient, which a frozen row never does, and must be the number of a row.
+        # It says whose row gets no gradient, which a frozen row never does, and must be the number
+        # of a row.
         module.padding_idx = None  # type: ignore[assignment]
         self.tokens: Sequence[torch.Tensor] | None = None
         self.first: int | None = None
@@ -248,7 +286,9 @@ class Lookup(_RowExchange):
         weight: Any = self.module.weight
         nan = torch.full((), torch.nan, dtype=weight.dtype, device=self.mesh.device_type)
         self.stored = self.module._parameters["weight"]
-        self.module._parameters["weight"] = nn.Parameter(nan.expand(weight.shape), requires_grad=False)
+        self.module._parameters["weight"] = nn.Parameter(
+            nan.expand(weight.shape), requires_grad=False
+        )
 
     def _show(self, *_: Any) -> None:
         self.module._parameters["weight"] = self.stored
@@ -260,9 +300,13 @@ class Lookup(_RowExchange):
         tokens = self.tokens if self.tokens is not None else self._ask(ids)
         tokens = [each.where(each < len(module.weight), 0) for each in tokens]  # type: ignore[arg-type]  # as gemma3n's
         used = tokens[self.rank][: self.first]
-        assert used.numel() == ids.numel(), "the model looks up other tokens than those of its batch"
+        assert used.numel() == ids.numel(), (
+            "the model looks up other tokens than those of its batch"
+        )
         wanted = plan_row_exchange(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
-        copied = to_device({"rows": wanted.rows, "places": wanted.places[: self.first].view(ids.shape)}, ids.device)
+        copied = to_device(
+            {"rows": wanted.rows, "places": wanted.places[: self.first].view(ids.shape)}, ids.device
+        )
         rows = self._own(wanted.rows, copied["rows"])
         if self.size > 1:
             own_rows = rows
@@ -272,13 +316,17 @@ class Lookup(_RowExchange):
         return copied["places"], *args[1:]
 
     def _own(self, on_host: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """The rank's rows of these numbers, which are on the host and on the device; on the device."""
+        """The rank's rows of these numbers, which are on the host and on the device;
+        on the device.
+        """
         rows = self.own_rows()
         if rows.device.type == numbers.device.type:
             return rows.index_select(0, numbers)
         pinned = numbers.device.type == "cuda"
         copied = torch.empty(len(on_host), rows.shape[1], dtype=rows.dtype, pin_memory=pinned)
-        return torch.index_select(rows, 0, on_host, out=copied).to(numbers.device, non_blocking=True)
+        return torch.index_select(rows, 0, on_host, out=copied).to(
+            numbers.device, non_blocking=True
+        )
 
     def _ask(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' tokens, from the ranks; the host waits for the device."""
@@ -293,8 +341,9 @@ class Lookup(_RowExchange):
 class SharedHead(_RowExchange):
     """A head of which each rank computes the outputs of its own rows, for the tokens of all ranks.
 
-    In the module's own forward pass, which gives whole logits, it is gathered, unless `counts` says how many rows each
-    rank has in its batch: then it gives [B, 1, V], the logits of each row's last token.
+    In the module's own forward pass, which gives whole logits, it is gathered, unless `counts` says
+    how many rows each rank has in its batch: then it gives [B, 1, V], the logits of each row's last
+    token.
 
     Args:
         last_block: from its forward pass on rows in host memory are copied, beside the computation.
@@ -348,11 +397,15 @@ class SharedHead(_RowExchange):
         """Give each rank its tokens' outputs of this rank's part of V."""
         if self.counts is None:
             return output
-        bounds = [shard_bounds(self.vocabulary, rank=rank, size=self.size) for rank in range(self.size)]
+        bounds = [
+            shard_bounds(self.vocabulary, rank=rank, size=self.size) for rank in range(self.size)
+        ]
         most = max(self.counts)
         taken = [most * (stop - first) for first, stop in bounds]
         received = output.new_empty(most * self.vocabulary)
-        dist.all_to_all_single(received, output.flatten(), taken, [taken[self.rank]] * self.size, group=self.group)
+        dist.all_to_all_single(
+            received, output.flatten(), taken, [taken[self.rank]] * self.size, group=self.group
+        )
         columns = [part.view(most, -1) for part in received.split(taken)]
         return torch.cat(columns, dim=1)[: self.counts[self.rank], None]
 
@@ -375,6 +428,10 @@ class SharedHead(_RowExchange):
         dist.all_reduce(values, group=self.group)
         return values
 
-    def reduce_scatter_grad(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
-        """Add up, in `own`, the gradients of a rank's hidden states that all ranks have computed."""
+    def reduce_scatter_grad(
+        self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        """Add up, in `own`, the gradients of a rank's hidden states that all ranks
+        have computed.
+        """
         reduce_scatter(own, grad @ weight, group=self.group)

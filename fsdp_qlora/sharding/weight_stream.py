@@ -1,10 +1,11 @@
-"""Prefetches frozen weights from host memory, one module ahead of the computation, if a rank holds them all.
+"""Prefetches frozen weights from host memory, one module ahead of the computation, if a rank holds
+them all.
 
-FSDP2 copies unsharded weights on the compute stream, which waits for each copy. (Sharded weights are copied on the
-stream of their all-gather.)
+FSDP2 copies unsharded weights on the compute stream, which waits for each copy. (Sharded weights
+are copied on the stream of their all-gather.)
 
-The codes of quantized experts stay on the host in a pass of few tokens, such as one that generates: the layer asks for
-those of the experts that the tokens have chosen.
+The codes of quantized experts stay on the host in a pass of few tokens, such as one that generates:
+the layer asks for those of the experts that the tokens have chosen.
 """
 
 import math
@@ -28,11 +29,13 @@ def is_streamed(parameter: torch.Tensor) -> bool:
     return not parameter.requires_grad and not isinstance(parameter, DTensor)
 
 
-def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device: torch.device) -> None:
+def stream_weights(
+    model: PreTrainedModel, modules: Sequence[nn.Module], device: torch.device
+) -> None:
     """Install hooks that prefetch each module's frozen weights, and free them after use.
 
-    The weights are in host memory, those of a module side by side. Results are the same to the bit. A block that keeps
-    its activations may keep its weights with them; one that recomputes does not.
+    The weights are in host memory, those of a module side by side. Results are the same to the bit.
+    A block that keeps its activations may keep its weights with them; one that recomputes does not.
     """
     stream = _WeightStream(modules, device)
     chosen = max(shape.chosen for shape in block_shapes(model.config))
@@ -46,7 +49,9 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
             stream.choices = None if torch.is_grad_enabled() else chosen * _count_tokens(args[0])
             stream.enter(index, stream.choices)
 
-        def enter_in_backward(module: nn.Module, args: Any, output: Any, index: int = index) -> None:
+        def enter_in_backward(
+            module: nn.Module, args: Any, output: Any, index: int = index
+        ) -> None:
             tensor = output if isinstance(output, torch.Tensor) else output[0]
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: stream.enter(index))
@@ -54,8 +59,11 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
         inner = unwrapped(module)  # its hooks run again when the block is recomputed
         inner.register_forward_pre_hook(enter_with)
         inner.bring_weights = enter  # type: ignore[assignment]  # for distributed.shards.whole_weights
-        if module is head and model.base_model is not model:  # its weights may be used without its forward method
-            model.base_model.register_forward_hook(lambda *_, enter=enter: enter(choices=stream.choices))
+        # its weights may be used without its forward method
+        if module is head and model.base_model is not model:
+            model.base_model.register_forward_hook(
+                lambda *_, enter=enter: enter(choices=stream.choices)
+            )
         elif module is not head:
             module.register_forward_hook(enter_in_backward)
 
@@ -66,7 +74,9 @@ def _count_tokens(x: torch.Tensor) -> int:
 
 
 class _WeightStream:
-    """Follows the order in which modules are used, forward then backward. Two modules are on the device at a time."""
+    """Follows the order in which modules are used, forward then backward. Two modules are on the
+    device at a time.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         side = SideStream(device)
@@ -74,7 +84,8 @@ class _WeightStream:
         self.choices: int | None = None  # of the pass at work
 
     def enter(self, index: int, choices: int | None = None) -> None:
-        """Bring the weights of a module to the device, prefetch those of the next one, and free all others.
+        """Bring the weights of a module to the device, prefetch those of the next one, and free all
+        others.
 
         choices: of experts, the most there can be, in a pass without backward.
         """
@@ -88,7 +99,9 @@ class _WeightStream:
         self.parts[following].prefetch(choices)
 
     def _following(self, index: int) -> int:
-        """The module that is used next. The backward pass begins where the forward pass ends, and vice versa."""
+        """The module that is used next. The backward pass begins where the forward pass ends, and
+        vice versa.
+        """
         last = len(self.parts) - 1
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward:
@@ -116,7 +129,9 @@ class _Part:
         self.is_used = False
         experts = [each for each in module.modules() if isinstance(each, QuantizedExperts)]
         places = {id(parameter): host for parameter, host in self.pairs()}
-        self.codes = {each: places[id(each.weight)] for each in experts if id(each.weight) in places}
+        self.codes = {
+            each: places[id(each.weight)] for each in experts if id(each.weight) in places
+        }
         self.brought: dict[QuantizedExperts, set[int]] | None = None
         for each in self.codes:
             each.bring = partial(self.bring, each)
@@ -126,7 +141,9 @@ class _Part:
         return zip(self.parameters, self.host, strict=True)
 
     def prefetch(self, choices: int | None = None) -> None:
-        """Start to copy the weights, unless that has been done; without the codes of experts for few choices."""
+        """Start to copy the weights, unless that has been done; without the codes of experts for
+        few choices.
+        """
         leaves = choices is not None and any(choices < each.shape[0] for each in self.codes)
         if self.on_device is not None and self.brought is not None and not leaves:
             self.release()
@@ -149,7 +166,9 @@ class _Part:
         return self.on_device[first : first + host.numel() * host.element_size()]
 
     def bring(self, layer: QuantizedExperts, experts: Sequence[int]) -> None:
-        """Copy the codes of these experts to the device, unless they are there. For the layer, while it is used."""
+        """Copy the codes of these experts to the device, unless they are there. For the layer,
+        while it is used.
+        """
         if self.brought is None:
             return
         host = self.codes[layer]
@@ -160,7 +179,9 @@ class _Part:
         self.brought[layer].update(experts)
 
     def bind(self) -> None:
-        """Point the module's parameters to the device's copy. The compute stream waits for the copy first."""
+        """Point the module's parameters to the device's copy. The compute stream waits for the copy
+        first.
+        """
         if self.is_used or not self.parameters:
             return
         assert self.on_device is not None
@@ -174,7 +195,8 @@ class _Part:
         if self.on_device is None:
             return
         if not self.is_used:
-            self.side.compute_waits(self.copied)  # the freed memory may be the compute stream's next tensor
+            # the freed memory may be the compute stream's next tensor
+            self.side.compute_waits(self.copied)
         for parameter, host in self.pairs():
             parameter.data = host
         self.on_device = None

@@ -1,7 +1,9 @@
-"""The divergence of a student from its teacher in a chunk of logits, and the likeliest tokens of a teacher.
+"""The divergence of a student from its teacher in a chunk of logits, and the likeliest tokens of a
+teacher.
 
-Shapes: C tokens of a chunk, of which each rank that shares the head has all, with its own part of the vocabulary V;
-k likeliest tokens of the teacher. Probabilities are those of logits divided by the temperature.
+Shapes: C tokens of a chunk, of which each rank that shares the head has all, with its own part of
+the vocabulary V; k likeliest tokens of the teacher. Probabilities are those of logits divided by
+the temperature.
 """
 
 import math
@@ -41,10 +43,11 @@ Vocabulary = SharedHead | WholeVocabulary
 class Teacher(NamedTuple):
     """The teacher of N tokens.
 
-    beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the generalized Jensen-Shannon
-    divergence. with_nll: the losses of the targets, at temperature 1, are wanted too. ids: the likeliest tokens, int64
-    [N, k], the first the likeliest; logps: their log-probabilities and, behind them, that of all others, [N, k + 1].
-    hidden: instead of these the teacher's hidden states, [N, H], for the same head.
+    beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the generalized
+    Jensen-Shannon divergence. with_nll: the losses of the targets, at temperature 1, are wanted
+    too. ids: the likeliest tokens, int64 [N, k], the first the likeliest; logps: their
+    log-probabilities and, behind them, that of all others, [N, k + 1]. hidden: instead of these the
+    teacher's hidden states, [N, H], for the same head.
     """
 
     beta: float = 0.0
@@ -55,12 +58,16 @@ class Teacher(NamedTuple):
 
     def part(self, part: slice, vocabulary: Vocabulary) -> "Teacher":
         """The teacher of some tokens, and of those of all ranks that share the vocabulary."""
-        ids, logps, hidden = (None if t is None else vocabulary.all_gather(t[part]) for t in self[2:])
+        ids, logps, hidden = (
+            None if t is None else vocabulary.all_gather(t[part]) for t in self[2:]
+        )
         return self._replace(ids=ids, logps=logps, hidden=hidden)
 
 
 class Likeliest(NamedTuple):
-    """The k likeliest tokens of the first `vocabulary` are wanted: a teacher may know more than its student."""
+    """The k likeliest tokens of the first `vocabulary` are wanted: a teacher may know more than its
+    student.
+    """
 
     k: int
     vocabulary: int
@@ -69,8 +76,9 @@ class Likeliest(NamedTuple):
 def divergence_terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """The divergence of each outcome, and its derivative by the student's log-probability.
 
-    Agarwal et al. 2024, eq. 1, with the weights of TRL, whose beta 0 and 1 are the limits of the sum by their names:
-    beta * KL(teacher || mixture) + (1 - beta) * KL(student || mixture) of (1 - beta) * student + beta * teacher.
+    Agarwal et al. 2024, eq. 1, with the weights of TRL, whose beta 0 and 1 are the limits of the
+    sum by their names: beta * KL(teacher || mixture) + (1 - beta) * KL(student || mixture) of (1 -
+    beta) * student + beta * teacher.
 
     Args:
         student, teacher: log-probabilities.
@@ -92,15 +100,18 @@ def from_distribution(
     """The divergence from a whole distribution.
 
     Args:
-        student, teacher: logits of this rank's part of the vocabulary, float32 [C, V]; both are overwritten.
+        student, teacher: logits of this rank's part of the vocabulary, float32 [C, V]; both are
+        overwritten.
     Returns:
-        Divergences, [C]; agreements, 1 where the likeliest token is the same, [C]; and the gradient of the divergences'
-        sum by the student's logits.
+        Divergences, [C]; agreements, 1 where the likeliest token is the same, [C]; and the gradient
+        of the divergences' sum by the student's logits.
     """
     for logits in (student, teacher):
         logits.sub_(vocabulary.largest(logits.amax(dim=1, keepdim=True)))
     agree = ((student == 0) & (teacher == 0)).any(dim=1).float()
-    totals = vocabulary.summed(torch.stack([student.exp().sum(dim=1), teacher.exp().sum(dim=1), agree]))
+    totals = vocabulary.summed(
+        torch.stack([student.exp().sum(dim=1), teacher.exp().sum(dim=1), agree])
+    )
     own, other = totals[:2, :, None].log()
     value, slope = divergence_terms(student.sub_(own), teacher.sub_(other), beta)
     divergence, slopes = vocabulary.summed(torch.stack([value.sum(dim=1), slope.sum(dim=1)]))
@@ -115,7 +126,8 @@ def from_likeliest(
     """The divergence over k + 1 outcomes: the teacher's likeliest tokens, and any other token.
 
     Args:
-        logits: the student's, float32 [C, V], overwritten. ids, logps: as of `Teacher`; they are normalized.
+        logits: the student's, float32 [C, V], overwritten. ids, logps: as of `Teacher`; they are
+        normalized.
     Returns:
         As `from_distribution`.
     """
@@ -130,24 +142,32 @@ def from_likeliest(
     return values.sum(dim=1), (outcomes[:, 0] == 1).float(), gradient
 
 
-def _outcomes(exponentials: Tensor, ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+def _outcomes(
+    exponentials: Tensor, ids: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor]:
     """Take the exponentials of some tokens out, and leave 0 there.
 
     Returns:
-        Those of the tokens and, last, the sum of all others, [C, k + 1]; the tokens' places in this rank's part of the
-        vocabulary, [C, k], and whether they are there.
+        Those of the tokens and, last, the sum of all others, [C, k + 1]; the tokens' places in this
+        rank's part of the vocabulary, [C, k], and whether they are there.
     """
     places = ids - vocabulary.first
     is_here = (places >= 0) & (places < exponentials.shape[1])
     places = places.clamp(0, exponentials.shape[1] - 1)
     chosen = exponentials.gather(1, places) * is_here
-    # A difference of sums would lose a small rest. Adding is exact: x - x is 0, and tokens of other ranks add 0.
+    # A difference of sums would lose a small rest. Adding is exact: x - x is 0, and tokens of other
+    # ranks add 0.
     exponentials.scatter_add_(1, places, -chosen)
-    return vocabulary.summed(torch.cat([chosen, exponentials.sum(dim=1, keepdim=True)], dim=1)), places, is_here
+    return (
+        vocabulary.summed(torch.cat([chosen, exponentials.sum(dim=1, keepdim=True)], dim=1)),
+        places,
+        is_here,
+    )
 
 
 def likeliest(logits: Tensor, wanted: Likeliest, vocabulary: Vocabulary) -> Tensor:
-    """The k likeliest tokens of each, as of `Teacher`, float32 [C, 2 * k + 1]: ids, log-probabilities, the others'.
+    """The k likeliest tokens of each, as of `Teacher`, float32 [C, 2 * k + 1]: ids,
+    log-probabilities, the others'.
 
     Args:
         logits: float32 [C, V], overwritten.

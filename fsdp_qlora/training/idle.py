@@ -1,10 +1,13 @@
-"""Notices a run that does not learn: steps in a row without a gradient, or whose answers tell it nothing."""
+"""Notices a run that does not learn: steps in a row without a gradient, or whose answers tell it
+nothing.
+"""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-_FEW = 5  # steps in a row, or all of a shorter run: where rewards are rare, one without any is usual
+# steps in a row, or all of a shorter run: where rewards are rare, one without any is usual
+_FEW = 5
 
 
 class IdleSteps:
@@ -52,7 +55,11 @@ class IdleSteps:
         if max(self._num_idle, self._num_cut) < self._few:
             return None
         self._has_told = True
-        return self._of_idle(record, are_equal=are_equal) if self._num_idle >= self._few else self._of_cut()
+        return (
+            self._of_idle(record, are_equal=are_equal)
+            if self._num_idle >= self._few
+            else self._of_cut()
+        )
 
     def _of_idle(self, record: Mapping[str, Any], *, are_equal: bool) -> str:
         """The sentences about steps without a gradient, or with rewards that do not differ."""
@@ -60,22 +67,28 @@ class IdleSteps:
         advice = "Look at the rows: --dry_run samples shows what is learned of them"
         if are_equal:
             reason = (
-                f"the answers to each prompt got equal rewards ({record['reward']:.4g} in the mean of the last step)"
+                f"the answers to each prompt got equal rewards ({record['reward']:.4g} in the mean "
+                "of the last step)"
             )
             advice = (
-                "Easier prompts, rewards between right and wrong, more --num_generations or a higher --temperature "
+                "Easier prompts, rewards between right and wrong, more --num_generations or a "
+                "higher --temperature "
                 "make them differ"
             )
         cut = self._share_cut / self._num_idle
         if cut >= 0.005:
-            advice = f"{cut:.0%} of the answers were cut at --max_completion_length {self._longest}: raise it. {advice}"
+            advice = (
+                f"{cut:.0%} of the answers were cut at --max_completion_length "
+                f"{self._longest}: raise it. {advice}"
+            )
         if "completions/clipped_ratio" in record:
             advice += "; rollouts.jsonl has the answers"
         return f"The last {_steps(self._num_idle)} learned nothing: {reason}. {advice}."
 
     def _of_cut(self) -> str:
         return (
-            f"100% of the answers of the last {_steps(self._num_cut)} were cut at --max_completion_length "
+            f"100% of the answers of the last {_steps(self._num_cut)} were cut at "
+            "--max_completion_length "
             f"{self._longest}: how an answer ends is not learned. Raise it if answers are to end."
         )
 

@@ -1,4 +1,6 @@
-"""The training loop: the remaining optimizer steps of a run, its evaluations and its checkpoints, in their order."""
+"""The training loop: the remaining optimizer steps of a run, its evaluations and its checkpoints,
+in their order.
+"""
 
 import contextlib
 import gc
@@ -32,7 +34,9 @@ class Observer(Protocol):
         """Whether a checkpoint is due after this step."""
 
     def save(self, progress: Progress, *, wait: bool = True) -> None:
-        """Save a checkpoint of this step, unless there is one already. wait: until it is on the disk."""
+        """Save a checkpoint of this step, unless there is one already. wait: until it is on the
+        disk.
+        """
 
     def describe_saved(self) -> str:
         """Where the newest checkpoint is, in words."""
@@ -40,7 +44,9 @@ class Observer(Protocol):
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Let Python's garbage collector pass over what is there now: model, libraries and data stay until the end."""
+    """Let Python's garbage collector pass over what is there now: model, libraries and data stay
+    until the end.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -50,11 +56,15 @@ def gc_frozen() -> Iterator[None]:
 
 
 @gc_frozen()
-def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress, observer: Observer) -> None:
-    """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after the last.
+def train(
+    trainer: Trainer, data: RunData, source: RowSource, progress: Progress, observer: Observer
+) -> None:
+    """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after
+    the last.
 
     Args:
-        data: the rows to evaluate on. source: of those to train on. progress: where to start; updated after each step.
+        data: the rows to evaluate on. source: of those to train on. progress: where to start;
+        updated after each step.
     Raises:
         RunStopped: all ranks have agreed to stop and have saved a checkpoint.
         TrainingError: the run cannot continue.
@@ -71,7 +81,8 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
         _stop_if_asked(control, progress, observer)
     try:
         for rows in source.steps(schedule, first=progress.step, position=progress.stream):
-            if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
+            # also where the previous start was killed at its end
+            if _is_no_longer_improving(trainer, progress):
                 break
             record = trainer.train_step(rows)
             usual_loss = progress.add_step(record)
@@ -84,7 +95,8 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
             observer.stepped(progress, record)
             if usual_loss is not None and not rows.metrics:  # of sampled answers it is near 0
                 log.warning(
-                    "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
+                    "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the "
+                    "dataset.",
                     progress.step,
                     record["loss"],
                     usual_loss,
@@ -92,7 +104,8 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
                 )
             if progress.num_skipped > most_skipped:
                 raise TrainingError(
-                    f"{progress.num_skipped} steps were skipped because their loss or gradient was not finite; at most "
+                    f"{progress.num_skipped} steps were skipped because their loss or gradient was "
+                    "not finite; at most "
                     f"{most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
                 )
             is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
@@ -101,7 +114,8 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
             if is_best or control.save or observer.is_save_due(progress.step):
                 observer.save(progress, wait=False)
             trainer.heartbeat.beat(progress.step, "rows")
-    except (NotFinite, RolloutError, RunStopped):  # no fault of the weights: the previous step is not lost
+    # no fault of the weights: the previous step is not lost
+    except (NotFinite, RolloutError, RunStopped):
         observer.save(progress)
         raise
     observer.save(progress)
@@ -129,7 +143,8 @@ def _is_eval_due(trainer: Trainer, data: RunData, step: int) -> bool:
 
 
 def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> bool:
-    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to stop instead.
+    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to
+    stop instead.
 
     Of several sets the first one counts.
     """
@@ -140,7 +155,10 @@ def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Obs
             return False
         results[name] = result
     first, *others = results.values()
-    record = {"step": progress.step, "epoch": progress.step / trainer.schedule.steps_per_epoch} | first
+    record = {
+        "step": progress.step,
+        "epoch": progress.step / trainer.schedule.steps_per_epoch,
+    } | first
     observer.evaluated(progress, record | ({"eval_sets": results} if others else {}))
     return progress.add_evaluation(progress.step, first["eval_loss"])
 
@@ -150,5 +168,6 @@ def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> 
         observer.save(progress)
         raise RunStopped(
             control.stop.state,
-            f"Stopped after step {progress.step} ({control.stop.reason}): {observer.describe_saved()}.",
+            f"Stopped after step {progress.step} ({control.stop.reason}): "
+            f"{observer.describe_saved()}.",
         )

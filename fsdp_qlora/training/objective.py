@@ -1,7 +1,8 @@
-"""The objective of a run at its steps: from the tokens' losses to the sum to minimize, and its metrics.
+"""The objective of a run at its steps: from the tokens' losses to the sum to minimize, and its
+metrics.
 
-`make_objective` chooses a class by the kind of rows. Shapes: N tokens with a target in D documents of a micro-batch; in
-pairs the chosen and the rejected answer take turns.
+`make_objective` chooses a class by the kind of rows. Shapes: N tokens with a target in D documents
+of a micro-batch; in pairs the chosen and the rejected answer take turns.
 """
 
 import dataclasses
@@ -12,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings, Objective, TokenInputs
+from fsdp_qlora.config.objectives import (
+    OBJECTIVES,
+    LogProbs,
+    LossInputs,
+    LossSettings,
+    Objective,
+    TokenInputs,
+)
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, Batches, MicroBatch
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.process_group import gather_numbers
@@ -26,9 +34,10 @@ SIDES = ("chosen", "rejected")
 class Totals(NamedTuple):
     """Global counts of a step's or an evaluation's rows, which normalize the loss and the metrics.
 
-    divisor: the sum of all micro-batches' losses is divided by it. num_of_sides: rows with a chosen answer, and with a
-    rejected one. rows_per_token: rows per target token of the chosen answers. divergence: mean log-ratio of policy and
-    reference for other rows' answers. num_targets: target tokens of completions.
+    divisor: the sum of all micro-batches' losses is divided by it. num_of_sides: rows with a chosen
+    answer, and with a rejected one. rows_per_token: rows per target token of the chosen answers.
+    divergence: mean log-ratio of policy and reference for other rows' answers. num_targets: target
+    tokens of completions.
     """
 
     divisor: float
@@ -59,16 +68,22 @@ class TokenMean:
         """Count the rows of all ranks, so that the loss does not depend on how they are split.
 
         Args:
-            forward: computes what takes a pass of its own, then on every rank; None leaves that out.
+            forward: computes what takes a pass of its own, then on every rank; None leaves that
+            out.
         """
         weights = batches.table.learned
         ends = batches.table.offsets
         if weights.dtype.kind != "f":
             return Totals(batches.num_targets)
-        return Totals(float(sum(weights[ends[row] + 1 : ends[row + 1]].sum(dtype=float) for row in batches.rows)))
+        return Totals(
+            float(
+                sum(weights[ends[row] + 1 : ends[row + 1]].sum(dtype=float) for row in batches.rows)
+            )
+        )
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
-        """A micro-batch's loss, followed by its sum of each metric without gradient, float32 [1 + metrics].
+        """A micro-batch's loss, followed by its sum of each metric without gradient, float32 [1 +
+        metrics].
 
         Ranks that share a micro-batch have a part of these each.
 
@@ -80,12 +95,18 @@ class TokenMean:
     def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
         """The metrics, from the sums over all micro-batches of what `measure` gives."""
         count = totals.num_targets or totals.divisor
-        return {name: total / count for name, total in zip(self.metric_names, sums[1:], strict=True)}
+        return {
+            name: total / count for name, total in zip(self.metric_names, sums[1:], strict=True)
+        }
 
     def describe_loss(self, loss: float) -> dict[str, float]:
         """The perplexity, if the loss of an evaluation is a mean over tokens."""
         # exp(709) is the largest that a float holds.
-        return {"perplexity": math.exp(loss) if loss < 709 else math.inf} if self.reduction == "sum" else {}
+        return (
+            {"perplexity": math.exp(loss) if loss < 709 else math.inf}
+            if self.reduction == "sum"
+            else {}
+        )
 
 
 class Pairs(TokenMean):
@@ -115,24 +136,37 @@ class Pairs(TokenMean):
             return F.pad(losses.sum()[None], (0, len(self.metric_names)))
         documents = sum_documents(losses, batch, self.context)
         sides = self.row.row_kind.num_learned
-        chosen, rejected = (LogProbs(*(values.view(-1, sides)[:, i] for values in documents)) for i in (0, -1))
-        inputs = LossInputs(losses, batch.num_targets, chosen, rejected, batch.desired, totals.divergence)
+        chosen, rejected = (
+            LogProbs(*(values.view(-1, sides)[:, i] for values in documents)) for i in (0, -1)
+        )
+        inputs = LossInputs(
+            losses, batch.num_targets, chosen, rejected, batch.desired, totals.divergence
+        )
         assert self.row.loss is not None
         loss = self.row.loss(inputs, self.settings)
         metrics = self._metrics(inputs, totals)
         if self.sft_weight:  # a mean over tokens beside a mean over rows
             loss = loss + self.sft_weight * metrics["nll_loss"]
-        sums = torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
-        return sums / self.context.size  # they are of whole documents, and every rank that shares these has them
+        sums = torch.stack(
+            [loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)]
+        )
+        # they are of whole documents, and every rank that shares these has them
+        return sums / self.context.size
 
     def _metrics(self, inputs: LossInputs, totals: Totals) -> dict[str, torch.Tensor]:
         """Each row's metrics, [R]."""
         metrics = {}
         for side, answers in zip(SIDES, (inputs.chosen, inputs.rejected), strict=True):
-            logps = answers.policy / answers.tokens if self.row.score is LogProbs.mean_ratio else answers.policy
+            logps = (
+                answers.policy / answers.tokens
+                if self.row.score is LogProbs.mean_ratio
+                else answers.policy
+            )
             metrics[f"rewards/{side}"] = self.settings.beta * self.row.score(answers)
             metrics[f"logps/{side}"] = logps
-        metrics["rewards/accuracies"] = (metrics["rewards/chosen"] > metrics["rewards/rejected"]).float()
+        metrics["rewards/accuracies"] = (
+            metrics["rewards/chosen"] > metrics["rewards/rejected"]
+        ).float()
         metrics["nll_loss"] = -inputs.chosen.policy * totals.rows_per_token
         return metrics
 
@@ -146,7 +180,9 @@ class Pairs(TokenMean):
 
 
 class Labels(Pairs):
-    """The same for answers with a label: both sides are the one answer, which counts for the side of its label."""
+    """The same for answers with a label: both sides are the one answer, which counts for the side
+    of its label.
+    """
 
     def _metric_names(self) -> Iterator[str]:
         yield from (name for name in super()._metric_names() if name != "rewards/accuracies")
@@ -161,13 +197,19 @@ class Labels(Pairs):
         others = [[2 * rows + 1 for rows in rows_of_ranks] for rows_of_ranks in batches.rounds]
         apart = dataclasses.replace(batches, rounds=others, table=batches.table.as_documents)
         ratios = [answers.ratio().sum().double() for answers in document_logprobs(forward, apart)]
-        total = gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item() / self.context.size
+        total = (
+            gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item()
+            / self.context.size
+        )
         return totals._replace(divergence=max(0.0, total / num_rows))
 
     def _metrics(self, inputs: LossInputs, totals: Totals) -> dict[str, torch.Tensor]:
         shares = {"chosen": inputs.desired, "rejected": 1 - inputs.desired}
         metrics = super()._metrics(inputs, totals)
-        return {name: values * shares.get(name.rpartition("/")[2], 1.0) for name, values in metrics.items()}
+        return {
+            name: values * shares.get(name.rpartition("/")[2], 1.0)
+            for name, values in metrics.items()
+        }
 
     def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
         return super().means(sums, totals) | {"kl": totals.divergence}
@@ -182,8 +224,16 @@ class Policy(TokenMean):
     reduction = "entropy"
 
     def _metric_names(self) -> Iterator[str]:
-        yield from ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-        yield from ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/mean")
+        yield from (
+            "entropy",
+            "clip_ratio/low_mean",
+            "clip_ratio/high_mean",
+            "clip_ratio/region_mean",
+        )
+        yield from (
+            "sampling/importance_sampling_ratio/mean",
+            "sampling/sampling_logp_difference/mean",
+        )
         yield from ["kl"] * (self.settings.beta > 0)
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
@@ -203,7 +253,8 @@ class Policy(TokenMean):
             logps,
             old_logps,
             reference=-reference[0].detach() if reference else None,
-            sampled_logps=answers.get("sampled_logps", old_logps),  # a generation of an older version lacks them
+            # a generation of an older version lacks them
+            sampled_logps=answers.get("sampled_logps", old_logps),
             advantages=answers.get("advantages", torch.zeros_like(entropy)),
         )
         assert self.row.token_loss is not None
@@ -212,11 +263,17 @@ class Policy(TokenMean):
             loss = loss * answers.get("shares", torch.zeros_like(entropy))
         is_target = batch.targets != IGNORE_INDEX
         metrics["entropy"] = entropy
-        return torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)]).mul(is_target).sum(dim=1)
+        return (
+            torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)])
+            .mul(is_target)
+            .sum(dim=1)
+        )
 
 
 class Distillation(TokenMean):
-    """The mean over target tokens of the divergence from a teacher, and of `sft_weight` times their own loss."""
+    """The mean over target tokens of the divergence from a teacher, and of `sft_weight` times their
+    own loss.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

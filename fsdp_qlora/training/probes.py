@@ -1,4 +1,6 @@
-"""Probes before the first step: whether the loss can be computed in chunks, and rows without padding."""
+"""Probes before the first step: whether the loss can be computed in chunks, and rows without
+padding.
+"""
 
 import logging
 import re
@@ -21,26 +23,40 @@ from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
-from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
+from fsdp_qlora.training.head_loss import (
+    HeadLoss,
+    LogitForm,
+    attach_head_loss,
+    free_head_before_backward,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
 
 _NUM_TOKENS = 8
-# How configs name the factor on the head's outputs, and the cap of what results. granite divides by logits_scaling, and
-# hyperclovax multiplies by it: the probe tells.
-_SCALES = ("logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier", "output_multiplier")
+# How configs name the factor on the head's outputs, and the cap of what results. granite divides by
+# logits_scaling, and hyperclovax multiplies by it: the probe tells.
+_SCALES = (
+    "logit_scale",
+    "logits_scaling",
+    "logits_mup_width_multiplier",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Another number with such a name may change logits in a way that a few tokens do not show.
 _ABOUT_LOGITS = re.compile(r"^(?!.*(attn|attention|router|to_keep)).*(logit|lm_head|output_mult)")
-# Of the loss of a few tokens, by the model and by us. In 16 bits a model rounds logits, scaled and capped.
+# Of the loss of a few tokens, by the model and by us. In 16 bits a model rounds logits, scaled and
+# capped.
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
-# The second document is short behind a long one, so that it suffers most from what is left of the first.
+# The second document is short behind a long one, so that it suffers most from what is left of the
+# first.
 _LENGTHS = (40, 8)
 _FIRST_TOKENS = 3  # of a rank's part of a row: as far as a short convolution looks back
-# Of a token's logits: rounding, also of other kernels, stays far below; what another document leaves, far above.
+# Of a token's logits: rounding, also of other kernels, stays far below; what another document
+# leaves, far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
@@ -51,20 +67,26 @@ def few_tokens(model: PreTrainedModel) -> torch.Tensor:
 
 
 @torch.no_grad()
-def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any], temperature: float = 1.0) -> HeadLoss | None:
-    """The loss over chunks of tokens, or None where the model needs whole logits, which is said in one line.
+def probe_head_loss(
+    model: PreTrainedModel, inputs: Mapping[str, Any], temperature: float = 1.0
+) -> HeadLoss | None:
+    """The loss over chunks of tokens, or None where the model needs whole logits, which is said in
+    one line.
 
     Called on every rank, with weights loaded; runs the model and compares with its own logits.
 
     Args:
-        inputs: the base model's arguments, as in a step, for `few_tokens`. temperature: of the loss that is returned.
+        inputs: the base model's arguments, as in a step, for `few_tokens`. temperature: of the loss
+        that is returned.
     """
     reason = head_loss_blocker(model)
     if not reason:
         model.eval()
         logits = model(**inputs, use_cache=False).logits
         reshard_all(model)
-        errors = {form: _loss_error(model, form, inputs, logits) for form in _logit_forms(model.config)}
+        errors = {
+            form: _loss_error(model, form, inputs, logits) for form in _logit_forms(model.config)
+        }
         form = min(errors, key=lambda form: errors[form])
         if errors[form] <= _LOSS_TOLERANCE[logits.dtype]:
             free_head_before_backward(model)
@@ -76,14 +98,19 @@ def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any], temperatu
 
 @torch.no_grad()
 def check_reference(
-    model: PreTrainedModel, reference: ReferencePass, inputs: Mapping[str, Any], both: Mapping[str, Any]
+    model: PreTrainedModel,
+    reference: ReferencePass,
+    inputs: Mapping[str, Any],
+    both: Mapping[str, Any],
 ) -> None:
     """Make sure that the reference beside the policy is what it is alone. Called on every rank.
 
     Args:
-        inputs: as for `probe_head_loss`. both: the same, or with these tokens as a teacher's behind them.
+        inputs: as for `probe_head_loss`. both: the same, or with these tokens as a teacher's behind
+        them.
     Raises:
-        UserError: the model's blocks tell each other more than hidden states, or refuse two batches in one.
+        UserError: the model's blocks tell each other more than hidden states, or refuse two batches
+        in one.
     """
     other_way = "Compute it before: --precompute_reference true."
     model.eval()
@@ -91,11 +118,13 @@ def check_reference(
         with reference.beside_policy(), same_tokens(model, both["input_ids"].cpu()):
             beside = model(**both, use_cache=False).logits
     except (RuntimeError, ValueError, IndexError) as error:
-        if not re.search(r"\b(shape|size|dimension)s?\b", str(error)):  # of a lost rank, or of memory
+        # of a lost rank, or of memory
+        if not re.search(r"\b(shape|size|dimension)s?\b", str(error)):
             raise
         name = type(model).__name__.removeprefix("FSDP")
         raise UserError(
-            f"{name} refuses a reference beside the model that trains ({first_line(error)}). {other_way}"
+            f"{name} refuses a reference beside the model that trains ({first_line(error)}). "
+            f"{other_way}"
         ) from error
     reshard_all(model)
     with as_at_start(adapted_layers(model)), same_tokens(model, inputs["input_ids"].cpu()):
@@ -105,7 +134,8 @@ def check_reference(
     most = _most((beside[len(alone) :] - alone).float().norm() / alone.float().norm())
     if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
-            f"The blocks of {type(model).__name__} tell each other more than hidden states, so a reference cannot pass "
+            f"The blocks of {type(model).__name__} tell each other more than hidden states, so a "
+            "reference cannot pass "
             f"through them beside the model that trains. {other_way}"
         )
 
@@ -123,7 +153,11 @@ def head_loss_blocker(model: PreTrainedModel) -> str:
         return f"{type(model).__name__} does not keep its head apart from its decoder"
     if not isinstance(head, nn.Linear):
         return f"the head of {type(model).__name__} is a {type(head).__name__}"
-    unknown = [name for name in _numbers(model.config) if name not in (*_SCALES, *_CAPS) and _ABOUT_LOGITS.match(name)]
+    unknown = [
+        name
+        for name in _numbers(model.config)
+        if name not in (*_SCALES, *_CAPS) and _ABOUT_LOGITS.match(name)
+    ]
     return f"its config has {unknown[0]}, which may change logits" if unknown else ""
 
 
@@ -132,17 +166,28 @@ def _logit_forms(config: PretrainedConfig) -> list[LogitForm]:
     numbers = _numbers(config)
     cap = next((numbers[name] for name in _CAPS if name in numbers), None)
     scales = [numbers[name] for name in _SCALES if name in numbers]
-    return [LogitForm(scale, cap) for scale in dict.fromkeys([1.0, *scales, *(1 / scale for scale in scales)])]
+    return [
+        LogitForm(scale, cap)
+        for scale in dict.fromkeys([1.0, *scales, *(1 / scale for scale in scales)])
+    ]
 
 
 def _numbers(config: PretrainedConfig) -> dict[str, float]:
     """The numbers of a config and of its text model's, by name, but 0."""
     values = config.to_dict() | config.get_text_config().to_dict()
-    return {name: float(value) for name, value in values.items() if type(value) in (int, float) and value}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if type(value) in (int, float) and value
+    }
 
 
-def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, Any], logits: torch.Tensor) -> float:
-    """How far decoder and head, called by us, are from the loss of the model's own logits; the most of all ranks."""
+def _loss_error(
+    model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, Any], logits: torch.Tensor
+) -> float:
+    """How far decoder and head, called by us, are from the loss of the model's own logits; the most
+    of all ranks.
+    """
     targets = inputs["input_ids"][0]
     rows = torch.arange(len(targets), device=targets.device)
     loss = attach_head_loss(model, form)(inputs, rows, targets)
@@ -154,8 +199,8 @@ def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, An
 class Probed(NamedTuple):
     """A loaded model as it is probed.
 
-    documents: the attention implementation for documents, from `attention.choose`. is_exact: whether a token's values
-    in float32 are the same in another batch.
+    documents: the attention implementation for documents, from `attention.choose`. is_exact:
+    whether a token's values in float32 are the same in another batch.
     """
 
     model: PreTrainedModel
@@ -170,9 +215,15 @@ class Probed(NamedTuple):
 
     def tokens(self) -> torch.Tensor:
         """The tokens of both documents, one after the other, int64 [48]."""
-        return torch.arange(sum(_LENGTHS)).mul(7919).remainder(self.model.get_input_embeddings().num_embeddings)
+        return (
+            torch.arange(sum(_LENGTHS))
+            .mul(7919)
+            .remainder(self.model.get_input_embeddings().num_embeddings)
+        )
 
-    def logits(self, input_ids: torch.Tensor, *tokens: torch.Tensor, **documents: Any) -> torch.Tensor:
+    def logits(
+        self, input_ids: torch.Tensor, *tokens: torch.Tensor, **documents: Any
+    ) -> torch.Tensor:
         """The model's logits. tokens: what each rank looks up, if they are not the same."""
         model = self.model
         device = self.ranks.device
@@ -189,29 +240,38 @@ def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
 
     Called on every rank. num_shared: try documents that begin with so many tokens computed once.
     """
-    reason = "its attention has no such form" if probed.documents is None else packing_blocker(probed.model)
+    reason = (
+        ("its attention has no such form")
+        if probed.documents is None
+        else packing_blocker(probed.model)
+    )
     if reason:
         return reason
     try:
         difference = _difference(probed, num_shared)
     except (NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        # Until a whole forward pass FSDP2 takes the block that the error left for gathered, whatever `reshard` does,
-        # and an optimizer made then would hold other parameters than those that get the gradients.
+        # Until a whole forward pass FSDP2 takes the block that the error left for gathered,
+        # whatever `reshard` does, and an optimizer made then would hold other parameters than those
+        # that get the gradients.
         with torch.no_grad():
             probed.logits(probed.tokens()[None])
     else:
         most = _most(difference)  # the same decision on every rank
         is_near = most <= probed.tolerance
-        reason = None if is_near else f"a second document in a row differs by {most:.0%} from it alone"
+        reason = (
+            None if is_near else (f"a second document in a row differs by {most:.0%} from it alone")
+        )
     reshard_all(probed.model)
     return reason
 
 
 def check_context(probed: Probed, context: ContextGroup) -> None:
-    """Make sure that a model computes the same where ranks share the tokens of a row. Called on every rank.
+    """Make sure that a model computes the same where ranks share the tokens of a row. Called on
+    every rank.
 
-    The first tokens of a part would miss most of what only other ranks know. context: the ranks that share this one's.
+    The first tokens of a part would miss most of what only other ranks know. context: the ranks
+    that share this one's.
 
     Raises:
         UserError: something besides attention passes on what other tokens know.
@@ -226,13 +286,16 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
         whole = probed.logits(row, **documents)[0, own].double()
     with torch.no_grad(), attending(model, probed.documents):
         tokens = [row[0, context.own(row.shape[1], part)] for part in parts]
-        of_part = documents_of_part(documents, context.rank, context.size) | {"context_group": context}
+        of_part = documents_of_part(documents, context.rank, context.size) | {
+            "context_group": context
+        }
         part = probed.logits(row[:, own], *tokens, **of_part)[0].double()
     most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
     if most > probed.tolerance:
         raise UserError(
-            f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: its tokens differ by "
-            f"{most:.0%} where ranks share a row, so something besides attention looks at other tokens."
+            f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: its "
+            f"tokens differ by {most:.0%} where ranks share a row, so something besides attention "
+            "looks at other tokens."
         )
 
 
@@ -246,11 +309,14 @@ def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
-    """The difference of the second document's logits from those of it alone, relative, median over tokens."""
+    """The difference of the second document's logits from those of it alone, relative, median over
+    tokens.
+    """
     model = probed.model.eval()
     (first, second) = probed.tokens().split(_LENGTHS)
     second = torch.cat([first[:num_shared], second[num_shared:]])
-    alone = probed.logits(second[None])[0, num_shared:].double()  # in a padded batch rope may depend on its length
+    # in a padded batch rope may depend on its length
+    alone = probed.logits(second[None])[0, num_shared:].double()
     documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
     with attending(model, probed.documents):
         row = torch.cat([first, second[num_shared:]])[None]

@@ -1,4 +1,6 @@
-"""The machine, versions and environment variables that a run depends on besides its options, without secrets."""
+"""The machine, versions and environment variables that a run depends on besides its options,
+without secrets.
+"""
 
 import contextlib
 import importlib.metadata
@@ -13,10 +15,27 @@ from fsdp_qlora.utils.redact import HIDDEN, is_secret_name, redact
 from fsdp_qlora.utils.text import format_bytes
 
 PACKAGES = (
-    "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "huggingface_hub", "numpy",
-    "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "triton",
-    "flash-linear-attention", "causal-conv1d", "mamba-ssm", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "hqq",
+    "flash-attn",
+    "wandb",
+    "tensorboard",
+    "triton",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|HF|HUGGINGFACE|TRANSFORMERS|FSDP_QLORA|WANDB|BNB|OMP|MKL|TOKENIZERS|PYTHON|SLURM"
     r"|PET)_|LD_LIBRARY_PATH$|LD_PRELOAD$|PYTHONPATH$|(HTTPS?|NO|ALL)_PROXY$|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR)$",
@@ -30,8 +49,16 @@ def describe_environment() -> dict[str, dict[str, str]]:
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     memory = format_bytes(psutil.virtual_memory().total)
-    machine = {"system": platform.platform(), "processor": f"{os.cpu_count()} cores", "memory": memory}
-    return {"versions": versions(), "machine": machine | {"GPUs": ", ".join(gpus) or "none"}, "variables": variables()}
+    machine = {
+        "system": platform.platform(),
+        "processor": f"{os.cpu_count()} cores",
+        "memory": memory,
+    }
+    return {
+        "versions": versions(),
+        "machine": machine | {"GPUs": ", ".join(gpus) or "none"},
+        "variables": variables(),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -44,7 +71,9 @@ def versions() -> dict[str, str]:
 
 
 def describe_machine() -> str:
-    """The report of torch.utils.collect_env: torch's build, machine, GPUs and driver; why, if torch cannot be used."""
+    """The report of torch.utils.collect_env: torch's build, machine, GPUs and driver; why, if torch
+    cannot be used.
+    """
     try:
         from torch.utils.collect_env import get_pretty_env_info
 
@@ -57,7 +86,10 @@ def variables() -> dict[str, str]:
     """The environment variables that change a run, with the values of secret ones hidden."""
     values = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     hides = {name for name, value in values.items() if value and is_secret_name(name)}
-    return {name: HIDDEN if name in hides else redact(_without_home(value)) for name, value in values.items()}
+    return {
+        name: HIDDEN if name in hides else redact(_without_home(value))
+        for name, value in values.items()
+    }
 
 
 def _without_home(text: str) -> str:

@@ -18,7 +18,9 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """Bad input that only one rank has found. It tells the others, which end without a message of their own."""
+    """Bad input that only one rank has found. It tells the others, which end without a message of
+    their own.
+    """
 
 
 class TrainingError(RuntimeError):
@@ -30,15 +32,22 @@ class NotFinite(TrainingError):
 
 
 class RolloutError(TrainingError):
-    """A step's prompts got no completions, or a reward function has failed; raised before any weight is updated."""
+    """A step's prompts got no completions, or a reward function has failed; raised before any
+    weight is updated.
+    """
 
 
 class OutOfMemory(TrainingError):
-    """A rank has run out of memory in training. A restart resumes the run, with more recomputation if that is auto."""
+    """A rank has run out of memory in training. A restart resumes the run, with more recomputation
+    if that is auto.
+    """
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended or does not answer. The exit status is 1; a restart resumes the run."""
+    """Another rank has ended or does not answer.
+
+    The exit status is 1; a restart resumes the run.
+    """
 
 
 class Crashed(RuntimeError):
@@ -72,7 +81,8 @@ ENDINGS = {
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and all ranks have stopped after the same step; or it cannot start at present.
+    """The run was asked to stop, and all ranks have stopped after the same step; or it cannot start
+    at present.
 
     Args:
         state: a key of ENDINGS.
@@ -101,20 +111,24 @@ def paths_refused() -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"{error.filename}: the name is too long for a file. Give a shorter one.") from error
+            raise UserError(
+                f"{error.filename}: the name is too long for a file. Give a shorter one."
+            ) from error
         if "embedded null" in str(error):
             raise UserError("A path has a null character, which no file name can have.") from error
         raise
 
 
-RAISED = "FSDP_QLORA_RAISED"  # environment variable: a caller in Python raises the error with which the run ends
+# environment variable: a caller in Python raises the error with which the run ends
+RAISED = "FSDP_QLORA_RAISED"
 
 
 def print_error(error: Exception) -> None:
-    """Print an error's message, with the rank if there are several, and record it for torchrun's own report.
+    """Print an error's message, with the rank if there are several, and record it for torchrun's
+    own report.
 
-    A stop is the same for all ranks, so only the first rank of each machine prints it. What a caller in Python raises
-    again is recorded alone.
+    A stop is the same for all ranks, so only the first rank of each machine prints it. What a
+    caller in Python raises again is recorded alone.
     """
     if getattr(error, "is_printed", False):
         return
@@ -138,15 +152,20 @@ def _is_raised_again(error: Exception) -> bool:
 
 
 def write_line(text: str) -> None:
-    """Write a line to stderr. On a terminal it first clears a progress bar, which another process may be showing."""
+    """Write a line to stderr. On a terminal it first clears a progress bar, which another process
+    may be showing.
+    """
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}{printable(text)}", file=sys.stderr, flush=True)
 
 
 def note_reason(message: str) -> None:
-    """Record the reason of this process's end for torchrun. torch's own `record` would import torch."""
+    """Record the reason of this process's end for torchrun. torch's own `record` would import
+    torch.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # torchrun prints it as the traceback
+        # torchrun prints it as the traceback
+        about = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))

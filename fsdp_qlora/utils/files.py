@@ -1,4 +1,6 @@
-"""Atomic and durable writing of files and folders, free disk space, fingerprints, and checks of folder names."""
+"""Atomic and durable writing of files and folders, free disk space, fingerprints, and checks of
+folder names.
+"""
 
 import contextlib
 import errno
@@ -41,16 +43,22 @@ def record_of(path: Path) -> FileRecord:
 
 
 class NotAFile(OSError):
-    """A path leads to a folder, a pipe, a device or a socket, or to more bytes than are read: it stays unreadable."""
+    """A path leads to a folder, a pipe, a device or a socket, or to more bytes than are read: it
+    stays unreadable.
+    """
 
 
-def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, follow: bool = True) -> IO[Any]:
-    """Open a file that a row, an option or a folder of others names, without waiting for what is behind the name.
+def open_named(
+    path: Path, mode: str = "rb", *, most_bytes: int | None = None, follow: bool = True
+) -> IO[Any]:
+    """Open a file that a row, an option or a folder of others names, without waiting for what is
+    behind the name.
 
     Args:
         follow: whether `path` may be a link.
     Raises:
-        NotAFile: it is a pipe, a device, a folder or longer than `most_bytes`. OSError: it cannot be opened.
+        NotAFile: it is a pipe, a device, a folder or longer than `most_bytes`. OSError: it cannot
+        be opened.
     """
     flags = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
 
@@ -59,9 +67,15 @@ def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, f
             raise OSError(errno.EINVAL, "it is a link", str(path))
         descriptor = os.open(name, given | flags, 0o666)
         found = os.fstat(descriptor)
-        reason = "" if stat.S_ISREG(found.st_mode) else "it is not a file but a folder, a pipe, a device or a socket"
+        reason = (
+            ""
+            if stat.S_ISREG(found.st_mode)
+            else ("it is not a file but a folder, a pipe, a device or a socket")
+        )
         if most_bytes is not None and found.st_size > most_bytes:
-            reason = f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
+            reason = (
+                f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
+            )
         if reason:
             os.close(descriptor)
             raise NotAFile(errno.EINVAL, reason, str(path))
@@ -71,14 +85,18 @@ def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, f
 
 
 def read_named(path: Path, most_bytes: int | None = None) -> bytes:
-    """The content of a file that `open_named` opens, of the length that it has then: files of /proc have none."""
+    """The content of a file that `open_named` opens, of the length that it has then: files of /proc
+    have none.
+    """
     with open_named(path, most_bytes=most_bytes) as file:
         content: bytes = file.read(os.fstat(file.fileno()).st_size)
         return content
 
 
 def check_is_file(path: Path) -> None:
-    """Raise OSError, as `open_named` does, for a path that a library would wait for, or cannot open."""
+    """Raise OSError, as `open_named` does, for a path that a library would wait for, or cannot
+    open.
+    """
     open_named(path).close()
 
 
@@ -88,14 +106,20 @@ def is_special(path: Path) -> bool:
 
 
 def refuse_pipes(folder: Path, option: str) -> None:
-    """Raise UserError for a pipe, a device or a socket in a folder: the libraries that read it would wait for that."""
+    """Raise UserError for a pipe, a device or a socket in a folder: the libraries that read it
+    would wait for that.
+    """
     for path in folder.iterdir():
         if is_special(path):
-            raise UserError(f"{option} {folder}: {path.name} is a pipe, a device or a socket. Put a file there.")
+            raise UserError(
+                f"{option} {folder}: {path.name} is a pipe, a device or a socket. Put a file there."
+            )
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk, so that they survive a power cut."""
+    """Wait until a file's content, or a folder's entries, are on disk, so that they survive a power
+    cut.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -112,19 +136,25 @@ def flush_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """A path to write to. At the end of the block it replaces `path`: readers see the old file or the new one.
+    """A path to write to. At the end of the block it replaces `path`: readers see the old file or
+    the new one.
 
-    After a failure the partial file is deleted; that of a killed process is deleted by a writer an hour later. If
-    several processes write the same file, each has its own partial file, and the last one wins.
+    After a failure the partial file is deleted; that of a killed process is deleted by a writer an
+    hour later. If several processes write the same file, each has its own partial file, and the
+    last one wins.
     """
     with contextlib.suppress(OSError):
         for stale in path.parent.iterdir():
-            if is_partial(stale.name, path.name) and stale.stat().st_mtime < time.time() - _STALE_SECONDS:
+            if (
+                is_partial(stale.name, path.name)
+                and stale.stat().st_mtime < time.time() - _STALE_SECONDS
+            ):
                 stale.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
-        flush(partial)  # before the rename: file systems may write the new name to disk before the content
+        # before the rename: file systems may write the new name to disk before the content
+        flush(partial)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -137,7 +167,9 @@ def refusal_named(option: str, path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"--{option} {path} cannot be written ({error.strerror or error}).") from error
+        raise UserError(
+            f"--{option} {path} cannot be written ({error.strerror or error})."
+        ) from error
 
 
 def is_partial(name: str, of: str) -> bool:
@@ -147,7 +179,8 @@ def is_partial(name: str, of: str) -> bool:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """An empty folder to fill. At the end of the block it becomes `target`; after a failure it is deleted.
+    """An empty folder to fill. At the end of the block it becomes `target`; after a failure it is
+    deleted.
 
     Args:
         target: a folder that does not exist or is empty.
@@ -166,8 +199,9 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 def publish_folder(staging: Path, target: Path) -> None:
     """Rename a folder, whose files have been flushed, to its final name, durably."""
-    # fsync in this order: the files (by the caller), then the entries of the folder, then the rename, then the parent's
-    # entry. Otherwise a power cut may leave the final name with empty or missing files (man 2 fsync).
+    # fsync in this order: the files (by the caller), then the entries of the folder, then the
+    # rename, then the parent's entry. Otherwise a power cut may leave the final name with empty or
+    # missing files (man 2 fsync).
     flush(staging)
     os.rename(staging, target)
     flush(target.parent)
@@ -205,7 +239,9 @@ def free_disk(folder: Path) -> int:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Explain why a folder, which need not exist yet, cannot be written to; None if it can. Creates nothing."""
+    """Explain why a folder, which need not exist yet, cannot be written to; None if it can. Creates
+    nothing.
+    """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file"
@@ -220,7 +256,9 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_qlora"
     except RuntimeError as error:  # a user without a home, as in some containers
-        raise UserError("No cache folder: this user has no home. Set FSDP_QLORA_CACHE to a folder.") from error
+        raise UserError(
+            "No cache folder: this user has no home. Set FSDP_QLORA_CACHE to a folder."
+        ) from error
 
 
 # --- identifying a file's content without reading all of it ---
@@ -237,8 +275,9 @@ def bytes_of_variable(name: str) -> int:
 def fingerprint_files(files: Iterable[Path]) -> str:
     """A hash of the files' names, sizes, beginnings and samples of their content.
 
-    Paths and times do not count: a copy on another machine has the same fingerprint. Training changes every weight, so
-    the samples distinguish a base model from a further trained version of it.
+    Paths and times do not count: a copy on another machine has the same fingerprint. Training
+    changes every weight, so the samples distinguish a base model from a further trained version of
+    it.
     """
     digest = hashlib.sha256()
     for path in sorted(set(files), key=lambda path: path.name):
@@ -248,10 +287,12 @@ def fingerprint_files(files: Iterable[Path]) -> str:
 
 
 def file_identity(path: Path, *, samples: int) -> list[object]:
-    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and samples.
+    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and
+    samples.
 
-    A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples. In the hub's cache a
-    file is a link to a blob whose name is a hash of its content; then that name replaces the time and the hash.
+    A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples.
+    In the hub's cache a file is a link to a blob whose name is a hash of its content; then that
+    name replaces the time and the hash.
     """
     real = path.resolve()
     stat = real.stat()
@@ -286,7 +327,11 @@ def mirror_error(target: str) -> str | None:
     kind, _, rest = target.partition(":")
     if kind == "hf":
         is_valid = is_repository(rest.removeprefix("//").removesuffix(PUBLIC))
-        return None if is_valid else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+        return (
+            None
+            if is_valid
+            else ("--mirror hf:OWNER/NAME needs a repository's name with its owner.")
+        )
     return None if kind in _URLS and re.match("//[^/]", rest) else folder_error("mirror", target)
 
 
@@ -296,12 +341,15 @@ def is_repository(name: str) -> bool:
 
 
 def folder_error(option: str, text: str) -> str | None:
-    """Explain why `text` is not the name of a local folder, for the message of an option; None if it is."""
+    """Explain why `text` is not the name of a local folder, for the message of an option; None if
+    it is.
+    """
     if ":" not in text.partition("/")[0]:
         return None
     return (
-        f"--{option} must be a local folder (write a name with a colon as ./NAME). For copies in another place use "
-        f"--mirror: {', '.join(f'{kind}://' for kind in _URLS)} or hf:OWNER/NAME (a repository on the hub)."
+        f"--{option} must be a local folder (write a name with a colon as ./NAME). For copies in "
+        f"another place use --mirror: {', '.join(f'{kind}://' for kind in _URLS)} or hf:OWNER/NAME "
+        "(a repository on the hub)."
     )
 
 

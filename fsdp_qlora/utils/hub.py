@@ -1,4 +1,6 @@
-"""Models and datasets on the Hugging Face hub: reachability, reasons for failures, and downloads."""
+"""Models and datasets on the Hugging Face hub: reachability, reasons for failures,
+and downloads.
+"""
 
 import logging
 import os
@@ -18,19 +20,24 @@ from fsdp_qlora.utils.text import first_line
 log = logging.getLogger("fsdp_qlora")
 
 Once = Callable[[Callable[[], str], str], str]
-"""Calls a download function, with its name for messages, on one rank of the machine. See `store.once_per_machine`."""
+"""Calls a download function, with its name for messages, on one rank of the machine. See
+`store.once_per_machine`.
+"""
 
 HUB_TIMEOUT_SECONDS = 10
-# Copies of the weights in other formats, which some repositories have in addition to the usual files.
+# Copies of the weights in other formats, which some repositories have in addition to the usual
+# files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
 _WEIGHTS = ["*.safetensors"]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first matching row applies.
 _REASONS: dict[type[Exception], str] = {
-    GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with `hf auth login` "
+    GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with "
+    "`hf auth login` "
     "or set HF_TOKEN",
-    RepositoryNotFoundError: "the hub has none of this name that your login may see: check the spelling, or set "
+    RepositoryNotFoundError: "the hub has none of this name that your login may see: check the "
+    "spelling, or set "
     "HF_TOKEN if it is private",
     HFValidationError: "it is not a valid name on the hub",
 }
@@ -38,7 +45,9 @@ _REASONS: dict[type[Exception], str] = {
 
 def is_hub_name(name: str) -> bool:
     """Whether a name has the form owner/name and does not look like a path to a file."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not re.search(r"\.[A-Za-z]\w*$", name)
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not re.search(
+        r"\.[A-Za-z]\w*$", name
+    )
 
 
 def is_here(model: str) -> bool:
@@ -48,14 +57,16 @@ def is_here(model: str) -> bool:
 
 
 def ask_hub(name: str, repo_type: str) -> Exception | None:
-    """Ask the hub once whether a model or dataset exists. Returns the error if not (see `hub_reason`).
+    """Ask the hub once whether a model or dataset exists. Returns the error if not (see
+    `hub_reason`).
 
-    The timeout is short: the hub's own downloads retry for 20 s without DNS, and wait forever behind a firewall that
-    drops packets.
+    The timeout is short: the hub's own downloads retry for 20 s without DNS, and wait forever
+    behind a firewall that drops packets.
     """
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # the hub's client or its HTTP library, which differs between versions
+    # the hub's client or its HTTP library, which differs between versions
+    except Exception as error:
         return error
     return None
 
@@ -88,10 +99,12 @@ def find_model_folder(
     revision: str | None = None,
     once: Once | None = None,
 ) -> Path:
-    """The local folder of a model: `model_name` itself, or the hub's snapshot, which is downloaded if needed.
+    """The local folder of a model: `model_name` itself, or the hub's snapshot, which is downloaded
+    if needed.
 
-    Local rank 0 downloads while the other ranks of its machine wait. If two runs need the same file, the hub's client
-    downloads it once. Interrupted connections resume; after a kill, complete files are kept.
+    Local rank 0 downloads while the other ranks of its machine wait. If two runs need the same
+    file, the hub's client downloads it once. Interrupted connections resume; after a kill, complete
+    files are kept.
 
     Args:
         with_weights, with_code: download safetensors files, Python files.
@@ -109,7 +122,10 @@ def find_model_folder(
     if folder.exists():
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_name, re.ASCII) is None:
-        raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
+        raise UserError(
+            f"model_name {model_name}: there is no such folder. Check the path, or "
+            "give a name on the hub."
+        )
     patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
 
     def download() -> str:
@@ -124,32 +140,56 @@ def find_model_folder(
 def download_adapter(name: str) -> Path:
     """The hub's snapshot of an adapter, whose files are downloaded if needed."""
     patterns = [*SMALL_FILES, "adapter_model.safetensors"]
-    return Path(_download(name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")))
+    return Path(
+        _download(
+            name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")
+        )
+    )
 
 
 def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
-    """Download the weights of the commit in `folder`, which `find_model_folder` has returned without weights."""
+    """Download the weights of the commit in `folder`, which `find_model_folder` has returned
+    without weights.
+    """
     if not Path(model_name).expanduser().is_dir():  # otherwise the folder is the user's own
         find_model_folder(model_name, with_weights=True, revision=folder.name, once=once)
 
 
-def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, later: list[str]) -> str:
-    """Download the files that match `patterns`. later: patterns of files that must fit on the disk too."""
+def _snapshot(
+    model_name: str, patterns: list[str], revision: str | None, *, later: list[str]
+) -> str:
+    """Download the files that match `patterns`. later: patterns of files that must fit on the disk
+    too.
+    """
     refusal: Exception | None = None
     try:
-        info = HfApi().model_info(model_name, revision=revision, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
+        info = HfApi().model_info(
+            model_name, revision=revision, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True
+        )
     except Exception as error:  # as in `ask_hub`
         refusal = error
         log.info("Looking for a copy of %s on this machine: %s.", model_name, hub_reason(refusal))
     else:
         _check_download(model_name, info, patterns, later)
-    return _download(model_name, f"model_name {model_name}: there is no such local folder", patterns, refusal, revision)
+    return _download(
+        model_name,
+        f"model_name {model_name}: there is no such local folder",
+        patterns,
+        refusal,
+        revision,
+    )
 
 
 def _download(
-    name: str, problem: str, patterns: list[str], refusal: Exception | None, revision: str | None = None
+    name: str,
+    problem: str,
+    patterns: list[str],
+    refusal: Exception | None,
+    revision: str | None = None,
 ) -> str:
-    """The hub's snapshot with the files that match `patterns`. After a refusal, use only a copy on this machine."""
+    """The hub's snapshot with the files that match `patterns`. After a refusal, use only a copy on
+    this machine.
+    """
     try:
         return snapshot_download(
             name,
@@ -160,16 +200,23 @@ def _download(
         )
     except Exception as error:  # as in `ask_hub`, or the file system's
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
-        raise UserError(f"{problem}, and {reason}. Without the hub, give the path of its folder.") from error
+        raise UserError(
+            f"{problem}, and {reason}. Without the hub, give the path of its folder."
+        ) from error
 
 
-def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:
+def _check_download(
+    model_name: str, info: ModelInfo, patterns: list[str], later: list[str]
+) -> None:
     """Refuse pickled weights, and files that do not fit on the disk, before any download."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
-    if pickled and not list(filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)):
+    if pickled and not list(
+        filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)
+    ):
         raise UserError(
-            f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not supported: they can run "
+            f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not "
+            "supported: they can run "
             f"code. {conversion_advice(model_name)}"
         )
     missing = _missing(model_name, info, sizes, [*patterns, *later])
@@ -178,24 +225,44 @@ def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later
     free = free_disk(folder)
     if size > free:
         raise UserError(
-            f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
-            f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
+            f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, "
+            f"where {free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a "
+            "folder on a larger disk."
         )
     names = _missing(model_name, info, sizes, patterns)
     if names:
         size = sum(sizes[name] for name in names)
-        waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
-        log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(names), size / 2**30, folder, waiting)
+        waiting = (
+            ""
+            if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+            else ("; this machine's other ranks wait")
+        )
+        log.info(
+            "Downloading %s: %d files, %.2f GiB, to %s%s.",
+            model_name,
+            len(names),
+            size / 2**30,
+            folder,
+            waiting,
+        )
 
 
-def _missing(model_name: str, info: ModelInfo, names: Iterable[str], patterns: list[str]) -> list[str]:
+def _missing(
+    model_name: str, info: ModelInfo, names: Iterable[str], patterns: list[str]
+) -> list[str]:
     """The files that match `patterns` and are not in the hub's cache."""
     names = filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED)
-    return [name for name in names if not isinstance(try_to_load_from_cache(model_name, name, revision=info.sha), str)]
+    return [
+        name
+        for name in names
+        if not isinstance(try_to_load_from_cache(model_name, name, revision=info.sha), str)
+    ]
 
 
 def public_name(model_name: str) -> str:
-    """A model's name for publication: its name on the hub, or the name of its folder without the local path."""
+    """A model's name for publication: its name on the hub, or the name of its folder without the
+    local path.
+    """
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         return model_name

@@ -1,4 +1,6 @@
-"""The records in metrics.jsonl and other logs of a run: one JSON object per line. Damaged lines are skipped."""
+"""The records in metrics.jsonl and other logs of a run: one JSON object per line. Damaged lines are
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if not isinstance(value, float) and hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+    # numpy and torch, scalars and arrays
+    if not isinstance(value, float) and hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
@@ -29,7 +32,9 @@ def plain(value: Any) -> Any:
 
 
 def numbers_in(value: object, name: str = "") -> dict[str, float]:
-    """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} -> memory_gib/reserved/0."""
+    """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} ->
+    memory_gib/reserved/0.
+    """
     if not isinstance(value, (Mapping, list)):
         return {name: value} if isinstance(value, (int, float)) else {}
     values: dict[str, float] = {}
@@ -39,9 +44,12 @@ def numbers_in(value: object, name: str = "") -> dict[str, float]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if the file cannot be read."""
+    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if the file cannot
+    be read.
+    """
     try:
-        # bytes.splitlines(): that of str also splits at U+2028 and others, which may be in JSON's strings.
+        # bytes.splitlines(): that of str also splits at U+2028 and others, which may be in JSON's
+        # strings.
         lines = read_named(path).splitlines()
     except OSError:
         return []

@@ -1,4 +1,6 @@
-"""Removes secrets from everything that a run prints or writes: tokens, keys, and passwords in URLs."""
+"""Removes secrets from everything that a run prints or writes: tokens, keys,
+and passwords in URLs.
+"""
 
 import contextlib
 import errno
@@ -36,7 +38,9 @@ _PATTERNS = {
 
 
 def redact(text: str) -> str:
-    """The text without this machine's and user's secrets, and without anything that looks like one."""
+    """The text without this machine's and user's secrets,
+    and without anything that looks like one.
+    """
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     for pattern, hidden in _PATTERNS.items():
@@ -61,7 +65,9 @@ def redact_values(values: T) -> T:
 
 
 def guard_output() -> None:
-    """Remove secrets from everything written to this process's stdout and stderr, including tracebacks."""
+    """Remove secrets from everything written to this process's stdout and stderr, including
+    tracebacks.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _RedactedStream):
@@ -77,7 +83,8 @@ def lost_output() -> OSError | None:
 class _RedactedStream:
     """A text stream that redacts each write, and ignores errors of the underlying stream.
 
-    A dead log collector, a closed terminal or a full disk must not end a run. lost: the first such error.
+    A dead log collector, a closed terminal or a full disk must not end a run. lost: the first such
+    error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -99,7 +106,8 @@ class _RedactedStream:
             yield
         except OSError as error:
             self.lost = self.lost or error
-            if error.errno in (errno.EPIPE, errno.EIO):  # the reader is gone; libraries write to the descriptor too
+            # the reader is gone; libraries write to the descriptor too
+            if error.errno in (errno.EPIPE, errno.EIO):
                 with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
 
@@ -113,10 +121,14 @@ class _RedactedStream:
 
 @functools.cache
 def _secrets() -> tuple[str, ...]:
-    """The values of secret variables, the login of the hub, and the passwords of ~/.netrc; the longest first."""
+    """The values of secret variables, the login of the hub, and the passwords of ~/.netrc; the
+    longest first.
+    """
     secrets = {value for name, value in os.environ.items() if is_secret_name(name)}
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        secrets.add(Path(os.environ.get("HF_TOKEN_PATH") or constants.HF_TOKEN_PATH).read_text().strip())
+        secrets.add(
+            Path(os.environ.get("HF_TOKEN_PATH") or constants.HF_TOKEN_PATH).read_text().strip()
+        )
     with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
         secrets.update(password for _, _, password in netrc.netrc().hosts.values() if password)
     # A variable such as HF_TOKEN_PATH names a file, which may be shown.

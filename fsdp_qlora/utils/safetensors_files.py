@@ -1,4 +1,6 @@
-"""Writes safetensors files tensor by tensor, or part by part, from dtypes and shapes that are known in advance."""
+"""Writes safetensors files tensor by tensor, or part by part, from dtypes and shapes that are known
+in advance.
+"""
 
 import hashlib
 import json
@@ -15,10 +17,20 @@ from fsdp_qlora.utils.files import FileRecord, flush, read_named
 
 # The format's names of dtypes: github.com/huggingface/safetensors, README, "Format".
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 * 2**30  # hubs and network disks handle files of this size well
@@ -38,7 +50,9 @@ class TensorForm(NamedTuple):
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights in a model folder without an index."""
     single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
+    return (
+        [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
+    )
 
 
 def tensor_names(folder: Path) -> set[str] | None:
@@ -60,25 +74,35 @@ def tensor_names(folder: Path) -> set[str] | None:
 
 
 def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these tensors, in order, and the offset of each tensor's bytes in the file."""
+    """The header of a file with these tensors, in order, and the offset of each tensor's bytes in
+    the file.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     end = 0
     for name, form in forms.items():
         starts[name] = end
         end = end + form.num_bytes
-        header[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": [starts[name], end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[form.dtype],
+            "shape": form.shape,
+            "data_offsets": [starts[name], end],
+        }
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
+    return len(text).to_bytes(8, "little") + text, {
+        name: 8 + len(text) + start for name, start in starts.items()
+    }
 
 
-def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor]) -> FileRecord:
+def write_tensors(
+    path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor]
+) -> FileRecord:
     """Write and flush a file, one tensor at a time.
 
     Args:
-        forms: name -> dtype and shape of each tensor, in the order of `values`.
-        values: tensors on the CPU. All are consumed even if the disk is full, since making one may be a collective.
+        forms: name -> dtype and shape of each tensor, in the order of `values`. values: tensors on
+        the CPU. All are consumed even if the disk is full, since making one may be a collective.
     Raises:
         OSError: the file could not be written; `values` has been consumed.
     """
@@ -96,25 +120,30 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[
     finally:
         for _ in values:
             pass
-    return FileRecord(len(header) + sum(form.num_bytes for form in forms.values()), digest.hexdigest())
+    return FileRecord(
+        len(header) + sum(form.num_bytes for form in forms.values()), digest.hexdigest()
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # Any: numpy before 2.5 does not declare a buffer
+    # Any: numpy before 2.5 does not declare a buffer
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 class PackedFiles:
     """A model's safetensors files, written by several processes.
 
-    One process calls `create`; then any process may `write` parts, and calls `sync` after its last part.
+    One process calls `create`; then any process may `write` parts, and calls `sync` after its last
+    part.
     """
 
     def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
-        self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and the offset of its bytes
+        # tensor -> its file, and the offset of its bytes
+        self._places: dict[str, tuple[Path, int]] = {}
         self.folder = folder
         self.forms = forms
         self._split = split_state_dict_into_shards_factory(
@@ -125,10 +154,15 @@ class PackedFiles:
         )
         for file, names in self._split.filename_to_tensors.items():
             # Wide dtypes first, as in safetensors itself: then every tensor is aligned.
-            inside = {name: forms[name] for name in sorted(names, key=lambda name: -forms[name].dtype.itemsize)}
+            inside = {
+                name: forms[name]
+                for name in sorted(names, key=lambda name: -forms[name].dtype.itemsize)
+            }
             header, starts = layout(inside)
             self._headers[folder / file] = header
-            self._sizes[folder / file] = len(header) + sum(form.num_bytes for form in inside.values())
+            self._sizes[folder / file] = len(header) + sum(
+                form.num_bytes for form in inside.values()
+            )
             self._places |= {name: (folder / file, start) for name, start in starts.items()}
 
     @property
@@ -137,7 +171,9 @@ class PackedFiles:
         return sum(self._sizes.values())
 
     def create(self) -> None:
-        """Create the files in full size with their headers, and an index if there are several files."""
+        """Create the files in full size with their headers, and an index if there are several
+        files.
+        """
         for path, header in self._headers.items():
             with path.open("wb") as file:
                 file.write(header)
@@ -148,7 +184,9 @@ class PackedFiles:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write the bytes of `values`, a tensor on the CPU, at byte `start` of the tensor `name`."""
+        """Write the bytes of `values`, a tensor on the CPU,
+        at byte `start` of the tensor `name`.
+        """
         buffer = bytes_of(values)
         path, position = self._places[name]
         assert start + len(buffer) <= self.forms[name].num_bytes, name

@@ -1,4 +1,6 @@
-"""Text for people: without control characters, of limited length, and with numbers in readable units."""
+"""Text for people: without control characters, of limited length, and with numbers in readable
+units.
+"""
 
 import logging
 import os
@@ -18,15 +20,24 @@ _LONGEST = 1000
 _SCREEN = 6000
 
 _LONGEST_VALUE = 80  # most characters of a value that a message quotes
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.()+/-]*")  # a value that is quoted without quotation marks
+# a value that is quoted without quotation marks
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.()+/-]*")
 
-# C0 and C1 control characters except newline and tab, and lone surrogates, which cannot be encoded in UTF-8.
+# C0 and C1 control characters except newline and tab, and lone surrogates, which cannot be encoded
+# in UTF-8.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""Replace control characters by escapes such as \x1b: a terminal would obey those in a row or a model's name."""
+    r"""Replace control characters by escapes such as \x1b: a terminal would obey those in a row or
+    a model's name.
+    """
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def plural(count: int, noun: str, *, ending: str = "s") -> str:
+    """A number and its noun: "1 rank", "2 ranks"; ending: "es" for "processes"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{ending}"
 
 
 def shown(value: Any) -> str:
@@ -43,7 +54,9 @@ def shown_name(name: str) -> str:
 
 
 def warn_from_any_rank(text: str) -> None:
-    """Log a warning about this rank alone. Ranks other than 0 have no log, so they print it to stderr."""
+    """Log a warning about this rank alone. Ranks other than 0 have no log, so they print it to
+    stderr.
+    """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         log.warning("%s", text)
@@ -63,15 +76,25 @@ class LineHandler(logging.StreamHandler[Any]):
 
 
 def fit(text: str, path: str = "") -> str:
-    """Fit a text and the end of a path into one line of the screen. A text that is too long loses its middle."""
+    """Fit a text and the end of a path into one line of the screen. A text that is too long loses
+    its middle.
+    """
     room = max(_COLUMNS - len(text), 0)
     line = text + (path if len(path) <= room else f"...{path[len(path) - room + 3 :]}")
-    return line if len(line) <= _COLUMNS else f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}"
+    return (
+        line
+        if len(line) <= _COLUMNS
+        else (f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}")
+    )
 
 
 def cut(text: str) -> str:
-    """Shorten a message to about a screen, and its long lines to 1000 characters: it may quote a line of a file."""
-    return _without_middle("\n".join(_without_middle(line, _LONGEST) for line in text.split("\n")), _SCREEN)
+    """Shorten a message to about a screen, and its long lines to 1000 characters: it may quote a
+    line of a file.
+    """
+    return _without_middle(
+        "\n".join(_without_middle(line, _LONGEST) for line in text.split("\n")), _SCREEN
+    )
 
 
 def _without_middle(text: str, most: int) -> str:
@@ -84,12 +107,15 @@ def first_line(error: Exception) -> str:
 
 
 def quiet_libraries() -> None:
-    """Suppress libraries' messages that look like failures and are not. Call it before they are imported."""
+    """Suppress libraries' messages that look like failures and are not. Call it before they are
+    imported.
+    """
     # On import bitsandbytes looks for a faster CPU kernel on the hub. Its own kernel is sufficient.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
         lambda record: "Failed to load CPU gemm_4bit_forward" not in record.msg
     )
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that it has not loaded itself
+    # it warns of a model that it has not loaded itself
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 def format_bytes(count: float) -> str:

@@ -1,7 +1,9 @@
-"""Trains on the GPUs of a Ray cluster: python scripts/cluster/ray_train.py NUM_WORKERS --model_name ... --dataset ...
+"""Trains on the GPUs of a Ray cluster: python scripts/cluster/ray_train.py NUM_WORKERS --model_name
+... --dataset ...
 
-One worker per GPU (per CPU with --device cpu). --output_dir, model and rows are on a file system of all nodes. When a
-worker or node dies, a new group of workers resumes from the newest checkpoint: RAY_MAX_FAILURES times (3).
+One worker per GPU (per CPU with --device cpu). --output_dir, model and rows are on a file system of
+all nodes. When a worker or node dies, a new group of workers resumes from the newest checkpoint:
+RAY_MAX_FAILURES times (3).
 """
 
 import os
@@ -14,7 +16,9 @@ from ray.train.torch import TorchTrainer
 
 
 def train_one_rank(arguments: dict[str, Any]) -> None:
-    """One rank: Ray has set RANK, WORLD_SIZE and MASTER_ADDR, and made a process group that the run makes itself."""
+    """One rank: Ray has set RANK, WORLD_SIZE and MASTER_ADDR, and made a process group that the run
+    makes itself.
+    """
     import fsdp_qlora
 
     if torch.distributed.is_initialized():
@@ -31,9 +35,13 @@ def main(argv: list[str]) -> None:
     TorchTrainer(
         train_one_rank,
         train_loop_config=arguments,
-        scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=arguments.get("device") != "cpu"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=num_workers, use_gpu=arguments.get("device") != "cpu"
+        ),
         run_config=ray.train.RunConfig(
-            failure_config=ray.train.FailureConfig(max_failures=int(os.environ.get("RAY_MAX_FAILURES", "3")))
+            failure_config=ray.train.FailureConfig(
+                max_failures=int(os.environ.get("RAY_MAX_FAILURES", "3"))
+            )
         ),
     ).fit()
 

@@ -22,13 +22,16 @@ def reference(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("reference")
     options = harness.inputs(models, folder)
     harness.run({**options, "output_dir": folder / "out"}, folder / "logs")
-    assert len(harness.numbers(folder / "out")) == 10 + 4  # steps, and evaluations at 0, 4, 8 and 10
+    # steps, and evaluations at 0, 4, 8 and 10
+    assert len(harness.numbers(folder / "out")) == 10 + 4
     return Reference(options, folder / "out")
 
 
 @pytest.fixture
 def assert_same(reference: Reference) -> Callable[[Path], None]:
-    """Check that a run has come out as the undisturbed one: the adapter to the byte, every number once."""
+    """Check that a run has come out as the undisturbed one: the adapter to the byte, every number
+    once.
+    """
 
     def check(output_dir: Path) -> None:
         assert harness.numbers(output_dir) == harness.numbers(reference.output_dir)

@@ -1,4 +1,6 @@
-"""Runs of train.py whose ranks can be killed, and faults that are put into a rank before it starts."""
+"""Runs of train.py whose ranks can be killed, and faults that are put into a rank
+before it starts.
+"""
 
 import contextlib
 import errno
@@ -41,7 +43,11 @@ Same = Callable[[Path], None]
 
 def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
     """Options with a tiny model and 21 rows, 2 of them held out."""
-    return {**OPTIONS, "model_name": models(), "dataset": write_rows(folder / "rows.jsonl", make_rows(21))}
+    return {
+        **OPTIONS,
+        "model_name": models(),
+        "dataset": write_rows(folder / "rows.jsonl", make_rows(21)),
+    }
 
 
 # --- faults ---
@@ -56,7 +62,9 @@ def on(*ranks: int) -> bool:
 
 
 def at_step(step: int, happens: Fault, *ranks: int, during: str = "train_step") -> None:
-    """Let something happen on some ranks, or on all, whenever a step (from 0) comes to this method of its trainer."""
+    """Let something happen on some ranks, or on all, whenever a step (from 0) comes to this method
+    of its trainer.
+    """
     from fsdp_qlora.training.trainer import Trainer
 
     original = getattr(Trainer, during)
@@ -137,7 +145,9 @@ def _train_with(argv: list[str], fault: Fault | None) -> int:
 
 
 class Job:
-    """One start of train.py on some ranks, each in a forked process. `fault(*arguments)` runs in each rank first."""
+    """One start of train.py on some ranks, each in a forked process. `fault(*arguments)` runs in
+    each rank first.
+    """
 
     def __init__(
         self,
@@ -157,7 +167,14 @@ class Job:
         self.processes = [
             context.Process(
                 target=_worker,
-                args=(_train_with, (flags(**options), fault), rank, ranks, port, str(self.logs[rank])),
+                args=(
+                    _train_with,
+                    (flags(**options), fault),
+                    rank,
+                    ranks,
+                    port,
+                    str(self.logs[rank]),
+                ),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -172,7 +189,9 @@ class Job:
         return all(process.is_alive() for process in self.processes)
 
     def wait(self, seconds: float = HANG_SECONDS) -> list[int]:
-        """Exit statuses. When one rank ends the others are given a minute; torchrun gives them some seconds."""
+        """Exit statuses. When one rank ends the others are given a minute; torchrun gives them some
+        seconds.
+        """
         end = time.monotonic() + seconds
         while self.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
@@ -182,7 +201,9 @@ class Job:
                 if signal_of_death and process.is_alive():
                     os.kill(process.pid or 0, signal_of_death)
                 process.join(60 if signal_of_death is None else 5)
-        return [process.exitcode if process.exitcode is not None else -1 for process in self.processes]
+        return [
+            process.exitcode if process.exitcode is not None else -1 for process in self.processes
+        ]
 
     def output(self) -> str:
         return "\n".join(log.read_text() for log in self.logs if log.exists())
@@ -199,7 +220,9 @@ def ended(job: Job) -> Iterator[Job]:
                 process.kill()
 
 
-def finish(options: dict[str, object], logs: Path, statuses: list[int] | None = None, **how: Any) -> Job:
+def finish(
+    options: dict[str, object], logs: Path, statuses: list[int] | None = None, **how: Any
+) -> Job:
     """A start whose ranks end with these statuses, all 0 where none are given."""
     with ended(Job(options, logs, **how)) as job:
         found = job.wait()
@@ -207,7 +230,9 @@ def finish(options: dict[str, object], logs: Path, statuses: list[int] | None = 
     return job
 
 
-def run(options: dict[str, object], logs: Path, statuses: list[int] | None = None, **how: Any) -> str:
+def run(
+    options: dict[str, object], logs: Path, statuses: list[int] | None = None, **how: Any
+) -> str:
     """The output of a start whose ranks end with these statuses, all 0 where none are given."""
     return finish(options, logs, statuses, **how).output()
 
@@ -232,7 +257,10 @@ _TIMES = {
 def numbers(output_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without the times; every line must be whole."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in _TIMES} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in _TIMES}
+        for line in lines
+    ]
 
 
 def status(output_dir: Path) -> dict[str, Any]:

@@ -67,24 +67,45 @@ def limit_file_size(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
-def test_training_goes_on_when_no_checkpoint_fits(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+def test_training_goes_on_when_no_checkpoint_fits(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
     # Too little for a checkpoint's tensors, enough for the adapter itself.
     limit = (reference.output_dir / "adapter_model.safetensors").stat().st_size + 4000
-    text = run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=partial(limit_file_size, limit))
-    assert "Step 3: no checkpoint was saved: " in text and "File too large" in text and "there is none yet" in text
+    text = run(
+        reference.same_but(tmp_path / "out"),
+        tmp_path / "logs",
+        fault=partial(limit_file_size, limit),
+    )
+    assert (
+        "Step 3: no checkpoint was saved: " in text
+        and ("File too large") in text
+        and ("there is none yet") in text
+    )
     assert checkpoint.published(tmp_path / "out" / "checkpoints") == {}
     assert_same(tmp_path / "out")
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root")
-def test_a_full_disk_never_costs_the_newest_checkpoint(reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root"
+)
+def test_a_full_disk_never_costs_the_newest_checkpoint(
+    reference: Reference, tmp_path: Path
+) -> None:
     (disk := tmp_path / "disk").mkdir()
-    size = sum(path.stat().st_size for path in (reference.output_dir / "checkpoints" / "step_000010").iterdir())
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={2 * size + 100_000}", "tmpfs", str(disk)]).returncode:
+    size = sum(
+        path.stat().st_size
+        for path in (reference.output_dir / "checkpoints" / "step_000010").iterdir()
+    )
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={2 * size + 100_000}", "tmpfs", str(disk)]
+    ).returncode:
         pytest.skip("tmpfs cannot be mounted here")
     try:
         text = run(reference.same_but(disk / "out"), tmp_path / "logs")
-        assert "No space left on device" in text and adapter(disk / "out") == adapter(reference.output_dir)
+        assert ("No space left on device") in text and adapter(disk / "out") == adapter(
+            reference.output_dir
+        )
         checkpoint.verify(list(checkpoint.published(disk / "out" / "checkpoints").values())[-1])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -106,21 +127,34 @@ def lose_numbers(*steps: int) -> None:
     Trainer._loss = loss  # type: ignore[method-assign]
 
 
-def test_nan_on_one_rank_stops_all_before_the_update(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+def test_nan_on_one_rank_stops_all_before_the_update(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
     options = reference.same_but(tmp_path / "out", save_every="none")
     for log in finish(options, tmp_path / "logs0", [1, 1], fault=partial(lose_numbers, 5)).logs:
-        assert "error: Step 6: the loss is not finite" in log.read_text() and "Traceback" not in log.read_text()
-    assert status(tmp_path / "out")["state"] == "failed" and status(tmp_path / "out")["saved_step"] == 5
+        assert (
+            "error: Step 6: the loss is not finite"
+        ) in log.read_text() and "Traceback" not in log.read_text()
+    assert (
+        status(tmp_path / "out")["state"] == "failed"
+        and status(tmp_path / "out")["saved_step"] == 5
+    )
     run(options, tmp_path / "logs1")  # the cause is gone
     assert_same(tmp_path / "out")
 
 
-def test_all_ranks_skip_a_nan_step_a_limited_number_of_times(reference: Reference, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_nan_step_a_limited_number_of_times(
+    reference: Reference, tmp_path: Path
+) -> None:
     options = reference.same_but(tmp_path / "out", on_nonfinite="skip")
     text = run(options, tmp_path / "logs0", fault=partial(lose_numbers, 5))
     assert text.count("It is skipped.") == 1 and "with samples" in text
-    records, expected = ([r for r in numbers(out) if "loss" in r] for out in (tmp_path / "out", reference.output_dir))
-    assert [(record["step"], record["loss"]) for record in records if record.get("skipped")] == [(6, None)]
+    records, expected = (
+        [r for r in numbers(out) if "loss" in r] for out in (tmp_path / "out", reference.output_dir)
+    )
+    assert [(record["step"], record["loss"]) for record in records if record.get("skipped")] == [
+        (6, None)
+    ]
     losses = [record["loss"] for record in records]
     assert losses[:5] == [record["loss"] for record in expected[:5]] and None not in losses[6:]
     options = reference.same_but(tmp_path / "always", on_nonfinite="skip", num_epochs=3)
@@ -158,7 +192,8 @@ def test_loss_spikes_are_reported_and_noise_is_not() -> None:
     noise = torch.randn(50, generator=torch.Generator().manual_seed(0)).mul(0.1).add(2).tolist()
     assert spike(noise, 2.3) is None and spike(noise[:5], 9.0) is None
     assert spike(noise, 3.5) == pytest.approx(2.0, abs=0.1)
-    assert spike([*noise[:40], *[9.0] * 10], 9.5) is not None  # earlier spikes do not hide a new one
+    # earlier spikes do not hide a new one
+    assert spike([*noise[:40], *[9.0] * 10], 9.5) is not None
 
 
 # --- ranks that go wrong ---
@@ -168,11 +203,15 @@ def fail(error: type[Exception] = OSError, words: str = "its disk is gone") -> N
     raise error(words)
 
 
-lose_memory = partial(fail, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+lose_memory = partial(
+    fail, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
+)
 
 
 def while_loading(happens: Fault, rank: int) -> None:
-    """Let this happen to a rank that has loaded its model; the others wait then as in NCCL, which would not notice."""
+    """Let this happen to a rank that has loaded its model; the others wait then as in NCCL, which
+    would not notice.
+    """
     from fsdp_qlora.run import run as module
 
     be_impatient()
@@ -186,7 +225,9 @@ def while_loading(happens: Fault, rank: int) -> None:
 
 
 def while_the_mirror_is_slow(error: type[Exception], words: str) -> None:
-    """Let rank 0 fail in the third step, while a copy for the mirror takes longer than its neighbour waits."""
+    """Let rank 0 fail in the third step, while a copy for the mirror takes longer than its
+    neighbour waits.
+    """
     from fsdp_qlora.checkpoint.mirror import Store
 
     be_impatient()
@@ -201,7 +242,9 @@ def never_come(rank: int) -> None:
 
 @dataclass(frozen=True)
 class End:
-    """How all ranks end after a fault. says: rank -> what its output has. state: of status.json, if there is one."""
+    """How all ranks end after a fault. says: rank -> what its output has. state: of status.json, if
+    there is one.
+    """
 
     fault: Fault
     statuses: list[Any]
@@ -211,21 +254,33 @@ class End:
 
 
 OUT_OF_MEMORY = (
-    r"error: Rank \d ran out of GPU memory in step 3 \(compute\): CUDA out of memory. Tried to .*--context_length.*"
+    r"error: Rank \d ran out of GPU memory in step 3 \(compute\): CUDA out of memory. Tried to "
+    r".*--context_length.*"
     "--recompute all.*--use_cpu_offload true"
 )
 ENDS = {
     "one fails while loading": End(
-        partial(while_loading, fail, 1), [1, ANY], {0: r"\[rank 0\] Ended because of rank 1: its disk is gone"}
+        partial(while_loading, fail, 1),
+        [1, ANY],
+        {
+            0: r"\[rank 0\] Ended because of rank 1: its "
+            r"disk is gone"
+        },
     ),
     "rank 0 refuses while loading": End(
-        partial(while_loading, partial(fail, UserError), 0), [ANY, 2], {1: "Ended because of rank 0: its disk is gone"}
+        partial(while_loading, partial(fail, UserError), 0),
+        [ANY, 2],
+        {1: "Ended because of rank 0: its disk is gone"},
     ),
     "one is killed while loading": End(
-        partial(while_loading, KILLED, 1), [1, ANY], {0: "error: Rank 1 has sent no heartbeat for 3 s, before"}
+        partial(while_loading, KILLED, 1),
+        [1, ANY],
+        {0: "error: Rank 1 has sent no heartbeat for 3 s, before"},
     ),
     "rank 0 is killed while loading": End(
-        partial(while_loading, KILLED, 0), [ANY, 1], {1: "error: The store of all ranks has not answered for 3 s"}
+        partial(while_loading, KILLED, 0),
+        [ANY, 1],
+        {1: "error: The store of all ranks has not answered for 3 s"},
     ),
     "one never comes": End(
         partial(never_come, 1),
@@ -254,7 +309,11 @@ ENDS = {
         {"recompute": 1},
     ),
     "both lack memory": End(
-        partial(at_step, 2, lose_memory, during="_loss"), [1, 1], {}, "out_of_memory", {"recompute": 1}
+        partial(at_step, 2, lose_memory, during="_loss"),
+        [1, 1],
+        {},
+        "out_of_memory",
+        {"recompute": 1},
     ),
     "memory, and a slow mirror": End(
         partial(while_the_mirror_is_slow, torch.OutOfMemoryError, "CUDA out of memory."),
@@ -286,15 +345,23 @@ ENDS = {
 ALIKE = ("rank 0 refuses while loading", "both lack memory", "a bug, and a slow mirror")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in ALIKE)) for case in ENDS])
-def test_a_failing_rank_ends_all_ranks_with_its_reason(case: str, reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in ALIKE)) for case in ENDS]
+)
+def test_a_failing_rank_ends_all_ranks_with_its_reason(
+    case: str, reference: Reference, tmp_path: Path
+) -> None:
     end = ENDS[case]
     out = tmp_path / "out"
-    options = reference.same_but(out, **{"hang_minutes": 0.05, **end.options} if "loading" in case else end.options)
+    options = reference.same_but(
+        out, **{"hang_minutes": 0.05, **end.options} if "loading" in case else end.options
+    )
     if "mirror" in case:
         options["mirror"] = tmp_path / "mirror"
     job = finish(options, tmp_path / "logs", end.statuses, fault=end.fault, ranks=len(end.statuses))
-    assert len(re.findall(r"^(?:\[rank \d\] )?error: ", job.output(), re.MULTILINE)) <= 1, job.output()
+    assert len(re.findall(r"^(?:\[rank \d\] )?error: ", job.output(), re.MULTILINE)) <= 1, (
+        job.output()
+    )
     for rank, words in end.says.items():
         assert re.search(words, job.logs[rank].read_text()), job.output()
     assert (status(out)["state"] if (out / "status.json").exists() else None) == end.state
@@ -319,8 +386,12 @@ def skip_exchange() -> None:
     trainer.gather_numbers = gather_numbers  # type: ignore[assignment]
 
 
-def test_a_rank_that_skips_a_collective_does_not_train_on(reference: Reference, tmp_path: Path) -> None:
-    options = reference.same_but(tmp_path / "out", hang_minutes=0.05, save_every=1, eval_fraction=0, eval_steps=0)
+def test_a_rank_that_skips_a_collective_does_not_train_on(
+    reference: Reference, tmp_path: Path
+) -> None:
+    options = reference.same_but(
+        tmp_path / "out", hang_minutes=0.05, save_every=1, eval_fraction=0, eval_steps=0
+    )
     with ended(Job(options, tmp_path / "logs", fault=skip_exchange)) as job:
         assert 0 not in job.wait() and "error: " in job.output(), job.output()
     steps = list(checkpoint.published(tmp_path / "out" / "checkpoints"))
@@ -337,7 +408,9 @@ def lose_memory_with_few_recomputing() -> None:
     train = fsdp_qlora.run.run.train
     original = Trainer._loss
 
-    def train_after_probes(trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any) -> None:
+    def train_after_probes(
+        trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any
+    ) -> None:
         fit.fit_on_gpu(trainer, source, block_bytes=1, too_few=recorder.guard.start.too_few)
         train(trainer, data, source, progress, recorder)
 
@@ -353,12 +426,19 @@ def lose_memory_with_few_recomputing() -> None:
     Trainer._loss = loss
 
 
-def test_restart_after_out_of_memory_recomputes_more(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+def test_restart_after_out_of_memory_recomputes_more(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
     options = reference.same_but(tmp_path / "out", verbose=True)
     text = run(options, tmp_path / "logs", [1, 1], fault=lose_memory_with_few_recomputing)
     assert "Recompute: 0 of 2 blocks" in text and "ran out of GPU memory in step 4" in text
     found = status(tmp_path / "out")
-    assert (found["state"], found["exit_code"], found["saved_step"], found["recompute"]) == ("out_of_memory", 1, 3, 0)
+    assert (found["state"], found["exit_code"], found["saved_step"], found["recompute"]) == (
+        "out_of_memory",
+        1,
+        3,
+        0,
+    )
     # The same place is passed, with the same numbers.
     text = run(options, tmp_path / "logs_again", fault=lose_memory_with_few_recomputing)
     assert "Resuming at step 3" in text and "Recompute: 1 of 2 blocks" in text
@@ -370,13 +450,16 @@ def test_restart_after_out_of_memory_recomputes_more(reference: Reference, asser
     ("stopped", "says"),
     [
         (1, "error: Rank 1 has sent no heartbeat for 3 s"),
-        (0, "error: The store of all ranks has not answered for 3 s: rank 0, or"),  # its process hosts the store
+        # its process hosts the store
+        (0, "error: The store of all ranks has not answered for 3 s: rank 0, or"),
     ],
 )
 def test_a_stopped_rank_is_reported_by_its_neighbour(
     stopped: int, says: str, reference: Reference, tmp_path: Path
 ) -> None:
-    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=be_impatient)) as job:
+    with ended(
+        Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=be_impatient)
+    ) as job:
         wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists())
         job.kill(stopped, signal.SIGSTOP)
         job.processes[1 - stopped].join(600)
@@ -384,17 +467,28 @@ def test_a_stopped_rank_is_reported_by_its_neighbour(
     assert says in job.output()
 
 
-def test_missing_heartbeats_count_only_while_a_rank_is_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("POLL_SECONDS", 0.01), ("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
+def test_missing_heartbeats_count_only_while_a_rank_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (
+        ("POLL_SECONDS", 0.01),
+        ("_PULSE_SECONDS", 0.02),
+        ("_SILENT_SECONDS", 0.2),
+    ):
         monkeypatch.setattr(presence, name, seconds)
     alone: list[int] = []
-    monkeypatch.setattr(presence.Presence, "_exit_for_silence", lambda self: alone.append(self.ranks.rank))
+    monkeypatch.setattr(
+        presence.Presence, "_exit_for_silence", lambda self: alone.append(self.ranks.rank)
+    )
 
     def both() -> list[watchdog.Watchdog]:
         store = torch.distributed.HashStore()
         ranks = [Ranks(rank, rank, 2, 2, torch.device("cpu")) for rank in range(2)]
         signs = [presence.Presence(store, rank, hang_minutes=0.01) for rank in ranks]
-        return [watchdog.Watchdog(Heartbeat(), sign, hang_minutes=0, output_dir=tmp_path) for sign in signs]
+        return [
+            watchdog.Watchdog(Heartbeat(), sign, hang_minutes=0, output_dir=tmp_path)
+            for sign in signs
+        ]
 
     first, second = both()
     second.presence._announce()

@@ -1,4 +1,6 @@
-"""Faults at any moment, kill -9 in any phase of a save: the run resumes, and its results are the same."""
+"""Faults at any moment, kill -9 in any phase of a save: the run resumes, and its results are the
+same.
+"""
 
 import contextlib
 import ctypes
@@ -71,7 +73,9 @@ def links() -> list[socket.socket]:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             link = socket.socket(fileno=os.dup(descriptor))
-            if link.family != socket.AF_UNIX and not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if link.family != socket.AF_UNIX and not link.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 found.append(link)
     return found
 
@@ -85,11 +89,16 @@ def drop_links() -> None:
 
 
 def stall_links() -> None:
-    """Lose every packet from the other ranks for 3 s: longer than a step takes, for less than one may be silent."""
-    lose = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a filter of the kernel: return 0
+    """Lose every packet from the other ranks for 3 s: longer than a step takes, for less than one
+    may be silent.
+    """
+    # a filter of the kernel: return 0
+    lose = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
     stalled = links()
     for link in stalled:
-        link.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(lose)))
+        link.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(lose))
+        )
 
     def carry_on() -> None:
         for link in stalled:
@@ -102,28 +111,39 @@ def stall_links() -> None:
 
 
 class Disturbance(NamedTuple):
-    """What is put into the ranks before a start, for (a step, a rank, the run's folder), or done to one meanwhile."""
+    """What is put into the ranks before a start, for (a step, a rank, the run's folder), or done to
+    one meanwhile.
+    """
 
     fault: Callable[[int, int, Path], Fault] | None = None
     action: Callable[[Job, int], None] | None = None
     statuses: frozenset[int] = frozenset()  # besides 0
 
 
-# Of a rank that was stopped or has lost the others. One that still waits for them after a minute is told to end.
+# Of a rank that was stopped or has lost the others. One that still waits for them after a minute is
+# told to end.
 LOST = frozenset({1, 75, -signal.SIGKILL, -signal.SIGTERM})
 DISTURBANCES = {
     "kill": Disturbance(action=Job.kill, statuses=LOST),
     "stop": Disturbance(action=partial(Job.kill, number=signal.SIGTERM), statuses=LOST),
     "stalled link": Disturbance(lambda step, rank, out: partial(at_step, step, stall_links, rank)),
     "full disk": Disturbance(lambda step, rank, out: partial(fill_disk, out / "checkpoints", 1)),
-    "failing reads": Disturbance(lambda step, rank, out: partial(fail_reads, 0), statuses=frozenset({75})),
-    "dropped link": Disturbance(lambda step, rank, out: partial(at_step, step, drop_links, rank), statuses=LOST),
+    "failing reads": Disturbance(
+        lambda step, rank, out: partial(fail_reads, 0), statuses=frozenset({75})
+    ),
+    "dropped link": Disturbance(
+        lambda step, rank, out: partial(at_step, step, drop_links, rank), statuses=LOST
+    ),
 }
 
 
 @pytest.mark.slow
-def test_a_run_with_random_faults_gives_the_same_bytes(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
-    """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many runs as it takes."""
+def test_a_run_with_random_faults_gives_the_same_bytes(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many
+    runs as it takes.
+    """
     seed = int(os.environ.get("CHAOS_SEED", time.time()))
     minutes = float(os.environ.get("CHAOS_MINUTES", 0))
     print(f"CHAOS_SEED={seed}")
@@ -162,7 +182,10 @@ def test_a_run_with_random_faults_gives_the_same_bytes(reference: Reference, ass
             num_runs += 1
     run(options, tmp_path / "logs")
     assert_same(out)
-    print(f"{num_runs + 1} runs, {counts.total()} starts ended as the undisturbed one; faults: {dict(injected)}")
+    print(
+        f"{num_runs + 1} runs, {counts.total()} starts ended as the undisturbed one; faults: "
+        f"{dict(injected)}"
+    )
     assert not minutes or all(injected.values())
 
 
@@ -178,7 +201,9 @@ def die_at(call: str, count: int) -> None:
 
     def counted(*args: object, **kwargs: object) -> object:
         nonlocal seen
-        where = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+        where = (
+            os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+        )
         if "/checkpoints" in where:
             seen += 1
             if seen == count:
@@ -188,8 +213,8 @@ def die_at(call: str, count: int) -> None:
     setattr(os, call, counted)
 
 
-# Of the second checkpoint (5 calls of fsync each: tensors, state, manifest, folder, parent), before and after its
-# rename; then of the fourth, whose publication makes the oldest go.
+# Of the second checkpoint (5 calls of fsync each: tensors, state, manifest, folder, parent), before
+# and after its rename; then of the fourth, whose publication makes the oldest go.
 PHASES = {
     "few": [("fsync", 6), ("fsync", 8), ("rename", 2), ("rename", 5)],
     "more": [("fsync", 7), ("fsync", 9), ("fsync", 10)],
@@ -202,7 +227,13 @@ def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_total_limit=2, save_every=1)
     for number, phase in enumerate(PHASES[phases]):
-        run(options, tmp_path / f"logs{number}", [-signal.SIGKILL, ANY], fault=die_at, arguments=phase)
+        run(
+            options,
+            tmp_path / f"logs{number}",
+            [-signal.SIGKILL, ANY],
+            fault=die_at,
+            arguments=phase,
+        )
         folders = checkpoint.published(tmp_path / "out" / "checkpoints")
         assert folders
         for folder in folders.values():
@@ -210,21 +241,36 @@ def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
     run(options, tmp_path / "logs")
     assert_same(tmp_path / "out")
     # What is left: the newest two, and the best by held-out loss.
-    losses = {record["step"]: record["eval_loss"] for record in numbers(tmp_path / "out") if "eval_loss" in record}
+    losses = {
+        record["step"]: record["eval_loss"]
+        for record in numbers(tmp_path / "out")
+        if "eval_loss" in record
+    }
     best = min(set(losses) - {0}, key=losses.__getitem__)
     left = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
     assert left == {f"step_{step:06d}" for step in (best, 9, 10)}
 
 
 KINDS: dict[str, dict[str, object]] = {
-    **{train_type: {"train_type": train_type} for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")},
+    **{
+        train_type: {"train_type": train_type}
+        for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")
+    },
     "full, in the background": {"train_type": "full"},
 }
 
 
 @pytest.mark.parametrize("kind", all_slow_but("full", KINDS, nightly=["bnb_llama_pro", "hqq_dora"]))
-def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: Reference, tmp_path: Path) -> None:
-    options = {**reference.options, "max_steps": 10, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
+def test_every_kind_of_training_resumes_to_the_same_bytes(
+    kind: str, reference: Reference, tmp_path: Path
+) -> None:
+    options = {
+        **reference.options,
+        "max_steps": 10,
+        "eval_fraction": 0,
+        "eval_steps": 0,
+        **KINDS[kind],
+    }
     train_type = TRAIN_TYPES[str(options.get("train_type", "qlora"))]
     if not train_type.adapter:
         options = {name: value for name, value in options.items() if not name.startswith("lora")}
@@ -234,7 +280,9 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: 
     whole = tmp_path / "whole"
     out = tmp_path / "out"
     is_slow = "background" in kind
-    output = run({**options, "output_dir": whole}, tmp_path / "logs", fault=write_slowly if is_slow else None)
+    output = run(
+        {**options, "output_dir": whole}, tmp_path / "logs", fault=write_slowly if is_slow else None
+    )
     # Training goes on while a checkpoint is written.
     assert (output.index("Checkpoint of step 3") > output.index("step  4/")) == is_slow
     fault = partial(together, write_slowly if is_slow else together, partial(at_step, 8, KILLED, 1))
@@ -242,7 +290,13 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: 
     newest = list(checkpoint.published(out / "checkpoints").values())[-1]
     # Each rank writes its rows of a whole model; an adapter is small enough for rank 0.
     assert len(list(newest.glob("*.safetensors"))) == (1 if train_type.adapter else RANKS)
-    found = re.search(r"Resuming at step (\d)", run({**options, "output_dir": out}, tmp_path / "logs1"))
+    found = re.search(
+        r"Resuming at step "
+        r"(\d)",
+        run({**options, "output_dir": out}, tmp_path / "logs1"),
+    )
     assert found and int(found[1]) in ((3, 6) if is_slow else (6,))
     name = "adapter_model.safetensors" if train_type.adapter else "model.safetensors"
-    assert (out / name).read_bytes() == (whole / name).read_bytes() and numbers(out) == numbers(whole)
+    assert (out / name).read_bytes() == (whole / name).read_bytes() and numbers(out) == numbers(
+        whole
+    )

@@ -14,7 +14,9 @@ LAST = 350
 
 
 def private_kib() -> int:
-    """Memory of this process that is in use: what the allocator keeps for later is given back first."""
+    """Memory of this process that is in use: what the allocator keeps for later is given back
+    first.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as status:
@@ -41,10 +43,17 @@ def train_and_measure(argv: list[str], folder: Path) -> int:
 
 def test_300_steps_leak_less_than_a_mebibyte(tmp_path: Path, models: Callable[..., Path]) -> None:
     argv = flags(
-        model_name=models(num_hidden_layers=1), dataset=write_rows(tmp_path / "rows.jsonl", make_rows(100)),
-        output_dir=tmp_path / "out", quant_cache="off", log_to="tqdm", max_steps=LAST, num_epochs=100, batch_size=2,
-        lora_target_modules="q_proj", lora_rank=2,
-    )  # fmt: skip
+        model_name=models(num_hidden_layers=1),
+        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(100)),
+        output_dir=tmp_path / "out",
+        quant_cache="off",
+        log_to="tqdm",
+        max_steps=LAST,
+        num_epochs=100,
+        batch_size=2,
+        lora_target_modules="q_proj",
+        lora_rank=2,
+    )
     statuses, output = on_ranks(2, train_and_measure, (argv, tmp_path), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
     grown = [int(path.read_text()) for path in tmp_path.glob("*.grown")]

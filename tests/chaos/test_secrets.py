@@ -1,4 +1,6 @@
-"""Secrets in the environment, in options, configuration files and paths: in nothing that a run leaves or says."""
+"""Secrets in the environment, in options, configuration files and paths: in nothing that a run
+leaves or says.
+"""
 
 import json
 import os
@@ -13,12 +15,18 @@ IN_ENVIRONMENT = "canary-of-the-environment"
 IN_URL = "canary-of-a-url"
 LOGIN = f"https://someone:{IN_URL}@example.invalid/rows"
 # If it were ever rendered, the run would not end.
-HOSTILE_TEMPLATE = "{% for i in range(10**9) %}{% for j in range(10**9) %}{{ i }}{% endfor %}{% endfor %}"
+HOSTILE_TEMPLATE = (
+    "{% for i in range(10**9) %}{% for j in range(10**9) %}{{ i }}{% endfor %}{% endfor %}"
+)
 
 
 def train_with_secrets(folder: Path, argv: list[str], bug: bool) -> int:
     """train.py's main with secrets around it, and with `bug` an exception that carries them."""
-    os.environ |= {"HF_TOKEN": IN_ENVIRONMENT, "FSDP_QLORA_CACHE": str(folder / "cache"), "WANDB_MODE": "offline"}
+    os.environ |= {
+        "HF_TOKEN": IN_ENVIRONMENT,
+        "FSDP_QLORA_CACHE": str(folder / "cache"),
+        "WANDB_MODE": "offline",
+    }
     import sys
 
     import train
@@ -49,13 +57,21 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
     write_rows(data / "rows.jsonl", rows)
     (tmp_path / "given" / "run.yaml").write_text(f"group: {LOGIN}\nmodel_name: {model}\n")
     left = tmp_path / "left"
-    argv = flags(config=tmp_path / "given" / "run.yaml", dataset=data / "rows.jsonl", name=f"run-{IN_ENVIRONMENT}")
-    argv += flags(output_dir=left / "output", log_to=f"stdout,wandb,project={IN_ENVIRONMENT}", max_steps=1)
+    argv = flags(
+        config=tmp_path / "given" / "run.yaml",
+        dataset=data / "rows.jsonl",
+        name=f"run-{IN_ENVIRONMENT}",
+    )
+    argv += flags(
+        output_dir=left / "output", log_to=f"stdout,wandb,project={IN_ENVIRONMENT}", max_steps=1
+    )
     statuses, output = on_ranks(2, train_with_secrets, (left, argv, False), left / "logs")
     assert statuses == [0, 0], output
     assert leaks(left) == []
     assert len(list(left.rglob("*.wandb"))) == 1  # it was among the files
-    assert HIDDEN in output and f"name=run-{HIDDEN}" in (left / "output" / "config.yaml").read_text()
+    assert (
+        HIDDEN in output and f"name=run-{HIDDEN}" in (left / "output" / "config.yaml").read_text()
+    )
     [rejected] = map(json.loads, (left / "output" / "rejected.jsonl").read_text().splitlines())
     assert rejected["row"].endswith("rows.jsonl:201") and rejected["reason"] == "empty output"
     # The adapter is for others: it names its base without the path to it on this machine.
@@ -66,29 +82,49 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["error", "bug"])
 def test_a_failing_run_prints_no_secret(case: str, tmp_path: Path) -> None:
     dataset = LOGIN if case == "error" else write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    argv = flags(dataset=dataset, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output")
-    statuses, output = on_ranks(2, train_with_secrets, (tmp_path, argv, case == "bug"), tmp_path / "logs")
+    argv = flags(
+        dataset=dataset, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output"
+    )
+    statuses, output = on_ranks(
+        2, train_with_secrets, (tmp_path, argv, case == "bug"), tmp_path / "logs"
+    )
     assert statuses == ([1, 1] if case == "bug" else [2, 2]), output
     assert f"https://{HIDDEN}@example.invalid" in output
     assert leaks(tmp_path / "logs") == []
 
 
-def test_known_secret_formats_are_hidden_and_common_words_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_secret_formats_are_hidden_and_common_words_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     token = "hf_" + "aB3" * 10
     assert (
-        redact(f"token {token}, https://me:pw@host:8080/x?y=1") == f"token {HIDDEN}, https://{HIDDEN}@host:8080/x?y=1"
+        redact(f"token {token}, https://me:pw@host:8080/x?y=1") == f"token {HIDDEN}, "
+        f"https://{HIDDEN}@host:8080/x?y=1"
     )
     values = {"a": [f"-{token}-", 1, None], "b": ("x", {"c": token})}
     assert redact_values(values) == {"a": [f"-{HIDDEN}-", 1, None], "b": ("x", {"c": HIDDEN})}
-    common = ("tokenizer.json", "hf_hub", "a@b.c", "https://huggingface.co/owner/name@main", "git@host:owner/name")
-    for text in (*common, "tokens=5, tokenizer=x, bypass=1, sorted(rows, key=len)", "s3,provider=AWS,region=eu:bucket"):
+    common = (
+        "tokenizer.json",
+        "hf_hub",
+        "a@b.c",
+        "https://huggingface.co/owner/name@main",
+        "git@host:owner/name",
+    )
+    for text in (
+        *common,
+        "tokens=5, tokenizer=x, bypass=1, sorted(rows, key=len)",
+        "s3,provider=AWS,region=eu:bucket",
+    ):
         assert redact(text) == text
 
 
 @pytest.mark.parametrize(
     ("text", "hidden"),
     [
-        ("rclone::s3,secret_access_key=a/b+c=,region=eu:bucket", "rclone::s3,secret_access_key=S,region=eu:bucket"),
+        (
+            "rclone::s3,secret_access_key=a/b+c=,region=eu:bucket",
+            "rclone::s3,secret_access_key=S,region=eu:bucket",
+        ),
         (":sftp,host=h,pass=abc:folder", ":sftp,host=h,pass=S:folder"),
         (":b2,account=a,key=abc:folder", ":b2,account=a,key=S:folder"),
         (""":drive,token='{"access_token":"a","expiry":"b:c"}':folder""", ":drive,token=S:folder"),
@@ -97,7 +133,10 @@ def test_known_secret_formats_are_hidden_and_common_words_are_not(monkeypatch: p
             "https://x/a?X-Amz-Security-Token=a%2F&X-Amz-Signature=b",
             "https://x/a?X-Amz-Security-Token=S&X-Amz-Signature=S",
         ),
-        ("https://x/a?api_key=abc https://x/b?AWSAccessKeyId=b", "https://x/a?api_key=S https://x/b?AWSAccessKeyId=S"),
+        (
+            "https://x/a?api_key=abc https://x/b?AWSAccessKeyId=b",
+            "https://x/a?api_key=S https://x/b?AWSAccessKeyId=S",
+        ),
     ],
 )
 def test_secrets_in_rclone_remotes_and_url_queries_are_hidden(text: str, hidden: str) -> None:

@@ -1,4 +1,6 @@
-"""Signals and budgets: all ranks stop after the same step, say so, and resume from it as if nothing had been."""
+"""Signals and budgets: all ranks stop after the same step, say so, and resume from it as if nothing
+had been.
+"""
 
 import gc
 import multiprocessing
@@ -40,7 +42,8 @@ from tests.tiny import ROOT
     ("rank", "number", "state", "code", "more"),
     [
         (1, signal.SIGTERM, "preempted", 75, write_slowly),
-        (0, signal.SIGHUP, "preempted", 75, partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)),  # not under nohup
+        # not under nohup
+        (0, signal.SIGHUP, "preempted", 75, partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)),
         (0, signal.SIGINT, "interrupted", 130, together),
     ],
 )
@@ -55,12 +58,22 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     tmp_path: Path,
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_every=4)
-    signalled = partial(together, more, partial(at_step, 4, partial(signal.raise_signal, number), rank))
+    signalled = partial(
+        together, more, partial(at_step, 4, partial(signal.raise_signal, number), rank)
+    )
     job = finish(options, tmp_path / "logs0", [code, code], fault=signalled)
     found = status(tmp_path / "out")
-    assert (found["state"], found["exit_code"], found["step"], found["saved_step"]) == (state, code, 5, 5)
+    assert (found["state"], found["exit_code"], found["step"], found["saved_step"]) == (
+        state,
+        code,
+        5,
+        5,
+    )
     assert list(checkpoint.published(tmp_path / "out" / "checkpoints")) == [4, 5]
-    said = [f"Stopped after step 5 ({number.name}): the checkpoint of step 5" in log.read_text() for log in job.logs]
+    said = [
+        f"Stopped after step 5 ({number.name}): the checkpoint of step 5" in log.read_text()
+        for log in job.logs
+    ]
     assert said == [True, False]  # once on a machine
     assert "Resuming at step 5 from" in run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
@@ -92,7 +105,9 @@ with stops.Signals(ends_process=True).handled():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_start_that_waits_in_cpp_code(number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _WAITS_IN_C], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WAITS_IN_C], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "waits\n"
         process.send_signal(number)
@@ -103,7 +118,9 @@ def test_a_signal_ends_a_start_that_waits_in_cpp_code(number: signal.Signals, co
 
 
 def lose_output() -> None:
-    """Let nobody read what rank 0 prints from the fourth step on, and close the terminal that nohup has left."""
+    """Let nobody read what rank 0 prints from the fourth step on, and close the terminal that nohup
+    has left.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def close() -> None:
@@ -123,7 +140,8 @@ def test_a_forked_child_process_can_be_terminated() -> None:
         signals.is_starting = False
         context = multiprocessing.get_context("fork")
         began = context.Event()
-        gc.collect()  # the child is not to finalize what earlier tests left, whose threads it does not have
+        # the child is not to finalize what earlier tests left, whose threads it does not have
+        gc.collect()
         child = context.Process(target=lambda: (began.set(), time.sleep(600)))
         child.start()
         try:
@@ -135,7 +153,9 @@ def test_a_forked_child_process_can_be_terminated() -> None:
             child.kill()
 
 
-def test_a_run_continues_when_its_output_is_closed(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+def test_a_run_continues_when_its_output_is_closed(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
     run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=lose_output)
     assert_same(tmp_path / "out")
     assert status(tmp_path / "out")["output"] == "lost: Broken pipe"
@@ -188,7 +208,9 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
     options = reference.same_but(tmp_path / "out")
     stopped = partial(at_step, 4, partial(signal.raise_signal, signal.SIGTERM), during="evaluate")
     run(options, tmp_path / "logs0", [75, 75], fault=stopped)
-    assert [record for record in numbers(tmp_path / "out") if record["step"] == 4][-1].get("eval_loss") is None
+    assert [record for record in numbers(tmp_path / "out") if record["step"] == 4][-1].get(
+        "eval_loss"
+    ) is None
     run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
 

@@ -1,4 +1,6 @@
-"""Under the real torchrun, and under train.py's own launcher: restarts, orphans, signals to the agent."""
+"""Under the real torchrun, and under train.py's own launcher: restarts, orphans, signals to the
+agent.
+"""
 
 import os
 import signal
@@ -13,7 +15,17 @@ import pytest
 
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import HANG_SECONDS, Job, Same, ended, is_gone, run, status, steps_done, wait_for
+from tests.chaos.harness import (
+    HANG_SECONDS,
+    Job,
+    Same,
+    ended,
+    is_gone,
+    run,
+    status,
+    steps_done,
+    wait_for,
+)
 from tests.tiny import ROOT, flags
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -37,7 +49,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def begin(command: list[str]) -> subprocess.Popen[bytes]:
         with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path
+            )
         started.append(process)
         return process
 
@@ -56,10 +70,14 @@ def log(tmp_path: Path) -> str:
 
 def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     started = psutil.Process(process.pid).children()
-    return [child for child in started if {"fsdp_qlora", str(ROOT / "train.py")} & set(child.cmdline())]
+    return [
+        child for child in started if {"fsdp_qlora", str(ROOT / "train.py")} & set(child.cmdline())
+    ]
 
 
-def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def wait_for_step(
+    output_dir: Path, step: int, process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     def reached() -> bool:
         assert process.poll() is None, log(tmp_path)
         return steps_done(output_dir) >= step
@@ -93,7 +111,8 @@ def test_workers_end_when_torchrun_is_killed(
     for worker in orphans:
         worker.suspend()  # still there, as far as a second launch can tell
     with ended(Job(options, tmp_path / "logs0")) as job:
-        job.processes[0].join(HANG_SECONDS)  # the other rank waits for it, until torchrun would end it
+        # the other rank waits for it, until torchrun would end it
+        job.processes[0].join(HANG_SECONDS)
         assert job.processes[0].exitcode == 2, job.output()
     assert f"out is in use by another run (process {orphans[0].pid} on " in job.output()
     process.kill()
@@ -101,7 +120,9 @@ def test_workers_end_when_torchrun_is_killed(
     for worker in orphans:
         worker.resume()
     wait_for(lambda: all(is_gone(orphan.pid) for orphan in orphans))
-    assert f"Resuming at step {status(tmp_path / 'out')['saved_step']} from" in run(options, tmp_path / "logs1")
+    assert (f"Resuming at step {status(tmp_path / 'out')['saved_step']} from") in run(
+        options, tmp_path / "logs1"
+    )
     assert_same(tmp_path / "out")
 
 
@@ -146,7 +167,9 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTSTP, marks=pytest.mark.nightly), signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTSTP, marks=pytest.mark.nightly), signal.SIGSTOP]
+)
 def test_a_paused_launcher_does_not_end_the_run(
     number: signal.Signals, reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
@@ -166,13 +189,20 @@ def test_a_paused_launcher_does_not_end_the_run(
 def test_a_closed_terminal_stops_torchrun_with_a_checkpoint_unless_told(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
-    argv = ["-m", "fsdp_qlora", "train", *flags(**reference.same_but(tmp_path / "out", save_every="none"))]
+    argv = [
+        "-m",
+        "fsdp_qlora",
+        "train",
+        *flags(**reference.same_but(tmp_path / "out", save_every="none")),
+    ]
     process = start(["nohup", *TORCHRUN, *argv])
     wait_for_step(tmp_path / "out", 3, process, tmp_path)
     process.send_signal(signal.SIGHUP)
     assert process.wait(HANG_SECONDS) != 0
     about = status(tmp_path / "out")
-    assert about["state"] == "preempted" and 3 <= about["saved_step"] == about["step"] < 20, log(tmp_path)
+    assert about["state"] == "preempted" and 3 <= about["saved_step"] == about["step"] < 20, log(
+        tmp_path
+    )
     process = start(["nohup", *TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT", *argv])
     wait_for_step(tmp_path / "out", about["step"] + 1, process, tmp_path)
     process.send_signal(signal.SIGHUP)
@@ -192,13 +222,15 @@ def test_bad_input_is_shown_ends_all_and_is_not_restarted(
     assert not (tmp_path / "out").exists()
 
 
-# Stands for train.py: what each start does is a line of PLAN, the state it leaves and its exit status.
+# Stands for train.py: what each start does is a line of PLAN, the state it leaves and its exit
+# status.
 FAKE = """
 line=$(sed -n "1p" PLAN); sed -i 1d PLAN; echo start >> STARTS
 set -- $line
 n=$(wc -l < STARTS)
 [ "$1" != note ] || { echo "[$2, \\"bad input\\"]" > "$FSDP_QLORA_NOTE_FILE"; exit $3; }
-[ "$1" = - ] || printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 $n > out/status.json
+[ "$1" = - ] ||
+    printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 $n > out/status.json
 exit $3
 """
 
@@ -213,12 +245,16 @@ exit $3
         (["- - 1", "- - 1", "- - 1"], 1),
     ],
 )
-def test_run_forever_restarts_runs_that_can_still_finish(plan: list[str], code: int, tmp_path: Path) -> None:
+def test_run_forever_restarts_runs_that_can_still_finish(
+    plan: list[str], code: int, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "PLAN").write_text("\n".join([*plan, "finished 0 99"]) + "\n")
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
-    result = subprocess.run(command, cwd=tmp_path, env={**os.environ, "RUN_FOREVER_PAUSE": "0"}, capture_output=True)
+    result = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "RUN_FOREVER_PAUSE": "0"}, capture_output=True
+    )
     assert result.returncode == code, result.stderr
     assert (tmp_path / "STARTS").read_text().count("start") == len(plan)
 
@@ -227,8 +263,11 @@ def test_run_forever_waits_while_another_machine_has_the_folder(tmp_path: Path) 
     (tmp_path / "PLAN").write_text("- - 1\n" * 4 + "- - 0\n")
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
-    environment = {**os.environ, "RUN_FOREVER_PAUSE": "0", "RUN_FOREVER_EARLY": "0"}  # each start has been long enough
-    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 0
+    # each start has been long enough
+    environment = {**os.environ, "RUN_FOREVER_PAUSE": "0", "RUN_FOREVER_EARLY": "0"}
+    assert (
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 0
+    )
 
 
 def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
@@ -236,7 +275,9 @@ def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path: Path) -> Non
     (tmp_path / "PLAN").write_text("preempted 75 1\nbad_input 2 1\nfinished 0 0\n- - 1\nnote 2 1\n")
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "--once", "out", "bash", "fake.sh"]
-    assert [subprocess.run(command, cwd=tmp_path, capture_output=True).returncode for _ in range(5)] == [75, 2, 0, 1, 2]
+    assert [
+        subprocess.run(command, cwd=tmp_path, capture_output=True).returncode for _ in range(5)
+    ] == [75, 2, 0, 1, 2]
 
 
 def test_run_forever_can_be_stopped_in_its_pause(tmp_path: Path) -> None:
@@ -244,7 +285,9 @@ def test_run_forever_can_be_stopped_in_its_pause(tmp_path: Path) -> None:
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
     environment = {**os.environ, "RUN_FOREVER_PAUSE": "3600"}
-    script = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    script = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
     assert script.stderr is not None and "started again in 3600 s" in script.stderr.readline()
     script.terminate()
     assert script.wait(HANG_SECONDS) == 1

@@ -1,4 +1,6 @@
-"""wandb against a stand-in server: numbers arrive once, also in resumed runs, and no trouble stalls a run."""
+"""wandb against a stand-in server: numbers arrive once, also in resumed runs, and no trouble stalls
+a run.
+"""
 
 import json
 import os
@@ -56,7 +58,13 @@ def open_log(output_dir: Path) -> MetricLog:
                 "lr": 2e-4,
                 "output_dir": Path("some/where"),
                 "lora_target_modules": ("q_proj", "v_proj"),
-                "log_to": ("wandb", "project=a_project", "name=a_name", "group=a_group", "entity=an_entity"),
+                "log_to": (
+                    "wandb",
+                    "project=a_project",
+                    "name=a_name",
+                    "group=a_group",
+                    "entity=an_entity",
+                ),
             },
             run_id="ab12cd34",
         ),
@@ -67,13 +75,25 @@ def open_log(output_dir: Path) -> MetricLog:
 def log_steps(log: MetricLog, steps: range, eval_steps: tuple[int, ...] = ()) -> None:
     for step in steps:
         memory = {"allocated": [1.0, 2.5]}
-        log.step({"step": step, "epoch": step / 8, "loss": 2 / step, "num_target_tokens": 7, "memory_gib": memory})
+        log.step(
+            {
+                "step": step,
+                "epoch": step / 8,
+                "loss": 2 / step,
+                "num_target_tokens": 7,
+                "memory_gib": memory,
+            }
+        )
         if step in eval_steps:
-            log.evaluation({"step": step, "epoch": step / 8, "eval_loss": 3 / step, "num_target_tokens": 50})
+            log.evaluation(
+                {"step": step, "epoch": step / 8, "eval_loss": 3 / step, "num_target_tokens": 50}
+            )
 
 
 def assert_complete(run: Run, output_dir: Path) -> None:
-    """Every number of metrics.jsonl is in the server's history once, in the row of its step, and nothing else."""
+    """Every number of metrics.jsonl is in the server's history once, in the row of its step, and
+    nothing else.
+    """
     expected: dict[int, dict[str, float]] = {}
     for line in (output_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -89,7 +109,9 @@ def assert_complete(run: Run, output_dir: Path) -> None:
 def sync(line: str) -> None:
     """Run the command that ends a line for people."""
     command = shlex.split(line[line.index("wandb sync ") :])
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -101,22 +123,31 @@ def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(
         log_steps(log, range(1, 7), eval_steps=(3, 6))
         log.summary({"final_loss": 0.25})
     assert_complete(server.run, tmp_path)
-    assert list(server.runs) == ["ab12cd34"] and lines[0] == f"wandb: {server.url}/an_entity/a_project/runs/ab12cd34"
+    assert list(server.runs) == ["ab12cd34"] and lines[0] == (
+        f"wandb: {server.url}/an_entity/a_project/runs/ab12cd34"
+    )
     assert server.run.summary["final_loss"] == 0.25 and server.run.exit_code == 0
     expected = {"lr": 2e-4, "output_dir": "some/where", "lora_target_modules": ["q_proj", "v_proj"]}
     assert {name: server.run.config[name]["value"] for name in expected} == expected
     assert server.run.names == ["an_entity", "a_project", "a_group", "a_name"]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()
+    ]
 
 
-# The checkpoint to resume from is of step 4, and was saved before its evaluation where that has to be done again.
+# The checkpoint to resume from is of step 4, and was saved before its evaluation where that has to
+# be done again.
 @pytest.mark.parametrize(
     ("num_lost", "eval_steps", "is_evaluated"),
     [(0, (2, 4), True), (3, (2, 4), False)],
     ids=["server-is-ahead", "evaluation-comes-again"],
 )
 def test_a_resumed_run_sends_wandb_only_what_it_lacks(
-    num_lost: int, eval_steps: tuple[int, ...], is_evaluated: bool, server: WandbServer, tmp_path: Path
+    num_lost: int,
+    eval_steps: tuple[int, ...],
+    is_evaluated: bool,
+    server: WandbServer,
+    tmp_path: Path,
 ) -> None:
     with open_log(tmp_path) as log:
         log_steps(log, range(1, 7), eval_steps)
@@ -141,7 +172,11 @@ def ends(work: Callable[[], None]) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("status", [0, None], ids=["is-silent", "is-gone-at-the-end"])
 def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
-    status: int | None, server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    status: int | None,
+    server: WandbServer,
+    tmp_path: Path,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(WandbSink, "finish_seconds", 2.0)
     log = open_log(tmp_path)
@@ -171,7 +206,12 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
     ],
 )
 def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
-    why: str, says: str, server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    why: str,
+    says: str,
+    server: WandbServer,
+    tmp_path: Path,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         if why == "no key":
@@ -192,7 +232,9 @@ def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
     assert_complete(server.run, tmp_path)
 
 
-def test_a_run_left_by_an_exception_is_marked_as_failed(server: WandbServer, tmp_path: Path) -> None:
+def test_a_run_left_by_an_exception_is_marked_as_failed(
+    server: WandbServer, tmp_path: Path
+) -> None:
     with pytest.raises(KeyError), open_log(tmp_path):
         raise KeyError("a bug in training")
     assert server.run.exit_code == 1
@@ -204,7 +246,9 @@ def test_wandb_errors_do_not_show_a_urls_password() -> None:
 
 
 @pytest.mark.nightly
-def test_a_silent_wandb_server_delays_neither_start_nor_end(server: WandbServer, tmp_path: Path) -> None:
+def test_a_silent_wandb_server_delays_neither_start_nor_end(
+    server: WandbServer, tmp_path: Path
+) -> None:
     program = f"""
 import logging, sys
 from pathlib import Path
@@ -226,7 +270,11 @@ with open_log(Path({str(tmp_path)!r})) as log:
 
 @pytest.mark.parametrize("trouble", ["an error", "a hang"])
 def test_wandb_errors_are_reported_once_and_delay_no_step(
-    trouble: str, server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    trouble: str,
+    server: WandbServer,
+    tmp_path: Path,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import wandb
 
@@ -268,7 +316,9 @@ def test_wandb_has_every_step_once_after_a_kill_and_an_outage(
     names = ("WANDB_BASE_URL", "WANDB_API_KEY", "HOME", "NETRC")
     how = {"fault": use_wandb, "arguments": ({name: os.environ[name] for name in names},)}
     output_dir = tmp_path / "out"
-    options = reference.same_but(output_dir, log_to="wandb,project=a_project,entity=an_entity,name=a")
+    options = reference.same_but(
+        output_dir, log_to="wandb,project=a_project,entity=an_entity,name=a"
+    )
     with ended(Job(options, tmp_path / "logs0", **how)) as job:
         wait_for(lambda: steps_done(output_dir) >= 4)
         job.kill(0)

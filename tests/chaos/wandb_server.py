@@ -9,13 +9,23 @@ from typing import Any
 PROJECT = {"id": "p", "name": "a_project", "entity": {"id": "e", "name": "an_entity"}}
 
 VIEWER: dict[str, Any] | None = {
-    "id": "u", "entity": "an_entity", "name": "u", "username": "u", "email": "", "admin": False, "flags": "{}",
-    "deletedAt": None, "apiKeys": {"edges": []}, "teams": {"edges": []},
-}  # fmt: skip
+    "id": "u",
+    "entity": "an_entity",
+    "name": "u",
+    "username": "u",
+    "email": "",
+    "admin": False,
+    "flags": "{}",
+    "deletedAt": None,
+    "apiKeys": {"edges": []},
+    "teams": {"edges": []},
+}
 
 
 class Run:
-    """What the server knows of one run: the lines of its streamed files, its config and how it ended."""
+    """What the server knows of one run: the lines of its streamed files, its config and how it
+    ended.
+    """
 
     def __init__(self) -> None:
         self.lines: dict[str, list[str]] = {}
@@ -34,7 +44,9 @@ class Run:
         return json.loads(self.lines.get("wandb-summary.json", ["{}"])[-1])
 
     def take(self, request: dict[str, Any]) -> None:
-        """Write lines from an offset on, as the server does: a retry writes the same lines to the same place."""
+        """Write lines from an offset on, as the server does: a retry writes the same lines to the
+        same place.
+        """
         for name, piece in request.get("files", {}).items():
             lines = self.lines.setdefault(name, [])
             offset = piece["offset"]
@@ -54,7 +66,8 @@ class Run:
 class WandbServer:
     """Answers wandb on a port of its own.
 
-    With another `status` than 200 that is every answer, and nothing is taken; with 0 there is none until it changes.
+    With another `status` than 200 that is every answer, and nothing is taken; with 0 there is none
+    until it changes.
     """
 
     def __init__(self) -> None:
@@ -135,10 +148,23 @@ class WandbServer:
             case "UpsertBucket":
                 return {"data": {"upsertBucket": self._upsert(values)}}
             case "RunResumeStatus":
-                return {"data": {"model": {**PROJECT, "bucket": self._resume_status(values["name"])}}}
+                return {
+                    "data": {"model": {**PROJECT, "bucket": self._resume_status(values["name"])}}
+                }
             case "CreateRunFiles":
-                files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in values["files"]]
-                return {"data": {"createRunFiles": {"runID": values["run"], "uploadHeaders": [], "files": files}}}
+                files = [
+                    {"name": name, "uploadUrl": f"{self.url}/upload/{name}"}
+                    for name in values["files"]
+                ]
+                return {
+                    "data": {
+                        "createRunFiles": {
+                            "runID": values["run"],
+                            "uploadHeaders": [],
+                            "files": files,
+                        }
+                    }
+                }
             case "Viewer":
                 return {"data": {"viewer": VIEWER}}
         return {"data": {}}  # questions about features: there are none
@@ -148,7 +174,9 @@ class WandbServer:
         run = self.runs.setdefault(values["name"], Run())
         if values.get("displayName"):  # not given where a running run updates its config
             run.num_starts += 1
-            run.names = [values.get(name) for name in ("entity", "project", "groupName", "displayName")]
+            run.names = [
+                values.get(name) for name in ("entity", "project", "groupName", "displayName")
+            ]
         if values.get("config"):
             run.config = json.loads(values["config"])
         bucket = {**self._about(values["name"]), "project": PROJECT}

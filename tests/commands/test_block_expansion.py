@@ -1,4 +1,6 @@
-"""Expanded models: the same logits before training, only new blocks change by it, and what is saved."""
+"""Expanded models: the same logits before training, only new blocks change by it, and what is
+saved.
+"""
 
 import itertools
 import runpy
@@ -20,7 +22,12 @@ from tests.reference import batch_loss, encode
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 FAMILIES = {
     "llama": {"num_hidden_layers": 4},
     "qwen2": {"num_hidden_layers": 4, "tie_word_embeddings": True},
@@ -41,7 +48,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_expanded_model_gives_the_same_logits(family: str, models: Models, tmp_path: Path) -> None:
+def test_an_expanded_model_gives_the_same_logits(
+    family: str, models: Models, tmp_path: Path
+) -> None:
     folder = models(family, **FAMILIES[family])
     expand_model(str(folder), tmp_path / "out", expansion_rate=0.5)
     AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -55,7 +64,8 @@ def test_an_expanded_model_gives_the_same_logits(family: str, models: Models, tm
     assert model.config.num_hidden_layers == count + len(added) and len(added) == count // 2
     with torch.no_grad():
         assert torch.equal(model(input_ids=PROBE).logits, base(input_ids=PROBE).logits)
-        # The identity comes from the zeros: without them the new blocks are the copies that they should be.
+        # The identity comes from the zeros: without them the new blocks are the copies that they
+        # should be.
         for name, parameter in model.named_parameters():
             if not parameter.any() and ".bias" not in name:
                 parameter.normal_(std=0.1)
@@ -66,14 +76,21 @@ def test_new_blocks_are_spread_evenly_and_as_many_as_asked_for() -> None:
     assert block_origins(4, 0.5) == [0, 1, 1, 2, 3, 3]
     assert block_origins(3, 1) == [0, 0, 1, 1, 2, 2]
     origins = block_origins(32, 0.1)
-    assert [origin for origin, after in itertools.pairwise(origins) if origin == after] == [9, 20, 31]
+    assert [origin for origin, after in itertools.pairwise(origins) if origin == after] == [
+        9,
+        20,
+        31,
+    ]
     for rate in (0, 0.02, 1.1):
         with pytest.raises(UserError, match="--expansion_rate"):
             block_origins(32, rate)
 
 
 def test_the_script_takes_the_names_of_2024_and_refuses_with_status_2(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = flags(model_name=models(), output_dir=tmp_path / "new")
     monkeypatch.setattr(sys, "argv", ["block_expansion.py", *options])
@@ -92,7 +109,13 @@ def expanded(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return make
 
 
-OPTIONS = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
+OPTIONS = {
+    "batch_size": 2,
+    "lr": 1e-3,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "precision": "fp32",
+}
 
 
 def _quantize(model: nn.Module, train_type: str, old: list[int]) -> None:
@@ -101,15 +124,21 @@ def _quantize(model: nn.Module, train_type: str, old: list[int]) -> None:
         for module in model.model.layers[index].modules():
             if isinstance(module, nn.Linear) and train_type == "bnb_llama_pro":
                 blocks = module.weight.data.reshape(-1, 64)
-                codes, state = bnb.quantize_4bit(blocks, blocksize=64, compress_statistics=True, quant_type="nf4")
+                codes, state = bnb.quantize_4bit(
+                    blocks, blocksize=64, compress_statistics=True, quant_type="nf4"
+                )
                 module.weight.data = bnb.dequantize_4bit(codes, state).view(module.weight.shape)
             elif isinstance(module, nn.Linear):
-                layer = QUANTIZERS["hqq"].linear(module, n_bits=4, group_size=64, compute_dtype=torch.float32)
+                layer = QUANTIZERS["hqq"].linear(
+                    module, n_bits=4, group_size=64, compute_dtype=torch.float32
+                )
                 module.weight.data = layer.quantize_whole(module.weight.data)
 
 
 @pytest.mark.parametrize("train_type", ["bnb_llama_pro", "hqq_llama_pro"])
-def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[..., Path], tmp_path: Path) -> None:
+def test_new_blocks_train_as_in_plain_torch(
+    train_type: str, expanded: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = expanded("qwen2", num_hidden_layers=4)
     rows = make_rows(4, seed=3)
     held_out = make_rows(3, seed=2)
@@ -124,7 +153,9 @@ def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[
         **OPTIONS,
     )
     assert "bit-identical to its weight quantized whole" in output
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     added = model.config.new_blocks
     assert added == [2, 5]
     old = [index for index in range(6) if index not in added]
@@ -145,14 +176,21 @@ def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[
     assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < expected[0] - 0.05
 
-    # The base is as it was, to the bit; the new blocks are the trained ones, as their losses on it say.
+    # The base is as it was, to the bit; the new blocks are the trained ones, as their losses on it
+    # say.
     before = load_file(folder / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    new = {name for name in before if name.startswith(tuple(f"model.layers.{index}." for index in added))}
+    new = {
+        name
+        for name in before
+        if name.startswith(tuple(f"model.layers.{index}." for index in added))
+    }
     assert changed <= new and len(changed) > 0.9 * len(new)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    saved = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager"
+    )
     assert saved.config.new_blocks == added
     AutoTokenizer.from_pretrained(tmp_path / "out")
     _quantize(saved, train_type, old)
@@ -164,7 +202,9 @@ def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[
             assert torch.allclose(after[name], parameter, atol=1e-4)
 
 
-def test_new_blocks_with_experts_keep_their_published_names(expanded: Callable[..., Path], tmp_path: Path) -> None:
+def test_new_blocks_with_experts_keep_their_published_names(
+    expanded: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = expanded("qwen3_moe", **{**MOE, "moe_intermediate_size": 64})
     train_ok(
         2,

@@ -1,4 +1,6 @@
-"""An adapter that is damaged or does not fit is refused by name, alike by every command that takes one."""
+"""An adapter that is damaged or does not fit is refused by name, alike by every command that takes
+one.
+"""
 
 import json
 import math
@@ -19,7 +21,8 @@ COMMANDS = ("train", "generate", "merge")
 
 
 class Damage(NamedTuple):
-    """What is said of an adapter with these tensors (None removes one) and this configuration; cut without any.
+    """What is said of an adapter with these tensors (None removes one) and this configuration; cut
+    without any.
 
     by: the commands that look at it.
     """
@@ -32,7 +35,11 @@ class Damage(NamedTuple):
     def do(self, folder: Path) -> None:
         weights = folder / "adapter_model.safetensors"
         config = folder / "adapter_config.json"
-        tensors = {name: tensor for name, tensor in (load_file(weights) | self.tensors).items() if tensor is not None}
+        tensors = {
+            name: tensor
+            for name, tensor in (load_file(weights) | self.tensors).items()
+            if tensor is not None
+        }
         save_file(tensors, weights)
         config.write_text(json.dumps(json.loads(config.read_text()) | self.config))
         if not self.tensors and not self.config:
@@ -45,11 +52,18 @@ DAMAGES = {
     "extra": Damage(f"this model's adapter has no {OTHER}", {OTHER: torch.zeros(4, 64)}),
     "shape": Damage(f"{FACTOR} is [4, 63] and must be [4, 64]", {FACTOR: torch.zeros(4, 63)}),
     # `train` and `generate` find it when they load, on every rank: below.
-    "not finite": Damage("has values that are not finite", {FACTOR: torch.full([4, 64], math.inf)}, by=COMMANDS[2:]),
+    "not finite": Damage(
+        "has values that are not finite", {FACTOR: torch.full([4, 64], math.inf)}, by=COMMANDS[2:]
+    ),
     "alpha": Damage("has nan for lora_alpha", config={"lora_alpha": math.nan}),
     "rank": Damage("has 0 for q_proj", config={"rank_pattern": {"q_proj": 0}}),
     "pissa": Damage("was made with init_lora_weights pissa", config={"init_lora_weights": "pissa"}),
-    "targets": Damage("no linear layer of the decoder blocks is named w1", {}, {"target_modules": ["w1"]}, ("train",)),
+    "targets": Damage(
+        "no linear layer of the decoder blocks is named w1",
+        {},
+        {"target_modules": ["w1"]},
+        ("train",),
+    ),
     "bias": Damage("has bias 'all', which cannot be trained here", {}, {"bias": "all"}, ("train",)),
     "other base": Damage(
         "was trained on owner/other, and --model_name is owner/this. If the weights are the same",
@@ -60,7 +74,9 @@ DAMAGES = {
 
 
 def run_all(argvs: list[list[str]]) -> int:
-    """Run commands one after the other, each after a line with its number and before its exit status."""
+    """Run commands one after the other, each after a line with its number and before its exit
+    status.
+    """
     from fsdp_qlora.__main__ import main
 
     for number, argv in enumerate(argvs):
@@ -69,7 +85,9 @@ def run_all(argvs: list[list[str]]) -> int:
     return 0
 
 
-def test_a_damaged_adapter_is_refused_by_name_by_every_command(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_damaged_adapter_is_refused_by_name_by_every_command(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     # as in the hub's cache
     base = tmp_path / "models--owner--this" / "snapshots" / "0"
     out = tmp_path / "out"
@@ -87,9 +105,15 @@ def test_a_damaged_adapter_is_refused_by_name_by_every_command(models: Callable[
     argvs = [[command, *flags(adapter=tmp_path / name), *words[command]] for name, command in cases]
     _, output = on_ranks(1, run_all, (argvs,), tmp_path / "logs")
     said = dict(zip(cases, output.split("\nCOMMAND ")[1:], strict=True))
-    wrong = [case for case in cases if DAMAGES[case[0]].says not in said[case] or "STATUS 2" not in said[case]]
+    wrong = [
+        case
+        for case in cases
+        if DAMAGES[case[0]].says not in said[case] or "STATUS 2" not in said[case]
+    ]
     assert not wrong, "\n".join(said[case] for case in wrong)
     not_finite = [*flags(adapter=tmp_path / "not finite"), *words["train"]]
     statuses, output = run_ranks(2, not_finite, tmp_path / "logs")
-    assert statuses == [2, 2] and "q_proj.lora_A.weight has values that are not finite" in output, output[-3000:]
+    assert (
+        statuses == [2, 2] and ("q_proj.lora_A.weight has values that are not finite") in output
+    ), output[-3000:]
     assert not out.exists()

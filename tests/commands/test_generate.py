@@ -35,12 +35,18 @@ def _generate(argv: list[str], stdin: str) -> int:
     sys.stdin = io.StringIO(stdin)
     noted = [
         mock.patch.object(module, name, wraps=getattr(module, name))
-        for module, name in ((vocabulary, "gather_rows"), (dist, "init_process_group"), (dist, "new_group"))
+        for module, name in (
+            (vocabulary, "gather_rows"),
+            (dist, "init_process_group"),
+            (dist, "new_group"),
+        )
     ]
     gather, start, new_group = (each.start() for each in noted)
     status = main(["generate", *argv])
     assert not any(call.args[0].dim() > 1 for call in gather.call_args_list), "a head is gathered"
-    assert start.call_args.kwargs["timeout"] <= datetime.timedelta(hours=1), "a hang is noticed by nobody"
+    assert start.call_args.kwargs["timeout"] <= datetime.timedelta(hours=1), (
+        "a hang is noticed by nobody"
+    )
     waits = [call.kwargs.get("timeout") for call in new_group.call_args_list]
     assert (datetime.timedelta(days=7) in waits) == bool(stdin), "only a chat waits for its user"
     return status
@@ -73,34 +79,54 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A QLoRA run whose adapter changes the answers."""
     folder = tmp_path_factory.mktemp("generate")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    train_ok(2, folder / "run", model_name=base, dataset=rows, precision="fp32", lr=3e-3, num_epochs=2, batch_size=4)
+    train_ok(
+        2,
+        folder / "run",
+        model_name=base,
+        dataset=rows,
+        precision="fp32",
+        lr=3e-3,
+        num_epochs=2,
+        batch_size=4,
+    )
     return folder / "run"
 
 
 def expected(run: Path, base: Path, prompts: list[str]) -> list[list[int]]:
-    """The tokens that transformers generates, one prompt after the other, from the decoded base and PEFT's adapter."""
+    """The tokens that transformers generates, one prompt after the other, from the decoded base and
+    PEFT's adapter.
+    """
     model = PeftModel.from_pretrained(load_decoded_base(base), run).eval()
     return [greedy(model, AutoTokenizer.from_pretrained(run), prompt) for prompt in prompts]
 
 
-def greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
+def greedy(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, **options: bool
+) -> list[int]:
     ids = tokenizer(text, return_tensors="pt", **options)["input_ids"]
     made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
     return list(made[0, ids.shape[1] :].tolist())
 
 
 def end_at_different_places(base: Path, answers: list[list[int]]) -> list[int]:
-    """Give the model the end token with which these answers get the most different lengths. Returns its end tokens."""
+    """Give the model the end token with which these answers get the most different lengths. Returns
+    its end tokens.
+    """
 
     def lengths(token: int) -> set[int]:
         return {answer.index(token) if token in answer else LENGTH for answer in answers}
 
-    end = max(sorted({token for answer in answers for token in answer}), key=lambda token: len(lengths(token)))
+    end = max(
+        sorted({token for answer in answers for token in answer}),
+        key=lambda token: len(lengths(token)),
+    )
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
     return [1, end]
 
 
-def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base: Path, tmp_path: Path) -> None:
+def test_greedy_answers_on_two_ranks_equal_those_of_transformers(
+    run: Path, base: Path, tmp_path: Path
+) -> None:
     rows = make_rows(5, seed=9)
     for row in rows:
         row.pop("output")
@@ -109,9 +135,12 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base
     ends = end_at_different_places(base, expected(run, base, prompts))
     tokens = expected(run, base, prompts)
     tokenizer = AutoTokenizer.from_pretrained(run)
-    assert len({len(answer) for answer in tokens}) > 1  # one rank, or row of a batch, goes on when others have ended
+    # one rank, or row of a batch, goes on when others have ended
+    assert len({len(answer) for answer in tokens}) > 1
     # The token that ends an answer is no text, also where it is not a special one.
-    answers = tokenizer.batch_decode([answer[: -1 if answer[-1] in ends else None] for answer in tokens])
+    answers = tokenizer.batch_decode(
+        [answer[: -1 if answer[-1] in ends else None] for answer in tokens]
+    )
     for name, ranks, options in (
         ("two", 2, {"batch_size": 2}),
         ("offloaded", 2, {"use_cpu_offload": True, "batch_size": 1}),
@@ -125,7 +154,14 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base
         assert [{name: row[name] for name in rows[0]} for row in found] == rows
     merged = tmp_path / "merged"
     assert main(["merge", *flags(adapter=run, out=merged, base="dequantized", dtype="fp32")]) == 0
-    generate(1, tmp_path / "whole", adapter=merged, prompts=asked, out=tmp_path / "merged.jsonl", precision="fp32")
+    generate(
+        1,
+        tmp_path / "whole",
+        adapter=merged,
+        prompts=asked,
+        out=tmp_path / "merged.jsonl",
+        precision="fp32",
+    )
     found = [json.loads(line) for line in (tmp_path / "merged.jsonl").read_text().splitlines()]
     assert [row["completion"] for row in found] == answers  # in the prompt format of the training
     output = generate(2, tmp_path / "chat", stdin=rows[1]["instruction"] + "\n", adapter=run)
@@ -144,15 +180,23 @@ def test_an_adapter_answers_alike_from_run_export_upload_and_hub(
     monkeypatch.setattr(hub, "ask_hub", lambda name, kind: None)
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(uploaded))
     own = ["--model_name", str(base)]
-    roads = [trained_model_options(adapter_folder(str(road)), own) for road in (run, exported, uploaded, "owner/name")]
+    roads = [
+        trained_model_options(adapter_folder(str(road)), own)
+        for road in (run, exported, uploaded, "owner/name")
+    ]
     settings = [identity_settings(resolved_options(config))[0] for config in roads]
     assert settings == [settings[0]] * 4 and settings[0]["precision"] == "fp32"
     options = {"prompt": "sort the", "model_name": base}
-    answers = [generate(1, tmp_path / road.name, adapter=road, **options).splitlines()[-1] for road in (run, exported)]
+    answers = [
+        generate(1, tmp_path / road.name, adapter=road, **options).splitlines()[-1]
+        for road in (run, exported)
+    ]
     assert answers[0] == answers[1] != ""
 
 
-def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, tmp_path: Path) -> None:
+def test_a_chat_keeps_its_history_and_the_plain_base_completes(
+    models: Models, tmp_path: Path
+) -> None:
     base = models()
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -160,7 +204,9 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, t
     common = {"model_name": base, "train_type": "lora", "precision": "fp32"}
     said = generate(1, tmp_path / "base", prompt="sort the", **common)
     assert said.endswith(f"{base} (lora, 1 process)\n{answer}\n") and "Self-test" not in said
-    chat = generate(2, tmp_path / "chat", stdin="red\nblue\n", prompt_template="user_assistant", **common)
+    chat = generate(
+        2, tmp_path / "chat", stdin="red\nblue\n", prompt_template="user_assistant", **common
+    )
     text = "<s>User: red\nAssistant:"
     answers = []
     for following in ("</s>\nUser: blue\nAssistant:", ""):
@@ -171,7 +217,9 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, t
 
 
 def test_a_prompt_with_input_is_an_instruction_with_it(tmp_path: Path) -> None:
-    [(_, asked)] = read_questions(write_rows(tmp_path / "rows.jsonl", [{"prompt": "sort", "input": "b a"}]))
+    [(_, asked)] = read_questions(
+        write_rows(tmp_path / "rows.jsonl", [{"prompt": "sort", "input": "b a"}])
+    )
     assert asked == Fields("sort", "", context="b a")
 
 
@@ -185,7 +233,9 @@ def test_draws_follow_temperature_top_p_and_seed() -> None:
     shares = torch.bincount(torch.tensor(drawn(temperature=2.0)), minlength=5) / 3000
     torch.testing.assert_close(shares, (logits / 2).softmax(0), atol=0.03, rtol=0)
     # 0.64, 0.24, 0.09, ...: two are needed for 0.7
-    assert set(drawn(temperature=1.0, top_p=0.7)) == {0, 1} and set(drawn(temperature=1.0, top_p=0.1)) == {0}
+    assert set(drawn(temperature=1.0, top_p=0.7)) == {0, 1} and set(
+        drawn(temperature=1.0, top_p=0.1)
+    ) == {0}
     assert drawn(temperature=1.0) == drawn(temperature=1.0)
     state = torch.get_rng_state()
     drawn(temperature=1.0)
@@ -195,13 +245,18 @@ def test_draws_follow_temperature_top_p_and_seed() -> None:
 def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -> None:
     text = "a\u2028b\x85c"
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        "\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     [(row, asked)] = read_questions(path)
     assert row["prompt"] == prompt_text(asked) == text
     samples = Samples([], None, None, tmp_path)  # type: ignore[arg-type]
     for step in (2, 4):
         samples._keep(step, [{"step": step, "prompt": text, "text": text}])
-    assert [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")] == [(2, text), (4, text)]
+    assert [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")] == [
+        (2, text),
+        (4, text),
+    ]
 
 
 def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_path: Path) -> None:
@@ -209,18 +264,40 @@ def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_p
     held_out = write_rows(tmp_path / "eval.jsonl", make_rows(4))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("sort the list\nname a river\nblue water\n")
-    common = {"model_name": models(), "dataset": rows, "eval_dataset": held_out, "eval_steps": 2, "batch_size": 1}
+    common = {
+        "model_name": models(),
+        "dataset": rows,
+        "eval_dataset": held_out,
+        "eval_steps": 2,
+        "batch_size": 1,
+    }
     common |= {"precision": "fp32", "lr": 3e-3, "lora_dropout": 0.1, "max_steps": 4}
-    argv = flags(output_dir=tmp_path / "with", sample_prompts=prompts, quant_cache="off", context_length=512, **common)
+    argv = flags(
+        output_dir=tmp_path / "with",
+        sample_prompts=prompts,
+        quant_cache="off",
+        context_length=512,
+        **common,
+    )
     statuses, output = on_ranks(2, _train_with_short_samples, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], output[-6000:]
     train_ok(2, tmp_path / "without", **common)
-    saved = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("with", "without")]
+    saved = [
+        (tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("with", "without")
+    ]
     assert saved[0] == saved[1]
-    samples = [json.loads(line) for line in (tmp_path / "with" / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "with" / "samples.jsonl").read_text().splitlines()
+    ]
     asked = prompts.read_text().splitlines()
-    assert [(row["step"], row["prompt"]) for row in samples] == [(step, text) for step in (0, 2, 4) for text in asked]
+    assert [(row["step"], row["prompt"]) for row in samples] == [
+        (step, text) for step in (0, 2, 4) for text in asked
+    ]
     files = {"adapter": tmp_path / "with", "prompts": prompts, "out": tmp_path / "out.jsonl"}
     generate(1, tmp_path / "one", **files)
-    answers = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in samples[-3:]] == answers and len({row["text"] for row in samples}) > 3
+    answers = [
+        json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
+    assert [row["text"] for row in samples[-3:]] == answers and len(
+        {row["text"] for row in samples}
+    ) > 3

@@ -31,20 +31,28 @@ def test_a_base_that_is_elsewhere_is_asked_for_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     adapter = _with_base(make_adapter(models("llama"), tmp_path / "adapter"), noted)
-    more = {"merge": ["--out", "x"], "generate": ["--prompt", "hi"], "evaluate": ["--dataset", "alpaca_demo"]}
+    more = {
+        "merge": ["--out", "x"],
+        "generate": ["--prompt", "hi"],
+        "evaluate": ["--dataset", "alpaca_demo"],
+    }
     assert main([command, str(adapter), *more[command]]) == 2
     said = capsys.readouterr().err
     assert noted in said and said.endswith("--model_name says where the adapter's base is now.\n")
     assert run_options(adapter, ["--model_name", "other/base"]).model_name == "other/base"
 
 
-def test_a_services_checkpoint_is_read_with_the_services_options(models: Models, tmp_path: Path) -> None:
+def test_a_services_checkpoint_is_read_with_the_services_options(
+    models: Models, tmp_path: Path
+) -> None:
     base = models("llama")
     service = tmp_path / "service"
     checkpoint = service / "1f:train:0/weights/home"
     checkpoint.parent.mkdir(parents=True)
     _with_base(make_adapter(base, checkpoint), base.name)
     (service / "service.db").touch()
-    (service / "config.yaml").write_text(yaml.safe_dump({"model_name": str(base), "train_type": "lora"}))
+    (service / "config.yaml").write_text(
+        yaml.safe_dump({"model_name": str(base), "train_type": "lora"})
+    )
     found = run_options(checkpoint, [])
     assert (found.model_name, found.train_type) == (str(base), "lora")

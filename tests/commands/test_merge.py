@@ -1,4 +1,6 @@
-"""Merged models compute what the base and its adapter compute under PEFT, or what was trained on a quantized base."""
+"""Merged models compute what the base and its adapter compute under PEFT, or what was trained on a
+quantized base.
+"""
 
 import json
 import os
@@ -25,7 +27,10 @@ from tests.reference import LINEARS
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 FUSED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # What PEFT is given -> the base it is for.
 KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
@@ -33,7 +38,11 @@ KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "rslora with patterns": (
         "llama",
         {},
-        {"use_rslora": True, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"v_proj": 3}},
+        {
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8},
+            "alpha_pattern": {"v_proj": 3},
+        },
     ),
     "dora": ("qwen2", {}, {"use_dora": True, "bias": "all"}),
     "modules_to_save": ("llama", {}, {"modules_to_save": ["embed_tokens", "lm_head"]}),
@@ -42,7 +51,11 @@ KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         {"tie_word_embeddings": True},
         {"modules_to_save": ["embed_tokens"]},
     ),
-    "lora of a tied head": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["lm_head", "q_proj"]}),
+    "lora of a tied head": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["lm_head", "q_proj"]},
+    ),
     "tied embeddings": ("qwen2", {"tie_word_embeddings": True}, {}),
     "lora of embeddings": ("llama", {}, {"target_modules": ["embed_tokens", "o_proj"]}),
     "weights stored as [in, out]": (
@@ -52,15 +65,22 @@ KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     ),
     "experts": ("mixtral", FAMILIES["mixtral"], EXPERTS),
     "transposed experts": ("gpt_oss", FAMILIES["gpt_oss"], EXPERTS),
-    "queries, keys and values in one tensor": ("sarvam_moe", FUSED, {"target_modules": ["q_proj", "v_proj"]}),
+    "queries, keys and values in one tensor": (
+        "sarvam_moe",
+        FUSED,
+        {"target_modules": ["q_proj", "v_proj"]},
+    ),
 }
-KINDS = {kind: row for kind, row in KINDS.items() if row[0] in CONFIG_MAPPING}  # older versions know fewer
+# older versions know fewer
+KINDS = {kind: row for kind, row in KINDS.items() if row[0] in CONFIG_MAPPING}
 
 
 def make_adapter(base: Path, folder: Path, **options: object) -> Path:
     """An adapter that PEFT saves, all its values random."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = LoraConfig(**{"r": 4, "target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options})
+    config = LoraConfig(
+        **{"r": 4, "target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options}
+    )
     torch.manual_seed(1)  # PEFT draws too
     adapted = get_peft_model(model, config)
     with torch.no_grad():
@@ -101,17 +121,25 @@ def test_the_merged_model_computes_what_peft_does(
     monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
     assert merge(adapter, "--output_dir", out, "--model_name", base) == 0
     expected = peft_logits(base, adapter)
-    assert (expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))).abs().max() > 0.1
+    assert (
+        expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    ).abs().max() > 0.1
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logits_of(merged), expected, atol=1e-5, rtol=1e-5)
     before = load_file(base / "model.safetensors")
     after = load_file(out / "model.safetensors")
     more = {"lm_head.weight"} if "tied" in kind and kind != "tied embeddings" else set()
     assert after.keys() == before.keys() | more
-    assert {name: after[name].shape for name in before} == {name: value.shape for name, value in before.items()}
+    assert {name: after[name].shape for name in before} == {
+        name: value.shape for name, value in before.items()
+    }
     card = (out / "README.md").read_text()
-    assert f"# Model made from {base.name}\n" in card and f"- `lora_rank`: {options.get('r', 4)}\n" in card
-    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(base)("sort the list")
+    assert (f"# Model made from {base.name}\n") in card and (
+        f"- `lora_rank`: {options.get('r', 4)}\n"
+    ) in card
+    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(
+        base
+    )("sort the list")
 
 
 def test_a_model_in_several_files_is_merged_in_sixteen_bits(
@@ -123,18 +151,26 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(split, max_shard_size="100KB")
     adapter = make_adapter(split, tmp_path / "adapter")
     out = tmp_path / "out"
-    assert merge("--adapter", adapter, "--out", out, "--dtype", "bf16") == 0  # the base that the adapter names
-    index = [json.loads((path / "model.safetensors.index.json").read_text())["weight_map"] for path in (split, out)]
+    # the base that the adapter names
+    assert merge("--adapter", adapter, "--out", out, "--dtype", "bf16") == 0
+    index = [
+        json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+        for path in (split, out)
+    ]
     assert index[0].keys() == index[1].keys() and len(set(index[1].values())) > 1
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert merged.dtype == torch.bfloat16
-    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    whole = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), adapter
+    ).merge_and_unload()
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(merged.state_dict()[name], value.bfloat16(), atol=0, rtol=2**-7)
 
 
-@pytest.mark.parametrize(("tied", "saved"), [(False, None), (False, ["lm_head"]), (True, ["embed_tokens", "lm_head"])])
+@pytest.mark.parametrize(
+    ("tied", "saved"), [(False, None), (False, ["lm_head"]), (True, ["embed_tokens", "lm_head"])]
+)
 def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
     tied: bool, saved: list[str] | None, models: Models, tmp_path: Path
 ) -> None:
@@ -170,7 +206,13 @@ def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
     evaluated = write_rows(tmp_path / "held_out.jsonl", held_out)
     run = tmp_path / "run"
     out = tmp_path / "out"
-    common = {"model_name": models("llama"), "dataset": rows, "precision": "fp32", "lr": 1e-2, "num_epochs": 3}
+    common = {
+        "model_name": models("llama"),
+        "dataset": rows,
+        "precision": "fp32",
+        "lr": 1e-2,
+        "num_epochs": 3,
+    }
     train_ok(2, run, eval_dataset=evaluated, batch_size=2, **common, **options)
     assert merge("--adapter", run, "--out", out, "--base", "dequantized") == 0
     record = json.loads((out / "training.json").read_text())
@@ -180,26 +222,48 @@ def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
     assert record["merged"]["into"] == "dequantized" and "library_name: transformers" in card
     assert f"trained with fsdp_qlora as `{options['train_type']}` to step" in card
     capsys.readouterr()
-    assert main(["evaluate", "--adapter", str(out), "--dataset", str(evaluated), "--json", "--precision", "fp32"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                "--adapter",
+                str(out),
+                "--dataset",
+                str(evaluated),
+                "--json",
+                "--precision",
+                "fp32",
+            ]
+        )
+        == 0
+    )
     [loss] = (found["loss"] for found in json.loads(capsys.readouterr().out).values())
     assert loss == pytest.approx(read_metrics(run, "eval_loss")[-1], abs=2e-5)
 
 
 @pytest.mark.parametrize(("name", "is_loadable"), [("owner/name", True), ("folder", False)])
-def test_a_record_without_the_bases_origin_is_read_by_its_name(name: str, is_loadable: bool) -> None:
+def test_a_record_without_the_bases_origin_is_read_by_its_name(
+    name: str, is_loadable: bool
+) -> None:
     earlier = {**card._UNKNOWN, "base": {"name": name}}
     merged = {"adapter": "run", "kind": "lora", "into": "original"}
     written = card.merged_documents(earlier, card.Base("other", is_on_hub=False), {}, merged)
-    assert (f"base_model: {name}" in written["README.md"]) == is_loadable and "other" not in written["training.json"]
+    assert (
+        f"base_model: {name}" in written["README.md"]
+    ) == is_loadable and "other" not in written["training.json"]
 
 
 def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
     odd = "x`\n# [a](http://b) <i>"
     earlier = {
-        **card._UNKNOWN, "base": {"name": odd}, "step": 1, "settings": {"train_type": odd, "lr": odd},
-        "data": [{"name": odd, "rows": 1, "format": odd}], "parent": {"name": odd, "run_id": odd},
+        **card._UNKNOWN,
+        "base": {"name": odd},
+        "step": 1,
+        "settings": {"train_type": odd, "lr": odd},
+        "data": [{"name": odd, "rows": 1, "format": odd}],
+        "parent": {"name": odd, "run_id": odd},
         "versions": {odd: odd},
-    }  # fmt: skip
+    }
     merged = {"adapter": odd, "kind": "lora", "into": "original"}
     text = card.merged_documents(earlier, card.Base("", is_on_hub=False), {}, merged)["README.md"]
     shown = r"x\` # \[a\](http://b) \<i\>"
@@ -219,12 +283,16 @@ def test_merge_refuses_unsupported_runs_by_name(
         ("--adapter", base): "it is a whole model",
         ("--adapter", adapter, "--base", "dequantized"): "was not trained on a quantized base",
         ("--adapter", adapter, "--out", tmp_path / "full"): "full exists already and is not empty",
-        ("--adapter", adapter, "--model_name", models("qwen2", num_hidden_layers=1)): "does not fit this base",
+        ("--adapter", adapter, "--model_name", models("qwen2", num_hidden_layers=1)): "does not "
+        "fit this "
+        "base",
         ("--adapter", adapter, "--ot", "x"): "Unknown option --ot",
     }.items():
         assert merge("--model_name", base, "--out", out, *argv) == 2, words
         assert words in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*")) and [path.name for path in (tmp_path / "full").iterdir()] == ["theirs"]
+    assert not list(tmp_path.glob("out*")) and [
+        path.name for path in (tmp_path / "full").iterdir()
+    ] == ["theirs"]
 
 
 def test_a_killed_merge_leaves_nothing_that_looks_finished(models: Models, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""`fsdp-qlora merge --format same`: an adapter merged into a published model, which stays in its format."""
+"""`fsdp-qlora merge --format same`: an adapter merged into a published model, which stays in its
+format.
+"""
 
 import json
 import re
@@ -41,10 +43,21 @@ def numbers(name: str, value: torch.Tensor) -> torch.Tensor:
 
 def check_effect(line: str, base: dict, merged: dict, written: dict) -> None:
     """Compare what was said with the definition, over the weights whose changes are rounded."""
-    names = [name for name in base if "_proj" in name and not torch.equal(base[name], merged[name].float())]
-    u, r = (torch.cat([(of[name].float() - base[name]).flatten() for name in names]) for of in (merged, written))
+    names = [
+        name
+        for name in base
+        if "_proj" in name and not torch.equal(base[name], merged[name].float())
+    ]
+    u, r = (
+        torch.cat([(of[name].float() - base[name]).flatten() for name in names])
+        for of in (merged, written)
+    )
     share = float(r @ u / (u @ u))
-    said = re.findall(r": ([\d.]+)% of the adapter's update is left, and rounding adds ([\d.]+) times", line)[0]
+    said = re.findall(
+        r": ([\d.]+)% of the adapter's update is left, and rounding adds ([\d.]+) "
+        r"times",
+        line,
+    )[0]
     assert float(said[0]) / 100 == pytest.approx(share, abs=0.01) and 0.3 < share < 1.1
     assert float(said[1]) == pytest.approx(float((r - share * u).norm() / u.norm()), abs=0.02)
 
@@ -60,26 +73,41 @@ def test_an_adapter_is_merged_into_the_published_format(
     (save_mxfp4 if is_mixture else FORMS[form])(source, folder)
     if is_mixture:
         kind = Mxfp4Config(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=kind)
-        base = {name: model.state_dict()[name].float() for name in load_file(source / "model.safetensors")}
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, quantization_config=kind
+        )
+        base = {
+            name: model.state_dict()[name].float()
+            for name in load_file(source / "model.safetensors")
+        }
     else:
         base = decode(folder)
     adapter = make_adapter(source, tmp_path / "adapter", **(EXPERTS if is_mixture else {}))
     out = tmp_path / "out"
-    assert merge("--adapter", adapter, "--out", out, "--model_name", folder, "--format", "same") == 0
+    assert (
+        merge("--adapter", adapter, "--out", out, "--model_name", folder, "--format", "same") == 0
+    )
     before, after = (load_file(path / "model.safetensors") for path in (folder, out))
-    forms = [{name: (value.shape, value.dtype) for name, value in of.items()} for of in (before, after)]
+    forms = [
+        {name: (value.shape, value.dtype) for name, value in of.items()} for of in (before, after)
+    ]
     assert forms[0] == forms[1]
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, out)]
     assert configs[0] == configs[1] and "quantization_config" in configs[0]
-    plain = AutoModelForCausalLM.from_pretrained(save_plain(source, tmp_path / "plain", base), dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(
+        save_plain(source, tmp_path / "plain", base), dtype=torch.float32
+    )
     merged = PeftModel.from_pretrained(plain, adapter).merge_and_unload().state_dict()
     if not is_mixture:
-        check_effect(next(line for line in lines if "Rounded to" in line), base, merged, decode(out))
+        check_effect(
+            next(line for line in lines if "Rounded to" in line), base, merged, decode(out)
+        )
     # Without an update everything stays as it is, but for the signs of zeros.
     nothing = scaled(adapter, tmp_path / "nothing", 0)
     same = tmp_path / "same"
-    assert merge("--adapter", nothing, "--out", same, "--model_name", folder, "--format", "same") == 0
+    assert (
+        merge("--adapter", nothing, "--out", same, "--model_name", folder, "--format", "same") == 0
+    )
     for name, value in load_file(same / "model.safetensors").items():
         assert torch.equal(numbers(name, value), numbers(name, before[name])), name
 
@@ -91,7 +119,16 @@ def test_what_cannot_stay_in_its_format_is_refused_by_name(
     adapter = make_adapter(models("llama"), tmp_path / "adapter")
     save_awq(source, tmp_path / "awq")
     for base, name in ((source, "16 or 32 bits"), (tmp_path / "awq", "AWQ")):
-        argv = ["--adapter", adapter, "--out", tmp_path / "out", "--model_name", base, "--format", "same"]
+        argv = [
+            "--adapter",
+            adapter,
+            "--out",
+            tmp_path / "out",
+            "--model_name",
+            base,
+            "--format",
+            "same",
+        ]
         assert merge(*argv) == 2
         assert f"is stored in {name}, not in MXFP4, NVFP4 or FP8" in capsys.readouterr().err
 
@@ -119,7 +156,10 @@ def test_an_update_that_rounding_takes_is_said_before_the_model_is_saved(
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[form]
         AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(folder)
     adapter = scaled(make_adapter(source, tmp_path / "adapter"), tmp_path / "scaled", factor)
-    assert merge("--adapter", adapter, "--out", tmp_path / "out", "--model_name", folder, *options) == 0
+    assert (
+        merge("--adapter", adapter, "--out", tmp_path / "out", "--model_name", folder, *options)
+        == 0
+    )
     [saved] = [index for index, line in enumerate(lines) if "Saved:" in line]
     found = [index for index, line in enumerate(lines) if line.startswith("Warning:")]
     assert len(found) == bool(warning)

@@ -38,18 +38,24 @@ print(sorted({"torch", "transformers", "datasets", "bitsandbytes"} & set(sys.mod
 
 
 def test_help_of_every_command_answers_without_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", ASK_ALL], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_ALL], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_completion_names_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 0
     line = capsys.readouterr().out
-    done = subprocess.run(["bash", "-c", f"{line}complete -p fsdp-qlora"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{line}complete -p fsdp-qlora"], capture_output=True, text=True, check=True
+    )
     assert {"train", "merge", "--dataset", "--lora_rank"} <= set(re.split(r"[\s'\"]+", done.stdout))
 
 
-def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for argv, said in (
         (["trian"], "no command is named 'trian'. Did you mean train?"),
         (["chat"], "no command is named 'chat'. Did you mean generate?"),
@@ -63,7 +69,11 @@ def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest
 
 LONG = "x" * 300  # a name of a file has at most 255 bytes
 # Since 3.14 Path.exists says no where it raised the system's error.
-TOO_LONG = "too long for a file" if sys.version_info < (3, 14) else "no such f|is not the folder of a run"
+TOO_LONG = (
+    ("too long for a file")
+    if sys.version_info < (3, 14)
+    else ("no such f|is not the folder of a run")
+)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,10 @@ TOO_LONG = "too long for a file" if sys.version_info < (3, 14) else "no such f|i
         (["export", "{null}", "--out", "out", "--adapter", "a\0b"], "a null character"),
         (["x" * 100_000], "no command is named"),
         (["train", "--" + "x" * 100_000], "Unknown option"),
-        (["train", "--dataset", *(f"{'x' * 5000}/{number}.jsonl" for number in range(20))], TOO_LONG),
+        (
+            ["train", "--dataset", *(f"{'x' * 5000}/{number}.jsonl" for number in range(20))],
+            TOO_LONG,
+        ),
     ],
 )
 def test_impossible_file_names_are_refused_in_a_short_message(
@@ -109,7 +122,10 @@ def test_impossible_file_names_are_refused_in_a_short_message(
         ("merge {here} --adaptor x", "Unknown option --adaptor; did you mean --adapter?"),
         ("generate {here} --promt hi", "Unknown option --promt; did you mean --prompt?"),
         ("report {here} --output x", "Unknown option --output; did you mean --out?"),
-        ("quantize model --quant_typ nf4", "Unknown option --quant_typ; did you mean --quant_type?"),
+        (
+            "quantize model --quant_typ nf4",
+            "Unknown option --quant_typ; did you mean --quant_type?",
+        ),
         ("train --out x", "Unknown option --out; did you mean --output_dir?"),
     ],
 )
@@ -124,14 +140,22 @@ def test_a_command_takes_its_run_by_place_and_names_the_near_option(
 
 
 def test_other_errors_are_raised_unchanged() -> None:
-    for error in (PermissionError(errno.EACCES, "denied", "a"), ValueError("a bug"), UserError("bad")):
+    for error in (
+        PermissionError(errno.EACCES, "denied", "a"),
+        ValueError("a bug"),
+        UserError("bad"),
+    ):
         with pytest.raises(type(error), match=re.escape(str(error))), paths_refused():
             raise error
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": ""}, ""), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, None)],
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": ""}, ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, None),
+    ],
 )
 def test_torchs_allocator_is_set_unless_the_user_has_set_it(
     given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
@@ -142,16 +166,26 @@ def test_torchs_allocator_is_set_unless_the_user_has_set_it(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     set_torch_variables()
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == found and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert (
+        os.environ.get("PYTORCH_ALLOC_CONF") == found
+        and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    )
 
 
 def test_installed_users_are_sent_to_no_file_of_the_clone() -> None:
-    clone = re.compile(r"\b(?:scripts|docs|benchmarks|tests)/|\b(?:train|block_expansion|demo_model)\.py\b")
+    clone = re.compile(
+        r"\b(?:scripts|docs|benchmarks|tests)/|\b(?:train|block_expansion|demo_model)\.py\b"
+    )
     trees = {path: ast.parse(path.read_text()) for path in (ROOT / "fsdp_qlora").rglob("*.py")}
     texts = [
-        (path, node.value) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Constant)
+        (path, node.value)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
     ]
-    assert not [(path, text) for path, text in texts if isinstance(text, str) and clone.search(text)]
+    assert not [
+        (path, text) for path, text in texts if isinstance(text, str) and clone.search(text)
+    ]
 
 
 def test_closed_output_pipe_is_no_error() -> None:
@@ -175,20 +209,30 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"fsdp-qlora {fsdp_qlora.__version__}\n"
 
 
-def test_shipped_settings_are_listed_printed_and_used_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_settings_are_listed_printed_and_used_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["configs"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == [path.stem for path in sorted((ROOT / "configs").glob("*.yaml"))]
+    assert [line.split()[0] for line in listed] == [
+        path.stem for path in sorted((ROOT / "configs").glob("*.yaml"))
+    ]
     for name, path in shipped_configs().items():
         assert main(["configs", name]) == 0
         assert capsys.readouterr().out == path.read_text()
-        assert parse_train_config(["--config", name]) == parse_train_config(["--config", str(path)]) != TrainConfig()
+        assert (
+            parse_train_config(["--config", name])
+            == parse_train_config(["--config", str(path)])
+            != TrainConfig()
+        )
     assert main(["configs", "nothing"]) == 2
     with pytest.raises(UserError, match="demo, lora_8b_2x24gb"):
         parse_train_config(["--config", "nothing"])
 
 
-def test_a_file_wins_over_a_name_and_a_folder_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_wins_over_a_name_and_a_folder_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     by_name = parse_train_config(["--config", "demo"])
     Path("demo").mkdir()  # demo.sh makes one
@@ -210,9 +254,16 @@ def test_env_prints_versions_and_no_secret(
     assert main(["env"]) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()
-    assert lines[0] == f"fsdp_qlora: {fsdp_qlora.__version__}" and f"PyTorch version: {torch.__version__}" in lines
+    assert (
+        lines[0] == (f"fsdp_qlora: {fsdp_qlora.__version__}")
+        and (f"PyTorch version: {torch.__version__}") in lines
+    )
     assert {"HF_TOKEN: [secret]", "NCCL_DEBUG: INFO", "HF_HOME: ~/hf"} <= set(lines)
-    assert not [secret for secret in ("short", "0123456789abcdef0123", "letmein", str(tmp_path)) if secret in said]
+    assert not [
+        secret
+        for secret in ("short", "0123456789abcdef0123", "letmein", str(tmp_path))
+        if secret in said
+    ]
 
 
 def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
@@ -221,11 +272,19 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
     def fails(error: Exception) -> str:
         raise error
 
-    checks = {"disk": lambda: "much free", "hub": lambda: fails(UserError("log in")), "GPUs": lambda: fails(OSError(5))}
+    checks = {
+        "disk": lambda: "much free",
+        "hub": lambda: fails(UserError("log in")),
+        "GPUs": lambda: fails(OSError(5)),
+    }
     monkeypatch.setattr(machine, "CHECKS", checks)
     assert main(["doctor"]) == 1
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["ok", "disk", "much free"], ["FIX", "hub", "log in"], ["FIX", "GPUs", "OSError: 5"]]
+    assert lines == [
+        ["ok", "disk", "much free"],
+        ["FIX", "hub", "log in"],
+        ["FIX", "GPUs", "OSError: 5"],
+    ]
     del checks["hub"], checks["GPUs"]
     assert main(["doctor"]) == 0
 
@@ -242,16 +301,25 @@ def test_doctor_finds_two_ranks_right() -> None:
 
 def test_options_from_python_are_those_of_the_command_line() -> None:
     values = {
-        "model_name": Path("a/model"), "dataset": ["a.jsonl", "b.jsonl"], "lr": 2e-4, "double_quant": False,
-        "eval_dataset": None, "lora_target_parameters": [], "quant_type": "NF4", "batch_size": 2, "recompute": 8,
-    }  # fmt: skip
+        "model_name": Path("a/model"),
+        "dataset": ["a.jsonl", "b.jsonl"],
+        "lr": 2e-4,
+        "double_quant": False,
+        "eval_dataset": None,
+        "lora_target_parameters": [],
+        "quant_type": "NF4",
+        "batch_size": 2,
+        "recompute": 8,
+    }
     argv = (
-        "--model_name a/model --dataset a.jsonl b.jsonl --lr 2e-4 --double_quant false --quant_type NF4 --batch_size 2 "
-        "--recompute 8"
+        "--model_name a/model --dataset a.jsonl b.jsonl --lr 2e-4 --double_quant false "
+        "--quant_type NF4 --batch_size 2 --recompute 8"
     )
     config = make_train_config(None, values)
     assert config == parse_train_config(argv.split())
-    assert make_train_config(config, {"batch_size": 3}) == parse_train_config([*argv.split(), "--batch_size", "3"])
+    assert make_train_config(config, {"batch_size": 3}) == parse_train_config(
+        [*argv.split(), "--batch_size", "3"]
+    )
     demo = parse_train_config(["--config", "demo", "--max_steps", "2"])
     assert make_train_config("demo", {"max_steps": 2}) == demo
     assert make_train_config(Path("demo"), {"max_steps": 2}) == demo
@@ -259,7 +327,9 @@ def test_options_from_python_are_those_of_the_command_line() -> None:
 
 def test_wrong_options_from_python_are_all_named_at_once() -> None:
     with pytest.raises(UserError) as error:
-        make_train_config(None, {"batch_sise": 2, "lr": "fast", "load_in_4bit": True, "max_steps": 0})
+        make_train_config(
+            None, {"batch_sise": 2, "lr": "fast", "load_in_4bit": True, "max_steps": 0}
+        )
     said = str(error.value)
     assert "Unknown option batch_sise; did you mean batch_size?" in said
     assert "lr: expected a number, got 'fast'." in said

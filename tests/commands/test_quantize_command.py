@@ -1,4 +1,6 @@
-"""`fsdp-qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
+"""`fsdp-qlora quantize | cache`: what is saved against transformers' own; the cache listed and
+pruned.
+"""
 
 import re
 from collections.abc import Callable
@@ -7,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    CompressedTensorsConfig,
+)
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import model_folder
@@ -21,10 +28,16 @@ UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_atte
 
 
 @pytest.mark.parametrize(
-    ("quant_type", "double_quant", "tied"), [("nf4", True, True), ("nf4", False, False), ("fp4", True, False)]
+    ("quant_type", "double_quant", "tied"),
+    [("nf4", True, True), ("nf4", False, False), ("fp4", True, False)],
 )
 def test_the_saved_model_is_the_one_that_transformers_quantizes(
-    quant_type: str, double_quant: bool, tied: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quant_type: str,
+    double_quant: bool,
+    tied: bool,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = models("llama", tie_word_embeddings=tied, **UNEVEN)
     out = tmp_path / "out"
@@ -34,9 +47,13 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob("*.partial"))
     options = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant}
     # bfloat16 is what ours writes into config.json.
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options
+    )
     common = {"dtype": torch.float32, "device_map": "cpu"}
-    expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, **common)
+    expected = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=quantization, **common
+    )
     saved = AutoModelForCausalLM.from_pretrained(out, **common)
     state = saved.state_dict()
     expected_state = expected.state_dict()
@@ -44,15 +61,22 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
     for name, value in expected_state.items():
         if "quant_state" not in name:  # JSON, padded in ours
             assert torch.equal(state[name].cpu(), value.cpu()), name
-    with torch.no_grad():  # in eval mode bitsandbytes repacks weights for some CPUs, and fails on these shapes
+    # in eval mode bitsandbytes repacks weights for some CPUs, and fails on these shapes
+    with torch.no_grad():
         assert torch.equal(saved.train()(PROBE).logits, expected.train()(PROBE).logits)
-    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(source)("sort the list")
+    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(
+        source
+    )("sort the list")
 
 
 # tests/loading/test_prequantized.py trains models of the form that transformers writes too.
 @pytest.mark.parametrize("family", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.nightly)])
 def test_saved_experts_train_as_the_weights_they_were_made_of(
-    family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    models: Models,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces
     source = models(family, **FAMILIES[family])
@@ -60,12 +84,20 @@ def test_saved_experts_train_as_the_weights_they_were_made_of(
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0
     assert "training can load the saved model, transformers cannot" in caplog.text
-    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "fp32"}
+    common = {
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)),
+        "lr": 1e-3,
+        "precision": "fp32",
+    }
     ours = train_ok(2, tmp_path / "ours", model_name=source, **common)
     saved = train_ok(2, tmp_path / "saved", model_name=out, **common)
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
     # What is quantized and how much of it.
-    assert re.findall("^Model: .*$", saved, re.MULTILINE) == re.findall("^Model: .*$", ours, re.MULTILINE) != []
+    assert (
+        re.findall("^Model: .*$", saved, re.MULTILINE)
+        == re.findall("^Model: .*$", ours, re.MULTILINE)
+        != []
+    )
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "fp8"])
@@ -82,23 +114,41 @@ def test_a_saved_published_format_is_the_one_of_its_library(
     assert ours.keys() == theirs.keys() and len(ours) > 30
     for name, value in theirs.items():
         found = ours[name]
-        assert found.shape == value.shape and torch.equal(found.view(torch.uint8), value.view(torch.uint8)), name
+        assert found.shape == value.shape and torch.equal(
+            found.view(torch.uint8), value.view(torch.uint8)
+        ), name
     # transformers' forward pass with what the library decodes.
-    kind = {"dtype": torch.float32, "quantization_config": CompressedTensorsConfig(run_compressed=False)}
-    logits = [AutoModelForCausalLM.from_pretrained(folder, **kind)(PROBE).logits for folder in (out, reference)]
+    kind = {
+        "dtype": torch.float32,
+        "quantization_config": CompressedTensorsConfig(run_compressed=False),
+    }
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder, **kind)(PROBE).logits
+        for folder in (out, reference)
+    ]
     assert torch.equal(*logits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "family"),
-    [("mxfp4", "qwen3_moe"), ("nvfp4", "llama"), pytest.param("fp8", "qwen3_moe", marks=pytest.mark.nightly)],
+    [
+        ("mxfp4", "qwen3_moe"),
+        ("nvfp4", "llama"),
+        pytest.param("fp8", "qwen3_moe", marks=pytest.mark.nightly),
+    ],
 )
-def test_a_saved_published_format_is_trained_as_it_is(form: str, family: str, models: Models, tmp_path: Path) -> None:
+def test_a_saved_published_format_is_trained_as_it_is(
+    form: str, family: str, models: Models, tmp_path: Path
+) -> None:
     source = models(family, **FAMILIES.get(family, {}))
     out = tmp_path / "model"
     assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0
-    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "bf16"}
+    common = {
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)),
+        "lr": 1e-3,
+        "precision": "bf16",
+    }
     train_ok(2, tmp_path / "ours", model_name=source, quant_type=form, **common)
     assert "trained on as they are" in train_ok(2, tmp_path / "saved", model_name=out, **common)
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
@@ -111,9 +161,11 @@ def test_quantize_refuses_bad_input_and_leaves_nothing(
     (tmp_path / "full" / "file").touch()
     for argv, words in {
         ("quantize",): "Give MODEL and --out DIR",
-        ("quantize", str(models()), "--out", str(tmp_path / "full")): "full exists already and is not empty",
+        ("quantize", str(models()), "--out", str(tmp_path / "full")): "full exists already and is "
+        "not empty",
         ("quantize", "./absent", "--out", str(tmp_path / "out")): "there is no such folder",
-        ("expand", str(models()), "--out", str(tmp_path / "out")): "would add 0 blocks to the model's 2",
+        ("expand", str(models()), "--out", str(tmp_path / "out")): "would add 0 blocks to the "
+        "model's 2",
     }.items():
         assert main(list(argv)) == 2
         assert words in capsys.readouterr().err

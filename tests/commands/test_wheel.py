@@ -17,6 +17,8 @@ def test_the_wheel_trains_from_an_empty_folder(models: Callable[..., Path], tmp_
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(ROOT / "scripts/wheel_check.sh"), str(models()), str(rows)]
-    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.endswith("The wheel works.\n")

@@ -38,7 +38,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """prepare_rows with a tiny tokenizer and a cache of the test's own, cache/tokenized below tmp_path."""
+    """prepare_rows with a tiny tokenizer and a cache of the test's own, cache/tokenized below
+    tmp_path.
+    """
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
 
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:

@@ -22,7 +22,11 @@ from tests.tiny import spelled_tokenizer
 ROWS = [
     {"instruction": "Add the numbers.", "input": "2 and 3", "output": "The sum is 5."},
     {"instruction": "Name a colour.", "input": "", "output": "Blue."},
-    {"instruction": "Say hello in French, twice.", "input": "", "output": "Bonjour, bonjour! Ça va?"},
+    {
+        "instruction": "Say hello in French, twice.",
+        "input": "",
+        "output": "Bonjour, bonjour! Ça va?",
+    },
 ]
 
 

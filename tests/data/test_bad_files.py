@@ -26,7 +26,10 @@ pytestmark = pytest.mark.quick
 
 def make_parquet(rows: int = 500, **more: object) -> bytes:
     """A file of 500 rows whose columns may be replaced or added to."""
-    columns = {"instruction": [f"Say {n}." for n in range(rows)], "output": [f"{n}" * 4 for n in range(rows)]}
+    columns = {
+        "instruction": [f"Say {n}." for n in range(rows)],
+        "output": [f"{n}" * 4 for n in range(rows)],
+    }
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({**columns, **more}), buffer, row_group_size=200)
     return buffer.getvalue()
@@ -49,27 +52,54 @@ MALFORMED = {
     # JSON lines
     "line.jsonl": (f"{GOOD}\n\n{{'instruction': 1}}\n".encode(), ":3: Expecting property name"),
     "cut.jsonl": (f"{GOOD}\n{GOOD[:20]}".encode(), ":2: Unterminated string"),
-    "cut_late.jsonl": ((GOOD + "\n").encode() * 300 + GOOD[:-9].encode(), ":301: Unterminated string"),
+    "cut_late.jsonl": (
+        (GOOD + "\n").encode() * 300 + GOOD[:-9].encode(),
+        ":301: Unterminated string",
+    ),
     "list.jsonl": (b"[1, 2]\n", ":1: expected an object with columns, found an array"),
-    "latin.jsonl": (f"{GOOD}\n".encode() + '{"output": "é"}\n'.encode("latin-1"), ":2: not UTF-8 text"),
+    "latin.jsonl": (
+        f"{GOOD}\n".encode() + '{"output": "é"}\n'.encode("latin-1"),
+        ":2: not UTF-8 text",
+    ),
     "utf16.jsonl": (f"{GOOD}\n".encode("utf-16"), ":1: not UTF-8 text"),
     "packed.jsonl": (gzip.compress(GOOD.encode()), ":1: not UTF-8 text"),
     "deep.jsonl": (f"{GOOD}\n{DEEP}\n".encode(), ":2: nested too deeply"),
-    "number.jsonl": (f'{GOOD}\n{{"output": {"9" * 5000}}}\n'.encode(), ":2: a number that cannot be read"),
-    "two_names.jsonl": (b'{"output": "a", "output": "b"}\n', ":1: 'output' occurs twice in an object"),
+    "number.jsonl": (
+        f'{GOOD}\n{{"output": {"9" * 5000}}}\n'.encode(),
+        ":2: a number that cannot be read",
+    ),
+    "two_names.jsonl": (
+        b'{"output": "a", "output": "b"}\n',
+        ":1: 'output' occurs twice in an object",
+    ),
     "two_objects.jsonl": (f"{GOOD}\n{GOOD}{GOOD}\n".encode(), ":2: Extra data"),
     "cut_first.jsonl": (f"{GOOD[:20]}\n{GOOD}\n".encode(), ":1: Unterminated string"),
-    "no_text.jsonl": (f'{GOOD}\n{{"instruction": "a", "output": 7}}\n'.encode(), ":2: output is not text but int"),
-    "null.jsonl": (f'{GOOD}\n{{"instruction": null, "output": "b"}}\n'.encode(), ":2: empty instruction"),
+    "no_text.jsonl": (
+        f'{GOOD}\n{{"instruction": "a", "output": 7}}\n'.encode(),
+        ":2: output is not text but int",
+    ),
+    "null.jsonl": (
+        f'{GOOD}\n{{"instruction": null, "output": "b"}}\n'.encode(),
+        ":2: empty instruction",
+    ),
     "blank.jsonl": (b"\n\n", ": the dataset is empty"),
     "columns.jsonl": (b'{"ask": "a", "tell": "b"}\n', ": missing columns. It has: ask, tell"),
     # JSON
-    "comma.json": (f"[{GOOD},\n {GOOD}\n {GOOD}]".encode(), ":3: Expecting ',' delimiter (column 2)"),
+    "comma.json": (
+        f"[{GOOD},\n {GOOD}\n {GOOD}]".encode(),
+        ":3: Expecting ',' delimiter (column 2)",
+    ),
     "cut.json": (f"[{GOOD},\n {GOOD}".encode(), ":2: Expecting ',' delimiter"),
     "line.json": (f"{GOOD}\n\n{{'instruction': 1}}\n".encode(), ":3: Expecting property name"),
-    "objects.json": (json.dumps(ROWS[0], indent=1).encode() + b'\n{\n"output": b}', ":7: Expecting value (column 11)"),
+    "objects.json": (
+        json.dumps(ROWS[0], indent=1).encode() + b'\n{\n"output": b}',
+        ":7: Expecting value (column 11)",
+    ),
     "number.json": (b"7", " row 1: expected an object with columns, found a number"),
-    "element.json": (f"[{GOOD}, 7]".encode(), " row 2: expected an object with columns, found a number"),
+    "element.json": (
+        f"[{GOOD}, 7]".encode(),
+        " row 2: expected an object with columns, found a number",
+    ),
     "deep.json": (DEEP.encode(), ": nested too deeply"),
     "latin.json": ('[{"output": "é"}]'.encode("latin-1"), ": not UTF-8 text"),
     "blank.json": (b"", ": the dataset is empty"),
@@ -87,7 +117,10 @@ MALFORMED = {
     "page.parquet": (PARQUET[:5000] + b"\xff" * 200 + PARQUET[5200:], ": not a parquet file"),
     "not_utf8.parquet": (make_parquet(output=not_utf8()), " row 401: not a parquet file"),
     "kind.docx": (b"text", "is not of a known kind"),
-    "cut.jsonl.gz": (gzip.compress(GOOD.encode() * 99)[:-9], ": the packed file is damaged or cut off"),
+    "cut.jsonl.gz": (
+        gzip.compress(GOOD.encode() * 99)[:-9],
+        ": the packed file is damaged or cut off",
+    ),
     "plain.csv.gz": (b"instruction,output\n", ": the packed file is damaged or cut off"),
 }
 
@@ -102,10 +135,15 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
     assert message in str(error.value)
 
 
-def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare: Any, tmp_path: Path) -> None:
+def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(
+    prepare: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.parquet"
-    times = pyarrow.array([2**62] * 500, pyarrow.timestamp("us"))  # more than Python's datetime holds
-    path.write_bytes(make_parquet(note=not_utf8(), Input=["blue"] * 500, wish=["say"] * 500, time=times))
+    # more than Python's datetime holds
+    times = pyarrow.array([2**62] * 500, pyarrow.timestamp("us"))
+    path.write_bytes(
+        make_parquet(note=not_utf8(), Input=["blue"] * 500, wish=["say"] * 500, time=times)
+    )
     tokenized, report = prepare(path)
     assert len(tokenized) == 500 and report.unused_columns == ["note", "wish", "time"]
     tokenized, report = prepare(path, columns=("instruction=wish",))
@@ -124,7 +162,9 @@ def bomb(name: str, kib: int) -> bytes:
     if not name.endswith(".parquet"):
         return gzip.compress(text.encode())
     stream = io.BytesIO()
-    table = pyarrow.Table.from_pylist([{"instruction": "a", "output": "b"}, {"instruction": "a", "output": text}])
+    table = pyarrow.Table.from_pylist(
+        [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": text}]
+    )
     pyarrow.parquet.write_table(table, stream, compression=name.partition(".")[0])
     return stream.getvalue()
 
@@ -161,7 +201,9 @@ def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
 def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(
     tmp_path: Path,
 ) -> None:
-    table = pyarrow.table({"text": pyarrow.array(["a" * (1 << 20)]).dictionary_encode().take([0] * 300)})
+    table = pyarrow.table(
+        {"text": pyarrow.array(["a" * (1 << 20)]).dictionary_encode().take([0] * 300)}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", store_schema=False)
     assert (tmp_path / "rows.parquet").stat().st_size < 1 << 20
     with counting_memory() as most:
@@ -172,7 +214,9 @@ def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(
 def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(
     prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets.Dataset.from_list([*ROWS, {**ROWS[0], "output": "a" * 20_000}]).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_list([*ROWS, {**ROWS[0], "output": "a" * 20_000}]).save_to_disk(
+        str(tmp_path / "saved")
+    )
     assert prepare(tmp_path / "saved")[1].num_used == len(ROWS) + 1
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.01")
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "other_cache"))
@@ -192,14 +236,20 @@ def test_a_file_changed_while_it_is_read_leaves_no_rows_in_the_cache(
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenization, "tokenize_batch", change)
-        with pytest.raises(UserError, match=r"rows.jsonl was changed while it was read. Start again"):
+        with pytest.raises(
+            UserError,
+            match=r"rows.jsonl was changed while it was read. Start "
+            r"again",
+        ):
             prepare(path)
     assert not list((tmp_path / "cache" / "tokenized").glob("*.safetensors"))
     write_jsonl(path, ROWS)
     assert len(prepare(path)[0]) == 3
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
+@pytest.mark.parametrize(
+    "name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"]
+)
 def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
     with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):
         sources.find_source(name)
@@ -215,7 +265,12 @@ def test_files_without_rows_are_refused_before_reading(prepare: Any, tmp_path: P
         (tmp_path / "empty", {}, "has no file of a known kind"),
         (tmp_path / "named", {}, r"a\\udcff.jsonl' is not UTF-8 text. Rename the file"),
         ("alpaca_dmeo", {}, r"unknown name 'alpaca_dmeo'. Did you mean 'alpaca_demo'\?"),
-        ("alpaca_demo", {"dataset_format": "alpacca"}, r"unknown format 'alpacca'. Formats: auto, alpaca"),
+        (
+            "alpaca_demo",
+            {"dataset_format": "alpacca"},
+            r"unknown format 'alpacca'. Formats: auto, "
+            r"alpaca",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             prepare(dataset, **options)
@@ -235,19 +290,33 @@ def test_targets_are_counted_without_a_wide_copy_of_the_dataset() -> None:
     assert peak < 2 * learned.nbytes, f"{peak:,} bytes"
 
 
-def test_unreachable_hub_fails_at_once_and_names_what_works_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_fails_at_once_and_names_what_works_offline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("would retry for long"))
-    with pytest.raises(UserError, match=r"yahma/alpaca-cleaned: .*Name or service .*alpaca_demo.*local"):
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *_, **__: pytest.fail("would retry for long")
+    )
+    with pytest.raises(
+        UserError,
+        match=r"yahma/alpaca-cleaned: .*Name or service "
+        r".*alpaca_demo.*local",
+    ):
         sources.find_source("alpaca")
-    with pytest.raises(UserError, match=r"owner/data-v1.5: there is no such file .*Name or service"):
+    with pytest.raises(
+        UserError,
+        match=r"owner/data-v1.5: there is no such file .*Name or "
+        r"service",
+    ):
         sources.find_source("owner/data-v1.5")
 
 
-def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(
+    prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     table = datasets.Dataset.from_list([{**ROWS[1], "output": f"Row {i}."} for i in range(200)])

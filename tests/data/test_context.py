@@ -29,7 +29,12 @@ def answers(*lengths: int) -> list[dict[str, Any]]:
 def prepared(
     paths: list[Path], context_length: object = "auto", *, longest: int | None = None, **given: Any
 ) -> RunData:
-    options = {"dataset": tuple(map(str, paths)), "context_length": context_length, "max_bad_rows": 1.0, **given}
+    options = {
+        "dataset": tuple(map(str, paths)),
+        "context_length": context_length,
+        "max_bad_rows": 1.0,
+        **given,
+    }
     tokenizer = spelled_tokenizer("byte_level")
     options = pick_data(TrainConfig(**options))
     return prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
@@ -42,16 +47,24 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], dict[str, Any]]] = {
     "a power of two": ([answers(61, 29)], {}),
     "one more": ([answers(62, 29)], {}),
     "a small dataset of long rows": ([answers(*[40] * 300), answers(300, 300)], {}),
-    "texts, which are never cut": ([[{"text": "go" * 100}, {"text": "hi"}]], {"dataset_format": "text"}),
-    "the longer answer": ([[{"prompt": "hi", "chosen": "go" * 90, "rejected": "no" * 9}]], {"objective": "dpo"}),
+    "texts, which are never cut": (
+        [[{"text": "go" * 100}, {"text": "hi"}]],
+        {"dataset_format": "text"},
+    ),
+    "the longer answer": (
+        [[{"prompt": "hi", "chosen": "go" * 90, "rejected": "no" * 9}]],
+        {"objective": "dpo"},
+    ),
     "more than auto takes": ([answers(5000, 6000)], {}),
     "more than the model": ([answers(40, 900)], {"longest": 100}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
-def test_auto_context_is_the_power_of_two_that_keeps_99_percent(name: str, tmp_path: Path, lines: list[str]) -> None:
+def test_auto_context_is_the_power_of_two_that_keeps_99_percent(
+    name: str, tmp_path: Path, lines: list[str]
+) -> None:
     datasets, options = CASES[name]
     paths = [write_rows(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(datasets)]
     expected = 2
@@ -73,14 +86,20 @@ def test_auto_context_samples_rows_of_large_datasets(
 ) -> None:
     monkeypatch.setattr(pipeline, "_MOST_MEASURED", 10)
     path = write_rows(tmp_path / "rows.jsonl", answers(*[40] * 60, *[200] * 20))
-    assert prepared([path]).context_length == 256 and "99% of 10 of 80 rows have at most" in lines[0]
+    assert (
+        prepared([path]).context_length == 256 and ("99% of 10 of 80 rows have at most") in lines[0]
+    )
 
 
 @pytest.mark.quick
 def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
     run, copy, step, other = (tmp_path / name for name in ("run", "copy", "step", "other"))
     record = {"options": {"context_length": 640, "dataset": ["a.jsonl"]}}
-    for folder, name, content in ((run, RUN, record), (copy, RUN, record), (step, STATE, {"about": record})):
+    for folder, name, content in (
+        (run, RUN, record),
+        (copy, RUN, record),
+        (step, STATE, {"about": record}),
+    ):
         folder.mkdir()
         (folder / name).write_text(json.dumps(content))
 
@@ -99,11 +118,19 @@ def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
 
 def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models: Models, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
-    options = {"model_name": models(), "dataset": rows, "max_steps": 2, "quant_cache": "off", "log_to": "stdout"}
+    options = {
+        "model_name": models(),
+        "dataset": rows,
+        "max_steps": 2,
+        "quant_cache": "off",
+        "log_to": "stdout",
+    }
 
     def start(name: str, **given: Any) -> tuple[list[int], str, object]:
         output = tmp_path / name
-        statuses, said = run_ranks(2, flags(**options, output_dir=output, **given), tmp_path / "logs")
+        statuses, said = run_ranks(
+            2, flags(**options, output_dir=output, **given), tmp_path / "logs"
+        )
         recorded = json.loads((output / RUN).read_text())["options"]["context_length"]
         assert recorded == yaml.safe_load((output / "config.yaml").read_text())["context_length"]
         return statuses, said, recorded
@@ -115,4 +142,8 @@ def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models: Models, tmp_p
     # As a run of an earlier version, whose default was a number.
     assert start("given", max_hours=1e-6, context_length=250)[::2] == ([3, 3], 250)
     statuses, said, number = start("given")
-    assert statuses == [0, 0] and number == 250 and "Context: 250 tokens, with which the run was started" in said
+    assert (
+        statuses == [0, 0]
+        and number == 250
+        and ("Context: 250 tokens, with which the run was started") in said
+    )

@@ -16,27 +16,43 @@ from tests.data.conftest import WORKER
 from tests.tiny import ROOT, spelled_tokenizer
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-EXAMPLES = re.findall(r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nTrained on: (.*?)$", PAGE, re.M | re.S)
+EXAMPLES = re.findall(
+    r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nTrained on: "
+    r"(.*?)$",
+    PAGE,
+    re.M | re.S,
+)
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == "
+    "'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>{% endif %}"
 )
 
 
 def test_every_format_of_texts_has_an_example() -> None:
-    assert {name for name, _, _ in EXAMPLES} == {name for name in FORMATS if FORMATS[name].row_kind == TEXTS}
+    assert {name for name, _, _ in EXAMPLES} == {
+        name for name in FORMATS if FORMATS[name].row_kind == TEXTS
+    }
     assert all(f"`{name}`" in PAGE for name in (*FORMATS, *TEMPLATES))
 
 
-@pytest.mark.parametrize(("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
-def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, example: str, learned: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES]
+)
+def test_an_example_is_of_its_format_and_learns_what_the_page_says(
+    name: str, example: str, learned: str
+) -> None:
     row = json.loads(example)
     assert RequestedFormat().find(list(row), [row]).dataset_format == name
     tokenizer = spelled_tokenizer("byte_level")
-    renderer = Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER])
+    renderer = Renderer(
+        tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER]
+    )
     [rendered] = renderer.render(FORMATS[name].read(row))
     [found] = encode([(1, rendered)], tokenizer, 1000)
     if learned.startswith("tokens"):
-        assert (np.flatnonzero(found.learned) + 1).tolist() == [int(number) for number in re.findall(r"\d+", learned)]
+        assert (np.flatnonzero(found.learned) + 1).tolist() == [
+            int(number) for number in re.findall(r"\d+", learned)
+        ]
     else:
         assert tokenizer.decode(found.ids[found.learned]) == learned.strip("`")

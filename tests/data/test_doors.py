@@ -1,4 +1,6 @@
-"""Every door that opens a file which a row or an option names refuses what is no file, without waiting for it."""
+"""Every door that opens a file which a row or an option names refuses what is no file, without
+waiting for it.
+"""
 
 import ast
 import os
@@ -36,7 +38,10 @@ DOORS: dict[str, Callable[[Path], object]] = {
 }
 # Door -> a file of a folder that it reads.
 FOLDERS: dict[Callable[[Path], object], tuple[str, ...]] = {
-    lambda folder: find_model_folder(str(folder), with_weights=True): ("config.json", "tokenizer.json"),
+    lambda folder: find_model_folder(str(folder), with_weights=True): (
+        "config.json",
+        "tokenizer.json",
+    ),
     read_config: ("adapter_config.json", "README.md"),
     lambda folder: find_source(str(folder)): ("state.json", "dataset_info.json"),
 }
@@ -58,7 +63,9 @@ def test_a_door_refuses_what_is_no_file(door: str, kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(kind: str, tmp_path: Path) -> None:
+def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(
+    kind: str, tmp_path: Path
+) -> None:
     for number, (door, names) in enumerate(FOLDERS.items()):
         (folder := tmp_path / str(number)).mkdir()
         for name in (*names[:1], "a.arrow"):
@@ -95,37 +102,38 @@ OWN = "a run or a cache has written it, or writes it now"
 # Reason -> the functions that open something otherwise than by open_named.
 OTHERWISE = {
     SELF: """
-        utils.files:open_named.opener utils.files:open_named data.sources.files:read_parquet data.text.images:_decode
-        sharding.loading.weight_files:WeightFiles._read_into
+        utils.files:open_named.opener utils.files:open_named data.sources.files:read_parquet
+        data.text.images:_decode sharding.loading.weight_files:WeightFiles._read_into
         sharding.loading.weight_files:_read_header utils.safetensors_files:tensor_names
     """,
     CHECKED: """
         checkpoint.train_state:_open_file data.batches.cache:read_cache
         data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
-        data.text.image_processor:ImageProcessor.model_ids export.changes:open_adapter export.merge:write_merged
-        export.model_folder:new_model_folder export.save_results:write_sidecar
-        model.adapters.peft_folder:read_header
+        data.text.image_processor:ImageProcessor.model_ids export.changes:open_adapter
+        export.merge:write_merged export.model_folder:new_model_folder
+        export.save_results:write_sidecar model.adapters.peft_folder:read_header
         model.architecture.models:_as_in_file model.architecture.models:load_config
         model.architecture.models:load_tokenizer run.open_model:load_trained
         sharding.loading.first_adapters:fill_from
     """,
     "a dataset of the hub": "data.sources.source:hub_source",
     PACKAGE: """
-        commands.tools:configs config.other_names: config.text:describe_config export.card:_card planning.gpus:
-        observability.report:make_page planning.known_models:
+        commands.tools:configs config.other_names: config.text:describe_config export.card:_card
+        planning.gpus: observability.report:make_page planning.known_models:
     """,
     KERNEL: """
-        distributed.supervision.clock:limit_memory distributed.supervision.launch:_torchrun_has_nproc
-        planning.placement:_cgroup_free training.rl.rewards:work utils.redact:_RedactedStream._dropped_if_lost
-       
-sharding.loading.weight_files:_buffer
+        distributed.supervision.clock:limit_memory
+        distributed.supervision.launch:_torchrun_has_nproc planning.placement:_cgroup_free
+        training.rl.rewards:work utils.redact:_RedactedStream._dropped_if_lost
+        sharding.loading.weight_files:_buffer
     """,
     OWN: """
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
         data.batches.taught:TaughtRows._mapped observability.metric_log:copy_records
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
-        distributed.supervision.watchdog:Watchdog._end_hanging observability.metric_log:JsonlSink.__init__
-        utils.files:flush utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
+        distributed.supervision.watchdog:Watchdog._end_hanging
+        observability.metric_log:JsonlSink.__init__ utils.files:flush
+        utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
         utils.safetensors_files:write_tensors service.rooms:Rooms._read service.rooms:Rooms.load
         service.access:_draw_key service.records:_make_private
     """,
@@ -149,7 +157,11 @@ def test_no_other_function_opens_a_file() -> None:
     found = {
         place
         for path in root.rglob("*.py")
-        for place in opening(ast.parse(path.read_text()), ".".join(path.relative_to(root).with_suffix("").parts) + ":")
+        for place in opening(
+            ast.parse(path.read_text()),
+            ".".join(path.relative_to(root).with_suffix("").parts) + ":",
+        )
     }
-    sinks = {place for place in found if place.startswith("observability.sinks:")}  # Sink.open is no file
+    # Sink.open is no file
+    sinks = {place for place in found if place.startswith("observability.sinks:")}
     assert found - sinks == {place for places in OTHERWISE.values() for place in places.split()}

@@ -45,11 +45,16 @@ def text(said: str) -> dict[str, str]:
 
 # The columns of a row -> what its first turn shows, and its images.
 SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
-    "in the text": ({"messages": ask("so<image>who?"), "images": ["a.png"]}, [text("so"), PLACE, text("who?")], [Path("d/a.png")]),
-    "one alone": ({"messages": ask("<image>who?"), "images": "a.png"}, [PLACE, text("who?")], [Path("d/a.png")]),
-    "without a place": ({"messages": ask("who?"), "images": ["/a", "b"]}, [PLACE, PLACE, text("who?")], [Path("/a"), Path("d/b")]),
-    "parts without one": ({"messages": ask([text("so"), PLACE]), "images": [{"bytes": b"x"}]}, [text("so"), PLACE], [b"x"]),
-    "parts with one": ({"messages": ask([{**PLACE, "image": "a.png"}])}, [PLACE], [Path("d/a.png")]),
+    "in the "
+    "text": ({"messages": ask("so<image>who?"), "images": ["a.png"]}, [text("so"), PLACE, text("who?")], [Path("d/a.png")]),
+    "one "
+    "alone": ({"messages": ask("<image>who?"), "images": "a.png"}, [PLACE, text("who?")], [Path("d/a.png")]),
+    "without a "
+    "place": ({"messages": ask("who?"), "images": ["/a", "b"]}, [PLACE, PLACE, text("who?")], [Path("/a"), Path("d/b")]),
+    "parts without "
+    "one": ({"messages": ask([text("so"), PLACE]), "images": [{"bytes": b"x"}]}, [text("so"), PLACE], [b"x"]),
+    "parts with "
+    "one": ({"messages": ask([{**PLACE, "image": "a.png"}])}, [PLACE], [Path("d/a.png")]),
     "OpenAI": ({"messages": ask([{"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}])}, [PLACE], [b"x"]),
     "datasets": ({"messages": ask("<image>"), "images": [{"path": "a.png", "bytes": b"x"}]}, [PLACE], [b"x"]),
     "none": ({"messages": ask("who?"), "images": []}, "who?", []),
@@ -66,29 +71,82 @@ def test_images_are_found_in_the_columns_datasets_use(name: str) -> None:
 
 # The columns of a row -> why it is left out.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": ({"messages": ask("<image>who?"), "images": ["b.png"]}, "the image .*b.png cannot be read, or is no image .No such file"),
-    "damaged": ({"messages": ask("<image>who?"), "images": ["cut.png"]}, "the image .*cut.png cannot be read, or is no image"),
-    "not one": ({"messages": ask("<image>who?"), "images": ["rows.jsonl"]}, "rows.jsonl cannot be read, or is no image"),
-    "a URL": ({"messages": ask("<image>"), "images": ["https://a/b.png"]}, "image 1: https://a/b.png is a URL. Download"),
-    "too few": ({"messages": ask("<image><image>"), "images": ["a.png"]}, "turn 1 shows more images than the 1 of the row"),
-    "too many": ({"messages": ask("<image>who?"), "images": ["a.png"] * 2}, "has 2 images, and its messages show 1 of them"),
-    "an answer": ({"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]}, "an answer has an image"),
-    "base64": ({"messages": ask([{**PLACE, "image": "data:,e"}])}, "turn 1: an image is not base64"),
-    "no room": ({"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]}, "no room for a response"),
-    "a pipe": ({"messages": ask("<image>who?"), "images": ["pipe.png"]}, "pipe.png cannot be read, .*it is not a file but a folder, a pipe"),
-    "a device": ({"messages": ask("<image>who?"), "images": ["/dev/zero"]}, "/dev/zero cannot be read, .*it is not a file but"),
-    "a link to one": ({"messages": ask("<image>who?"), "images": ["zero.png"]}, "zero.png cannot be read, .*it is not a file but"),
-    "of the kernel": ({"messages": ask("<image>who?"), "images": ["/proc/kmsg"]}, "/proc/kmsg cannot be read, or is no image"),
-    "too long a file": ({"messages": ask("<image>who?"), "images": ["long.png"]}, "long.png cannot be read, .*it has 129 MiB, more than 128"),
-    "PostScript": ({"messages": ask("<image>who?"), "images": ["gs.png"]}, r"gs.png cannot be read, .*\(cannot identify image file\)"),
-    "too many pixels": ({"messages": ask("<image>who?"), "images": ["wide.png"]}, r"with it the row has more than 44 megapixels; FSDP_QLORA_MAX_ROW_MIB raises that"),
-    "too many of all": ({"messages": ask("<image><image>"), "images": ["half.png"] * 2}, "half.png .*with it the row has more than 44"),
-    "of 16 bits": ({"messages": ask("<image>who?"), "images": ["deep.png"]}, "of mode I;16.*; convert it to 8 bits"),
-    "of floats": ({"messages": ask("<image>who?"), "images": ["float.tiff"]}, "of mode F; convert it to 8 bits"),
-    "the model's token": ({"messages": ask("<image>a <image_soft_token>?"), "images": ["a.png"]}, "has the token that stands for an image"),
-    "of text alone": ({"messages": ask("a <image_soft_token>?")}, "has the token that stands for an image"),
-    "in an answer": ({"messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}], "images": ["a.png"]}, "has the token that stands"),
-    "the token": ({"messages": ask("<image><start_of_image>"), "images": ["a.png"]}, "template shows 2 of the row's 1 images"),
+    "missing": ({"messages": ask("<image>who?"), "images": ["b.png"]}, "the image .*b.png cannot "
+                                                                       "be read, or is no image "
+                                                                       ".No such file"),
+    "damaged": ({"messages": ask("<image>who?"), "images": ["cut.png"]}, "the image .*cut.png "
+                                                                         "cannot be read, or is no "
+                                                                         "image"),
+    "not one": ({"messages": ask("<image>who?"), "images": ["rows.jsonl"]}, "rows.jsonl cannot be "
+                                                                            "read, or is no image"),
+    "a URL": ({"messages": ask("<image>"), "images": ["https://a/b.png"]}, "image 1: "
+                                                                           "https://a/b.png is a "
+                                                                           "URL. Download"),
+    "too few": ({"messages": ask("<image><image>"), "images": ["a.png"]}, "turn 1 shows more "
+                                                                          "images than the 1 of "
+                                                                          "the row"),
+    "too many": ({"messages": ask("<image>who?"), "images": ["a.png"] * 2}, "has 2 images, and its "
+                                                                            "messages show 1 of "
+                                                                            "them"),
+    "an "
+    "answer": ({"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]}, "an answer has an image"),
+    "base64": ({"messages": ask([{**PLACE, "image": "data:,e"}])}, "turn 1: an image is not "
+                                                                   "base64"),
+    "no "
+    "room": ({"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]}, "no "
+                                                                                               "room for a response"),
+    "a pipe": ({"messages": ask("<image>who?"), "images": ["pipe.png"]}, "pipe.png cannot be read, "
+                                                                         ".*it is not a file but a "
+                                                                         "folder, a pipe"),
+    "a device": ({"messages": ask("<image>who?"), "images": ["/dev/zero"]}, "/dev/zero cannot be "
+                                                                            "read, .*it is not a "
+                                                                            "file but"),
+    "a link to one": ({"messages": ask("<image>who?"), "images": ["zero.png"]}, "zero.png cannot "
+                                                                                "be read, .*it is "
+                                                                                "not a file but"),
+    "of the kernel": ({"messages": ask("<image>who?"), "images": ["/proc/kmsg"]}, "/proc/kmsg "
+                                                                                  "cannot be read, "
+                                                                                  "or is no image"),
+    "too long a file": ({"messages": ask("<image>who?"), "images": ["long.png"]}, "long.png cannot "
+                                                                                  "be read, .*it "
+                                                                                  "has 129 MiB, "
+                                                                                  "more than 128"),
+    "PostScript": ({"messages": ask("<image>who?"), "images": ["gs.png"]}, r"gs.png cannot be "
+                                                                           r"read, .*\(cannot "
+                                                                           r"identify image "
+                                                                           r"file\)"),
+    "too many pixels": ({"messages": ask("<image>who?"), "images": ["wide.png"]}, r"with it the "
+                                                                                  r"row has more "
+                                                                                  r"than 44 "
+                                                                                  r"megapixels; "
+                                                                                  r"FSDP_QLORA_MAX_ROW_MIB raises that"),
+    "too many of all": ({"messages": ask("<image><image>"), "images": ["half.png"] * 2}, "half.png "
+                                                                                         ".*with "
+                                                                                         "it the "
+                                                                                         "row has "
+                                                                                         "more "
+                                                                                         "than 44"),
+    "of 16 bits": ({"messages": ask("<image>who?"), "images": ["deep.png"]}, "of mode I;16.*; "
+                                                                             "convert it to 8 "
+                                                                             "bits"),
+    "of floats": ({"messages": ask("<image>who?"), "images": ["float.tiff"]}, "of mode F; convert "
+                                                                              "it to 8 bits"),
+    "the model's token": ({"messages": ask("<image>a "
+                                           "<image_soft_token>?"), "images": ["a.png"]}, "has the "
+                                                                                         "token "
+                                                                                         "that "
+                                                                                         "stands "
+                                                                                         "for an "
+                                                                                         "image"),
+    "of text alone": ({"messages": ask("a "
+                                       "<image_soft_token>?")}, "has the token that stands for "
+                                                                  "an image"),
+    "in an "
+    "answer": ({"messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}], "images": ["a.png"]}, "has the token that stands"),
+    "the token": ({"messages": ask("<image><start_of_image>"), "images": ["a.png"]}, "template "
+                                                                                     "shows 2 of "
+                                                                                     "the row's 1 "
+                                                                                     "images"),
 }  # fmt: skip
 
 
@@ -103,23 +161,32 @@ def make_hostile(folder: Path) -> None:
     """Files that are no images for training, whatever a row says."""
     os.mkfifo(folder / "pipe.png")
     (folder / "zero.png").symlink_to("/dev/zero")
-    (folder / "gs.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    (folder / "gs.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    )
     with (folder / "long.png").open("wb") as file:
         file.truncate(129 * 2**20)
     Image.new("1", (9000, 5000)).save(folder / "wide.png")
     Image.new("1", (5000, 5000)).save(folder / "half.png")
-    Image.fromarray(np.arange(0, 60000, 100, dtype=np.uint16).reshape(20, 30)).save(folder / "deep.png")
-    Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)).save(folder / "float.tiff")
+    Image.fromarray(np.arange(0, 60000, 100, dtype=np.uint16).reshape(20, 30)).save(
+        folder / "deep.png"
+    )
+    Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)).save(
+        folder / "float.tiff"
+    )
 
 
 @pytest.fixture
 def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunData]:
-    """prepare_data for the model of images, in a folder with the image a.png and half of one, cut.png."""
+    """prepare_data for the model of images, in a folder with the image a.png and half of one,
+    cut.png.
+    """
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.png").write_bytes(png(picture(30, 20, seed=0)))
     (tmp_path / "cut.png").write_bytes(png(picture(30, 20, seed=1))[:500])
     make_hostile(tmp_path)
-    (gs := tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")  # as PostScript is drawn by Pillow
+    # as PostScript is drawn by Pillow
+    (gs := tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     gs.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -132,13 +199,17 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return call
 
 
-def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare: Any, tmp_path: Path) -> None:
+def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(
+    prepare: Any, tmp_path: Path
+) -> None:
     good = {"messages": ask("<image>who?"), "images": ["a.png"]}
     rows = [good, *(row for row, _ in BAD.values()), good]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = prepare(path, max_bad_rows=0.95)
     assert data.train.row_numbers.tolist() == [1, len(rows)] and len(data.train.images) == 2
-    for number, ((place, reason), (_, says)) in enumerate(zip(data.rejected, BAD.values(), strict=True), start=2):
+    for number, ((place, reason), (_, says)) in enumerate(
+        zip(data.rejected, BAD.values(), strict=True), start=2
+    ):
         assert place.endswith(f"rows.jsonl:{number}")
         assert re.search(says, reason)
     assert not (tmp_path / "started").exists()
@@ -154,9 +225,15 @@ ROWS_OF_TEXT = [
 
 
 @pytest.mark.parametrize("row", ROWS_OF_TEXT, ids=lambda row: next(iter(row)))
-def test_the_models_token_for_images_is_refused_in_text(row: dict[str, str], prepare: Any, tmp_path: Path) -> None:
+def test_the_models_token_for_images_is_refused_in_text(
+    row: dict[str, str], prepare: Any, tmp_path: Path
+) -> None:
     objective = "dpo" if "chosen" in row else "sft"
-    with pytest.raises(UserError, match=r"rows.jsonl:1: its text has the token that stands for an image"):
+    with pytest.raises(
+        UserError,
+        match=r"rows.jsonl:1: its text has the token that stands for an "
+        r"image",
+    ):
         prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), objective=objective)
 
 
@@ -164,34 +241,53 @@ def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path:
     row = {"messages": [*ask("who?"), *ask("<image>so<image>")], "images": ["a.png", "a.png"]}
     data = prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), learn="all").train
     tokenizer = AutoTokenizer.from_pretrained(model)
-    shown = np.isin(data.input_ids, tokenizer.convert_tokens_to_ids(["<image_soft_token>", "<start_of_image>"]))
+    shown = np.isin(
+        data.input_ids, tokenizer.convert_tokens_to_ids(["<image_soft_token>", "<start_of_image>"])
+    )
     assert shown.sum() == 10 and not data.learned[shown].any()
     written = tokenizer.decode(data.input_ids[data.learned])
-    assert "user" in written and "go on</s>" in written and data.image_sizes.tolist() == [[2, 2 * 3 * 28 * 28]]
+    assert (
+        "user" in written
+        and ("go on</s>") in written
+        and data.image_sizes.tolist() == [[2, 2 * 3 * 28 * 28]]
+    )
 
 
 def test_images_are_read_from_tables_and_instruction_rows(prepare: Any, tmp_path: Path) -> None:
-    row = {"question": "who?", "answer": "go on", "image": {"bytes": png(picture(30, 20, seed=2)), "path": None}}
+    row = {
+        "question": "who?",
+        "answer": "go on",
+        "image": {"bytes": png(picture(30, 20, seed=2)), "path": None},
+    }
     data = prepare(write_parquet(tmp_path / "rows.parquet", [row] * 2)).train
     assert data.image_sizes[:, 0].tolist() == [1, 1] and len({*map(bytes, data.images)}) == 1
     assert load(bytes(data.images[0])).tobytes() == picture(30, 20, seed=2).tobytes()
     assert data[1].images.tolist() == data.images[1:].tolist()
 
 
-def test_cached_rows_are_rebuilt_if_an_image_changes(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_cached_rows_are_rebuilt_if_an_image_changes(
+    prepare: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     rows = [{"messages": ask("<image>who?"), "images": [name]} for name in ("a.png", "cut.png")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     first = prepare(path, max_bad_rows=0.5).train
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "cut.png")
     assert len(prepare(path, max_bad_rows=0.5).train) == 1  # to the other ranks of this start
-    monkeypatch.setattr(cache.psutil.Process, "create_time", lambda self: os.stat(tmp_path / "cut.png").st_mtime + 100)
+    monkeypatch.setattr(
+        cache.psutil.Process,
+        "create_time",
+        lambda self: os.stat(tmp_path / "cut.png").st_mtime + 100,
+    )
     assert len(prepare(path, max_bad_rows=0.5).train) == 2  # to another
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "a.png")
     with pytest.raises(RankError, match=r"a\.png was read before, and now: it has changed"):
         load(bytes(first.images[0]))
     assert not are_as_kept([bytes(first.images[0])])
     again = prepare(path).train
-    assert again.digest != first.digest and bytes(again.images[0]) == keep_all([tmp_path / "a.png"])[0][0]
+    assert (
+        again.digest != first.digest
+        and bytes(again.images[0]) == keep_all([tmp_path / "a.png"])[0][0]
+    )
     os.remove(tmp_path / "a.png")
     with pytest.raises(RankError, match="No such file"):
         load(bytes(again.images[0]))
@@ -201,23 +297,44 @@ def damaged(seed: int) -> bytes:
     """An image of some format, whole or with some bytes that are others, too large or gone."""
     choose = random.Random(seed)
     content = io.BytesIO()
-    kinds = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA", "PCX", "EPS", "PDF", "SGI", "MPO")
+    kinds = (
+        "PNG",
+        "JPEG",
+        "WEBP",
+        "GIF",
+        "BMP",
+        "TIFF",
+        "PPM",
+        "ICO",
+        "TGA",
+        "PCX",
+        "EPS",
+        "PDF",
+        "SGI",
+        "MPO",
+    )
     picture(40, 30, seed=seed).save(content, choose.choice(kinds))
     made = bytearray(content.getvalue())
     for _ in range(choose.randrange(6)):
         at = choose.randrange(choose.choice((64, len(made))))
         length = choose.choice((1, 4, 64, 10**6))
-        wrong = choose.choice((choose.randbytes(length), b"\xff" * 4, b"\0\0\x30\0", b"", bytes(made) * 9))
+        wrong = choose.choice(
+            (choose.randbytes(length), b"\xff" * 4, b"\0\0\x30\0", b"", bytes(made) * 9)
+        )
         made[at : at + length] = wrong if len(wrong) < 10**5 else wrong[:9]
     return bytes(made) or b"x"
 
 
 @pytest.mark.nightly
-def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare: Any, tmp_path: Path, recwarn: Any) -> None:
+def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(
+    prepare: Any, tmp_path: Path, recwarn: Any
+) -> None:
     started = list[str]()
     hears = [True]
     kinds = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
-    sys.addaudithook(lambda event, args: started.append(str(args[0])) if hears and event in kinds else None)
+    sys.addaudithook(
+        lambda event, args: started.append(str(args[0])) if hears and event in kinds else None
+    )
     rows = [{"messages": ask("<image>who?"), "images": [f"{seed}.bin"]} for seed in range(400)]
     for seed in range(400):
         (tmp_path / f"{seed}.bin").write_bytes(damaged(seed))
@@ -227,7 +344,15 @@ def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare: Any, tmp
     assert 20 < len(data.train_rows) < 300 and len(data.train_rows) + len(data.rejected) == 400
     assert {*started} <= {sys.executable}  # which fills the chat template
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
-    assert {re.sub(r".*bin (cannot be read|and).*", "", reason) for _, reason in data.rejected} <= {""}
+    assert {
+        re.sub(
+            r".*bin (cannot be "
+            r"read|and).*",
+            "",
+            reason,
+        )
+        for _, reason in data.rejected
+    } <= {""}
     assert not [warning for warning in recwarn if "PIL" in str(warning.filename)]
 
 
@@ -237,16 +362,23 @@ def test_relative_paths_are_of_the_rows_folder_or_the_current_one(
     rows = [{"messages": ask("<image>who?"), "images": ["a.png"]}] * 2
     (other := tmp_path / "other").mkdir()
     (other / "a.png").write_bytes(png(picture(30, 20, seed=2)))
-    first, second = (prepare(write_jsonl(folder / "rows.jsonl", rows)).train.images for folder in (tmp_path, other))
+    first, second = (
+        prepare(write_jsonl(folder / "rows.jsonl", rows)).train.images
+        for folder in (tmp_path, other)
+    )
     assert bytes(first[0]) != bytes(second[0])  # although the rows are in the cache
     monkeypatch.chdir(other)
     assert bytes(prepare(Path(api._in_file(rows))).train.images[0]) == bytes(second[0])
 
 
-def test_a_model_of_text_refuses_images_by_the_columns_name(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_model_of_text_refuses_images_by_the_columns_name(
+    prepare: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(ImageProcessor, "find", lambda *_: None)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": ask("who?"), "image": "a.png"}])
-    with pytest.raises(UserError, match="image: only text can be trained on; --columns ignore=image trains without"):
+    with pytest.raises(
+        UserError, match="image: only text can be trained on; --columns ignore=image trains without"
+    ):
         prepare(path)
     assert not len(prepare(path, columns=("ignore=image",)).train.images)
     path.write_text(json.dumps({"messages": ask([{**PLACE, "image": "a.png"}])}) + "\n")

@@ -38,16 +38,22 @@ REST = "{% else %}{{ '[' + m.role[0] + ']' + m.content }}{% endif %}{% endfor %}
 PROMPT = "{% if add_generation_prompt %}[a]{% endif %}"
 
 
-def template(answer: str = TAGS["without"], begin: str = "{{ bos_token }}", prompt: str = PROMPT) -> str:
+def template(
+    answer: str = TAGS["without"], begin: str = "{{ bos_token }}", prompt: str = PROMPT
+) -> str:
     return begin + ASK + answer + REST + prompt
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
 
 
 CHAT = {"messages": turns("hi", "go on", "so", "no")}
-# The whole row, and under each token whether it is learned. SentencePiece puts a blank in front of a text.
+# The whole row, and under each token whether it is learned. SentencePiece puts a blank in front of
+# a text.
 TOKENS = {
     "byte_level": "<s> [ u ] hi [ a ] go Ġon </s> [ u ] so [ a ] no </s>",
     "sentencepiece": "<s> ▁ [ u ] hi [ a ] go ▁on </s> ▁ [ u ] so [ a ] no </s>",
@@ -81,7 +87,11 @@ def tokens_of(
     renderer = Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template, [WORKER])
     [rendered] = renderer.render(row_format.read(row))
     [found] = encode([(1, rendered)], tokenizer, 1000)
-    return tokenizer.convert_ids_to_tokens(found.ids.tolist()), found.learned.astype(int).tolist(), found.notes
+    return (
+        tokenizer.convert_ids_to_tokens(found.ids.tolist()),
+        found.learned.astype(int).tolist(),
+        found.notes,
+    )
 
 
 @pytest.mark.parametrize("tags", TAGS)
@@ -95,8 +105,9 @@ def test_a_chat_is_learned_turn_by_turn(kind: str, tags: str, learn: str) -> Non
 
 def test_turns_are_learned_whole_if_tokens_begin_with_a_sign() -> None:
     mistral = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
-        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + "
+        "m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% "
+        "endfor %}"
     )
     tokens, learned, notes = tokens_of(
         "tekken", "messages", {"messages": turns("so:", "go on", "hi:go", "no")}, chat=mistral
@@ -104,8 +115,14 @@ def test_turns_are_learned_whole_if_tokens_begin_with_a_sign() -> None:
     assert " ".join(tokens) == "<s> [INST] so : [/INST] go Ġon </s> [INST] hi :go [/INST] no </s>"
     assert learned == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
     assert notes == ()
-    tokens, learned, notes = tokens_of("tekken", "prompt_completion", {"prompt": "so:", "completion": "go"})
-    assert (tokens, learned, notes) == (["<s>", "so", ":", "go", "</s>"], [0, 0, 0, 1, 1], (MERGED,))
+    tokens, learned, notes = tokens_of(
+        "tekken", "prompt_completion", {"prompt": "so:", "completion": "go"}
+    )
+    assert (tokens, learned, notes) == (
+        ["<s>", "so", ":", "go", "</s>"],
+        [0, 0, 0, 1, 1],
+        (MERGED,),
+    )
 
 
 @pytest.mark.parametrize("tags", TAGS)
@@ -115,7 +132,9 @@ def test_turns_of_weight_0_are_masked(tags: str, weight: dict[str, Any]) -> None
     messages[1] |= weight
     chat = template(TAGS[tags])
     for learn in ("assistant", "last"):
-        assert tokens_of("byte_level", "messages", {"messages": messages}, learn, chat=chat)[1:] == (mask("last"), ())
+        assert tokens_of("byte_level", "messages", {"messages": messages}, learn, chat=chat)[
+            1:
+        ] == (mask("last"), ())
     _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, "all", chat=chat)
     assert learned == [1] * 8 + [0] * 3 + [1] * 9
     messages[3] |= weight
@@ -131,7 +150,9 @@ def test_template_workers_render_rows_in_order() -> None:
     found = []
     workers = [WORKER, TemplateWorker()]
     for some in (workers[:1], workers):
-        renderer = Renderer(tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, some)
+        renderer = Renderer(
+            tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, some
+        )
         found.append(renderer.render_all(rows, row_format.read))
     workers[1].close()
     assert str(found[0].pop(77)) == str(found[1].pop(77)) and found[0] == found[1]
@@ -139,18 +160,33 @@ def test_template_workers_render_rows_in_order() -> None:
 
 
 def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
-    rewriting = template(TAGS["without"].replace("m.content", "(m.content if loop.last else '...')"))
+    rewriting = template(
+        TAGS["without"].replace("m.content", "(m.content if loop.last else '...')")
+    )
     rows = [
-        tokens_of("byte_level", "messages", {"messages": CHAT["messages"][:length]}, "last", chat=rewriting)
+        tokens_of(
+            "byte_level",
+            "messages",
+            {"messages": CHAT["messages"][:length]},
+            "last",
+            chat=rewriting,
+        )
         for length in (2, 4)
     ]
     tokenizer = spelled_tokenizer("byte_level")
     row_format = FORMATS["messages"]
-    renderer = Renderer(tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template, [WORKER])
+    renderer = Renderer(
+        tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template, [WORKER]
+    )
     rendered = renderer.render(row_format.read(CHAT))
     found = encode([(1, row) for row in rendered], tokenizer, 1000)
-    assert [row.ids.tolist() for row in found] == [tokenizer.convert_tokens_to_ids(tokens) for tokens, _, _ in rows]
-    assert [row.notes for row in encode([(1, row) for row in rendered], tokenizer, 1000)] == [(APART,), ()]
+    assert [row.ids.tolist() for row in found] == [
+        tokenizer.convert_tokens_to_ids(tokens) for tokens, _, _ in rows
+    ]
+    assert [row.notes for row in encode([(1, row) for row in rendered], tokenizer, 1000)] == [
+        (APART,),
+        (),
+    ]
     tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
 
 
@@ -163,7 +199,8 @@ def test_rows_of_tool_chats_begin_with_the_tokens_of_their_prompts() -> None:
         rendered = renderer.render(row_format.read({"messages": messages}))
         found = encode([(1, row) for row in rendered], tokenizer, 1000)
         assert [row.ids[: row.learned.argmax()].tolist() for row in found] == [
-            tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"] for turn in (1, 3)
+            tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
+            for turn in (1, 3)
         ]
 
 
@@ -173,13 +210,18 @@ HOSTILE = {
     "{{ ''.__class__.__mro__ }}": (BadRow, "__class__"),
     "{% if %}": (UserError, "line 1"),
     "{{ 'a' * 99999999999 }}": (BadRow, "2 GiB"),
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": (BadRow, "2 s"),
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": (
+        BadRow,
+        "2 s",
+    ),
     "{{ (messages | length) ** (9 ** 9) }}": (BadRow, "2 s"),  # within one operation
 }
 
 
 @pytest.mark.parametrize("bad", HOSTILE)
-def test_a_hostile_template_fails_only_its_own_row(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_template_fails_only_its_own_row(
+    bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
     refusal, word = HOSTILE[bad]
     only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
@@ -192,12 +234,18 @@ def test_a_hostile_template_fails_only_its_own_row(bad: str, monkeypatch: pytest
         assert [segment.text for segment in rows[0] if segment.learned] == ["no</s>"]
 
 
-def test_a_worker_imports_no_module_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_imports_no_module_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("json", "jinja2", "transformers", "fsdp_qlora", "signal", "re"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})"
+        )
     monkeypatch.chdir(tmp_path)
     worker = TemplateWorker()
-    ChatTemplate(spelled_tokenizer("byte_level"), template()).fill(Chat(CHAT["messages"]), worker, learn="assistant")
+    ChatTemplate(spelled_tokenizer("byte_level"), template()).fill(
+        Chat(CHAT["messages"]), worker, learn="assistant"
+    )
     worker.close()
     assert not (tmp_path / "ran").exists()
 
@@ -213,14 +261,26 @@ def deep_list(depth: int) -> Any:
     return found
 
 
-# How many levels of a value Python's JSON takes depends on its version; how many calls a template takes does not.
-CALLS_ITSELF = "{% macro call() %}{{ call() }}{% endmacro %}{{ call() if tools and tools[0].name == 'self' }}"
+# How many levels of a value Python's JSON takes depends on its version; how many calls a template
+# takes does not.
+CALLS_ITSELF = (
+    "{% macro call() %}{{ call() }}{% endmacro %}{{ call() if tools and tools[0].name == 'self' }}"
+)
 # Chat that costs its row alone -> a word of the reason.
 EXTREME = {
-    "tools that JSON cannot say": (Chat(turns("hi", "no"), [{"name": object()}]), "cannot represent"),
+    "tools that JSON cannot say": (
+        Chat(turns("hi", "no"), [{"name": object()}]),
+        "cannot represent",
+    ),
     "tools nested 400 deep": (Chat(turns("hi", "no"), [{"name": "go", **nested(400)}]), ""),
-    "a tool for which the template calls itself": (Chat(turns("hi", "no"), [{"name": "self"}]), "nested too deeply"),
-    "tools nested 5,000 deep": (Chat(turns("hi", "no"), [{"name": deep_list(5000)}]), "cannot represent|too deeply"),
+    "a tool for which the template calls itself": (
+        Chat(turns("hi", "no"), [{"name": "self"}]),
+        "nested too deeply",
+    ),
+    "tools nested 5,000 deep": (
+        Chat(turns("hi", "no"), [{"name": deep_list(5000)}]),
+        "cannot represent|too deeply",
+    ),
     "100,000 messages": (Chat(turns(*["hi"] * 100_000)), "did not end within"),
 }
 
@@ -265,7 +325,8 @@ def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(
         worker._process.send_signal(number)
         limits = iter((1.0, 600.0))  # of this process, and of the one that is started
         monkeypatch.setattr(
-            "fsdp_qlora.distributed.supervision.clock.within", lambda _, call, all=limits: within(next(all), call)
+            "fsdp_qlora.distributed.supervision.clock.within",
+            lambda _, call, all=limits: within(next(all), call),
         )
         assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
     monkeypatch.undo()
@@ -299,7 +360,9 @@ def test_tokens_across_prompt_and_answer_are_split_and_logged() -> None:
     assert tokens == ["<s>", "so", ":", "Ġ", "o", "n", "</s>"]
     assert learned == [0, 0, 0, 0, 1, 1, 1]
     assert notes == (MERGED,)
-    tokens, learned, notes = tokens_of("byte_level", "prompt_completion", {"prompt": "so:", "completion": " on"})
+    tokens, learned, notes = tokens_of(
+        "byte_level", "prompt_completion", {"prompt": "so:", "completion": " on"}
+    )
     assert (tokens, learned, notes) == (["<s>", "so", ":", "Ġon", "</s>"], [0, 0, 0, 1, 1], ())
 
 
@@ -331,7 +394,8 @@ def test_alpaca_prompts_hold_system_and_history_with_answers_learned() -> None:
     tokens, learned, _ = tokens_of("byte_level", "alpaca", row)
     text = "".join(tokens).replace("Ġ", " ").replace("Ċ", "\n")
     assert text == (
-        "<s>on\n\n### Instruction:\nhi\n\n### Response:go</s>\n\n### Instruction:\nso\n\n### Response:no</s>"
+        "<s>on\n\n### Instruction:\nhi\n\n### Response:go</s>\n\n### Instruction:\nso\n\n### "
+        "Response:no</s>"
     )
     spoken = [token for token, bit in zip(tokens, learned, strict=True) if bit]
     assert spoken == ["go", "</s>", "no", "</s>"]
@@ -343,13 +407,20 @@ def test_alpaca_prompts_hold_system_and_history_with_answers_learned() -> None:
 
 def test_a_template_file_fills_fields_and_learns_from_the_response(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
-    file.write_text('Q {question} ({context})\nA {answer}!\n===\nQ {question} {"a": 1}\nA {answer}!\n')
+    file.write_text(
+        'Q {question} ({context})\nA {answer}!\n===\nQ {question} {"a": 1}\nA {answer}!\n'
+    )
     row = {"question": "hi {context}", "answer": "go", "context": "so"}
-    for given, text in ((row, "Q hi {context} (so)\nA go!"), (row | {"context": ""}, 'Q hi {context} {"a": 1}\nA go!')):
+    for given, text in (
+        (row, "Q hi {context} (so)\nA go!"),
+        (row | {"context": ""}, 'Q hi {context} {"a": 1}\nA go!'),
+    ):
         segments = find_template(str(file)).prompt.fill(FORMATS["question_answer"].read(given))  # type: ignore[union-attr, arg-type]
         assert "".join(segment.text for segment in segments) == text
         assert segments[-1] == Segment("go!", True)
-    [page] = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.M | re.S)
+    [page] = re.findall(
+        r"^```text\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.M | re.S
+    )
     file.write_text(page)
     fields = FORMATS["alpaca"].read({"instruction": "Why?", "output": "So."})
     segments = find_template(str(file)).prompt.fill(fields)  # type: ignore[union-attr, arg-type]
@@ -361,29 +432,48 @@ def test_a_template_file_fills_fields_and_learns_from_the_response(tmp_path: Pat
         find_template("no_such")
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 1})}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "add", "arguments": json.dumps({"a": 1})},
+}
 
 
 def test_tool_calls_of_every_form_reach_the_template_as_objects() -> None:
     seen = (
-        "{% for tool in tools %}{{ tool.name }}{% endfor %}{% for m in messages %}[{{ m.role[0] }}]"
-        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}"
-        "{{ m.content or '' }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}" + PROMPT
+        "{% for tool in tools %}{{ tool.name }}{% endfor %}{% for m in messages %}[{{ "
+        "m.role[0] }}]{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ "
+        "call.function.arguments.a }}{% endfor %}{{ m.content or '' }}{% if m.role == "
+        "'assistant' %}</s>{% endif %}{% endfor %}" + PROMPT
     )
     function = {"name": "add", "arguments": {"a": 1}}
     forms = [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "add", "arguments": '{"a": 1}'},
+        },
         {"role": "tool_call", "content": json.dumps(function)},
         {"from": "function_call", "value": json.dumps(function)},
     ]
-    rest = [{"role": "tool", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "no"}]
+    rest = [
+        {"role": "tool", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "no"},
+    ]
     for form, tools in itertools.product(forms, ([{"name": "go"}], '[{"name": "go"}]')):
         row = {"conversations": [{"from": "human", "value": "so"}, form, *rest], "tools": tools}
         tokens, learned, _ = tokens_of("byte_level", "sharegpt", row, chat=seen)
         assert "".join(tokens) == "go[u]so[a]add1</s>[t]hi[a]no</s>"
-        assert "".join(token for token, bit in zip(tokens, learned, strict=True) if bit) == "add1</s>no</s>"
+        assert (
+            "".join(token for token, bit in zip(tokens, learned, strict=True) if bit)
+            == "add1</s>no</s>"
+        )
 
 
 def test_tokenizers_template_is_used_and_a_missing_one_is_named() -> None:
@@ -399,9 +489,15 @@ def test_nulls_added_by_arrow_are_dropped_before_the_template(tmp_path: Path) ->
     def row(name: str, *, schema: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
-        return {"messages": messages, "tools": [{"name": name, "parameters": {"properties": schema}}]}
+        return {
+            "messages": messages,
+            "tools": [{"name": name, "parameters": {"properties": schema}}],
+        }
 
-    rows = [row("go", schema={"a": {"default": 1}}, a=1), row("so", schema={"b": {"type": "x"}}, b=2)]
+    rows = [
+        row("go", schema={"a": {"default": 1}}, a=1),
+        row("so", schema={"b": {"type": "x"}}, b=2),
+    ]
     read = FORMATS["messages"].read
     plain = [read(found) for found in rows]
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))

@@ -65,11 +65,14 @@ def test_chats_that_crash_the_template_worker_are_not_cached(
     prepare: Callable[..., tuple[RunData, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(
-        tmp_path / "chats.jsonl", [{"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"name": "so"}]}]
+        tmp_path / "chats.jsonl",
+        [{"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"name": "so"}]}],
     )
     exchange = WORKER._exchange
     with monkeypatch.context() as patch:
-        patch.setattr(WORKER, "_exchange", lambda line: ("", -9) if '"so"' in line else exchange(line))
+        patch.setattr(
+            WORKER, "_exchange", lambda line: ("", -9) if '"so"' in line else exchange(line)
+        )
         data, said = prepare(path, max_bad_rows=0.5)
         assert len(data.train) == 1 and "have ended at it, the last by signal 9" in said
     assert len(prepare(path, max_bad_rows=0.5)[0].train) == 2  # the machine has room again
@@ -92,7 +95,9 @@ def with_bom(path: Path, rows: Rows) -> Path:
 
 
 def excel(path: Path, rows: Rows) -> Path:
-    return write_csv(path, [{name.capitalize(): value for name, value in row.items()} for row in rows])
+    return write_csv(
+        path, [{name.capitalize(): value for name, value in row.items()} for row in rows]
+    )
 
 
 def semicolons(path: Path, rows: Rows) -> Path:
@@ -101,7 +106,9 @@ def semicolons(path: Path, rows: Rows) -> Path:
 
 
 in_data = written(lambda rows: json.dumps({"version": "1", "data": rows}).encode())
-packed = written(lambda rows: gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+packed = written(
+    lambda rows: gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+)
 cp1252 = written(lambda _: "instruction,output\na,b\ncafé,c\n".encode("cp1252"))
 
 
@@ -141,8 +148,8 @@ def saved_splits(path: Path, rows: Rows) -> Path:
 
 
 class Case(NamedTuple):
-    """A dataset, and what becomes of it. trained: rows that are trained on, 0 if it is refused. says: in the log, or in
-    the refusal.
+    """A dataset, and what becomes of it. trained: rows that are trained on, 0 if it is refused.
+    says: in the log, or in the refusal.
     """
 
     write: Callable[[Path, Rows], Path]
@@ -155,8 +162,10 @@ class Case(NamedTuple):
 LONG = [{"instruction": "a" * 3000, "output": "b"}]
 CASES = {
     "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
-    "train and test files": Case(split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not test.jsonl"),
-    "sharegpt": Case(write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"),
+    "train and test files": Case(split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not "
+                                                                   "test.jsonl"),
+    "sharegpt": Case(write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not "
+                                                                                        "use: id"),
     "preferences": Case(write_jsonl, "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}], 0, "chosen and rejected"),
     "capitals": Case(excel, "a.csv", ALPACA, 4),
     "semicolons": Case(semicolons, "a.csv", ALPACA, 4),
@@ -164,19 +173,26 @@ CASES = {
     "an object with data": Case(in_data, "a.json", ALPACA, 4),
     "json with lines": Case(write_jsonl, "a.json", ALPACA, 4),
     "save_to_disk": Case(saved, "folder", ALPACA, 4),
-    "save_to_disk with splits": Case(saved_splits, "folder", ALPACA, 4, "the split train is trained on; not test"),
+    "save_to_disk with splits": Case(saved_splits, "folder", ALPACA, 4, "the split train is "
+                                                                        "trained on; not test"),
     "packed": Case(packed, "a.jsonl.gz", ALPACA, 4),
     "train and val folders": Case(split_folders, "folder", ALPACA, 4, "not val/rows.jsonl.gz"),
-    "other folders": Case(unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched (first)"),
+    "other folders": Case(unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched "
+                                                                "(first)"),
     "prompts that are too long": Case(write_jsonl, "a.jsonl", LONG, 0, "--context_length 3142"),
-    "1% too long": Case(write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 990, 990, "10 rows have no room"),
-    "1.1% too long": Case(write_jsonl, "a.jsonl", LONG * 11 + ALPACA[:1] * 989, 0, "raise --context_length or --max_bad_rows"),
-    "long responses": Case(write_jsonl, "a.jsonl", [{"instruction": "a", "output": "b" * 6000}], 1, "67% of the tokens are cut off"),
+    "1% too long": Case(write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 990, 990, "10 rows have "
+                                                                                   "no room"),
+    "1.1% too long": Case(write_jsonl, "a.jsonl", LONG * 11 + ALPACA[:1] * 989, 0, "raise "
+                                                                                   "--context_length or --max_bad_rows"),
+    "long "
+    "responses": Case(write_jsonl, "a.jsonl", [{"instruction": "a", "output": "b" * 6000}], 1, "67% of the tokens are cut off"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_common_dataset_layouts_are_read_or_refused_with_a_reason(name: str, prepare: Any, tmp_path: Path) -> None:
+def test_common_dataset_layouts_are_read_or_refused_with_a_reason(
+    name: str, prepare: Any, tmp_path: Path
+) -> None:
     case = CASES[name]
     path = case.write(tmp_path / case.name, case.rows)
     if case.trained:
@@ -196,7 +212,8 @@ def turn(number: int, **change: Any) -> dict[str, Any]:
     return {"messages": [{**old, **change} if i == number else old for i, old in enumerate(TALK)]}
 
 
-# In the place of DEEP. No Python reads, checks and renders this many levels; how many they do differs.
+# In the place of DEEP. No Python reads, checks and renders this many levels; how many they do
+# differs.
 LEVELS = 5000
 NESTED = "[" + '{"properties": ' * LEVELS + "{}" + "}" * LEVELS + "]"
 NO_NAME = [{"type": "function", "function": {"arguments": "{}"}}]
@@ -207,7 +224,9 @@ BAD_ROWS = {
     "turn 2: a tool call without a name": turn(1, content=None, tool_calls=NO_NAME),
     "turn 2: its weight is -1, and can be 0 (only read), 1 or another number": turn(1, weight=-1),
     "turn 2: the assistant says nothing": turn(1, content=" "),
-    "turn 1: a part of its content is audio_url, and only text": turn(0, content=[{"type": "audio_url"}]),
+    "turn 1: a part of its content is audio_url, and only text": turn(
+        0, content=[{"type": "audio_url"}]
+    ),
     "turn 1: its content is not text but int": turn(0, content=7),
     "messages is not a list of turns": {"messages": ["hi"]},
     "empty messages": {"messages": []},
@@ -218,7 +237,9 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
-def test_a_bad_chat_row_is_named_with_its_line_and_reason(reason: str, prepare: Any, tmp_path: Path) -> None:
+def test_a_bad_chat_row_is_named_with_its_line_and_reason(
+    reason: str, prepare: Any, tmp_path: Path
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, BAD_ROWS[reason]])
     path.write_text(path.read_text().replace('"DEEP"', NESTED))
     with pytest.raises(UserError) as error:
@@ -231,14 +252,21 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "columns: 'task' occurs twice": {"columns": ("instruction=task", "output=task")},
     "columns: 'output' occurs twice": {"columns": ("output=a", "output=task")},
     "columns: 'task' does not say which column is which": {"columns": ("task",)},
-    "has no column 'tsak'. It has: task, result": {"columns": ("instruction=tsak", "output=result")},
-    "missing columns. It has: task, result. Say which column is which, such as --columns instruction=task": {},
-    "prompt_template: alpacca is neither one of alpaca, question_answer": {"prompt_template": "alpacca"},
+    "has no column 'tsak'. It has: task, result": {
+        "columns": ("instruction=tsak", "output=result")
+    },
+    "missing columns. It has: task, result. Say which column is which, such as --columns "
+    "instruction=task": {},
+    "prompt_template: alpacca is neither one of alpaca, question_answer": {
+        "prompt_template": "alpacca"
+    },
 }
 
 
 @pytest.mark.parametrize("message", BAD_OPTIONS)
-def test_options_that_do_not_fit_the_data_are_refused(message: str, prepare: Any, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_the_data_are_refused(
+    message: str, prepare: Any, tmp_path: Path
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"task": "a", "result": "b"}])
     with pytest.raises(UserError) as error:
         prepare(path, **BAD_OPTIONS[message])
@@ -246,9 +274,13 @@ def test_options_that_do_not_fit_the_data_are_refused(message: str, prepare: Any
 
 
 def test_columns_with_names_of_their_own_give_the_same_rows(prepare: Any, tmp_path: Path) -> None:
-    rows = [{"task": row["instruction"], "result": row["output"], "output": "another"} for row in ALPACA]
+    rows = [
+        {"task": row["instruction"], "result": row["output"], "output": "another"} for row in ALPACA
+    ]
     plain = [{"instruction": row["instruction"], "output": row["output"]} for row in ALPACA]
-    renamed, log = prepare(write_jsonl(tmp_path / "a.jsonl", rows), columns=("instruction=task", "output=result"))
+    renamed, log = prepare(
+        write_jsonl(tmp_path / "a.jsonl", rows), columns=("instruction=task", "output=result")
+    )
     assert renamed.train.digest == prepare(write_jsonl(tmp_path / "b.jsonl", plain))[0].train.digest
     assert "does not use: output" in log
 
@@ -262,7 +294,8 @@ def test_held_out_files_of_a_folder_are_for_evaluation(prepare: Any, tmp_path: P
             prepare(f"{folder}[validation]")
 
 
-# ---- names ----------------------------------------------------------------------------------------------
+# ---- names
+# ----------------------------------------------------------------------------------------------
 
 
 NAMES = {
@@ -305,11 +338,15 @@ def test_names_of_2024_are_the_rows_of_2024(monkeypatch: pytest.MonkeyPatch, pre
     import datasets
 
     tables = {
-        ("timdettmers/openassistant-guanaco", "train"): [{"text": f"### Human: {i}### Assistant: b"} for i in range(9)],
+        ("timdettmers/openassistant-guanaco", "train"): [
+            {"text": f"### Human: {i}### Assistant: b"} for i in range(9)
+        ],
         ("knowrohit07/know_sql", "validation"): [
             {"question": f"{i}", "context": "c", "answer": "b"} for i in range(1005)
         ],
-        ("microsoft/orca-math-word-problems-200k", "train"): [{"question": f"{i}", "answer": "b"} for i in range(600)],
+        ("microsoft/orca-math-word-problems-200k", "train"): [
+            {"question": f"{i}", "answer": "b"} for i in range(600)
+        ],
         ("openai/gsm8k", "train", "main"): [{"question": "a", "answer": "b"}],
     }
 
@@ -329,7 +366,8 @@ def test_names_of_2024_are_the_rows_of_2024(monkeypatch: pytest.MonkeyPatch, pre
         assert [row["question"] for row in rows_of(name, 512)] == list(expected)
 
 
-# ---- mixtures -------------------------------------------------------------------------------------------
+# ---- mixtures
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -341,20 +379,28 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 def schedule_of(data: RunData, **given: Any) -> Schedule:
     options = {"batch_size": 2, "num_epochs": 4, "max_steps": -1, "seed": 3, **given}
     size = 2 * options["batch_size"] * options["data_size"]
-    return Schedule(num_rows=data.rows_per_epoch, mixture=data.mixture, global_batch_size=size, **options)
+    return Schedule(
+        num_rows=data.rows_per_epoch, mixture=data.mixture, global_batch_size=size, **options
+    )
 
 
 def test_several_datasets_without_weights_are_joined(prepare: Any, two: tuple[Path, Path]) -> None:
     first, second = two
     both, _ = prepare(first, second)
     alone = [prepare(path)[0].train for path in (first, second)]
-    assert both.train.input_ids.tolist() == [token for part in alone for token in part.input_ids.tolist()]
-    assert both.train.lengths.tolist() == [length for part in alone for length in part.lengths.tolist()]
+    assert both.train.input_ids.tolist() == [
+        token for part in alone for token in part.input_ids.tolist()
+    ]
+    assert both.train.lengths.tolist() == [
+        length for part in alone for length in part.lengths.tolist()
+    ]
     assert both.train.row_numbers.tolist() == list(range(1, 81))
     assert both.mixture is None
 
 
-def test_shares_are_those_of_the_weights_in_every_epoch(prepare: Any, two: tuple[Path, Path]) -> None:
+def test_shares_are_those_of_the_weights_in_every_epoch(
+    prepare: Any, two: tuple[Path, Path]
+) -> None:
     first, second = two
     data, log = prepare(f"{first}:0.7", f"{second}:0.3")
     assert data.rows_per_epoch == 71  # 50 / 0.7: then the first would repeat a row
@@ -391,7 +437,9 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, two: tuple[P
     whole = dict(schedule_of(data, data_size=1).rows_of_steps(data.train_rows))
     assert all(np.array_equal(whole[step], rows) for step, rows in resumed)
     other = dataclasses.replace(schedule_of(data, data_size=1), seed=4)
-    assert any(not np.array_equal(whole[step], rows) for step, rows in other.rows_of_steps(data.train_rows))
+    assert any(
+        not np.array_equal(whole[step], rows) for step, rows in other.rows_of_steps(data.train_rows)
+    )
 
 
 def test_shares_are_within_one_row_for_any_sizes() -> None:
@@ -400,22 +448,34 @@ def test_shares_are_within_one_row_for_any_sizes() -> None:
         sizes = generator.integers(20, 500, size=3).tolist()
         shares = generator.dirichlet([5, 5, 5])
         counts = mix(shares.tolist(), sizes)
-        assert all(abs(count - share * sum(counts)) < 1 + 1e-9 for count, share in zip(counts, shares, strict=True))
+        assert all(
+            abs(count - share * sum(counts)) < 1 + 1e-9
+            for count, share in zip(counts, shares, strict=True)
+        )
         assert all(0 < count <= size for count, size in zip(counts, sizes, strict=True))
 
 
 def test_weights_for_some_datasets_alone_are_refused(prepare: Any, two: tuple[Path, Path]) -> None:
     first, second = two
-    with pytest.raises(UserError, match=r"each dataset a weight, or none of them. Without one: .*b.parquet"):
+    with pytest.raises(
+        UserError,
+        match=r"each dataset a weight, or none of them. Without one: "
+        r".*b.parquet",
+    ):
         prepare(f"{first}:0.7", second)
     with pytest.raises(UserError, match=r"an epoch has no row of dataset number 2"):
         prepare(f"{first}:0.999", f"{second}:0.001")
 
 
-# Whether a model is made for chats: what its template writes after an answer, and where its files say that it stops.
+# Whether a model is made for chats: what its template writes after an answer, and where its files
+# say that it stops.
 MADE_FOR_CHATS: dict[str, tuple[str | None, dict[str, object], bool]] = {
     "a base model": (None, {}, False),
-    "Qwen3-8B-Base": ("{{ m.content }}[/INST]", {"config.json": 1, "generation_config.json": 1}, False),
+    "Qwen3-8B-Base": (
+        "{{ m.content }}[/INST]",
+        {"config.json": 1, "generation_config.json": 1},
+        False,
+    ),
     "Qwen3-8B": ("{{ m.content }}[/INST]", {"generation_config.json": ["[/INST]", 1]}, True),
     "Gemma 3": ("{{ m.content }}[/INST]", {"config.json": ["[/INST]"]}, True),
     "Mistral": ("{{ m.content + eos_token }}", {}, True),
@@ -443,10 +503,14 @@ def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: 
     for folder, file in earlier.items():
         (tmp_path / folder).mkdir()
         record: dict[str, Any] = {"prompt": {"kind": "template"}}
-        (tmp_path / folder / file).write_text(json.dumps({"about": record} if folder == "step" else record))
+        (tmp_path / folder / file).write_text(
+            json.dumps({"about": record} if folder == "step" else record)
+        )
     assert chosen() is chosen(resume=str(tmp_path / "step")) is None
     assert chosen(resume="off", adapter=str(tmp_path / "adapter")) is None
     assert chosen(resume="off") == ("chat" if is_chat else None)
     # The run in the folder was of another model, which this one replaces.
-    (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "options": {"model_name": "another"}}))
+    (tmp_path / "run" / "run.json").write_text(
+        json.dumps({**record, "options": {"model_name": "another"}})
+    )
     assert chosen(resume="auto:replace") == ("chat" if is_chat else None)

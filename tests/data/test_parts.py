@@ -1,5 +1,7 @@
 # ruff: noqa: E501
-"""What a part of a message is: text, reasoning, calls and results of tools, in the forms of several APIs and of tables."""
+"""What a part of a message is: text, reasoning, calls and results of tools, in the forms of several
+APIs and of tables.
+"""
 
 import datetime
 import decimal
@@ -48,18 +50,24 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
     "reasoning with text": ([ASK, says(text("hm", "reasoning"), text("blue"))], [ASK, THINKS]),
     "Anthropic": ([ASK, says({"type": "thinking", "thinking": "hm", "signature": "x"}, text("blue"))], [ASK, THINKS]),
     "Mistral": ([ASK, says({"type": "thinking", "thinking": [text("h"), text("m")]}, text("blue"))], [ASK, THINKS]),
-    "OpenAI's responses": ([ASK, says({"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]}, text("blue", "output_text"))], [ASK, THINKS]),
-    "a summary": ([ASK, says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))], [ASK, {**THINKS, "reasoning_content": "h\n\nm"}]),
+    "OpenAI's "
+    "responses": ([ASK, says({"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]}, text("blue", "output_text"))], [ASK, THINKS]),
+    "a "
+    "summary": ([ASK, says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))], [ASK, {**THINKS, "reasoning_content": "h\n\nm"}]),
     "Gemini": ([ASK, {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "blue"}]}], [ASK, THINKS]),
-    "in a field too": ([ASK, says(text("hm", "thinking"), text("blue"), reasoning_content="hm")], [ASK, THINKS]),
-    "a list in a field": ([ASK, {**THINKS, "reasoning_content": [text("hm", "summary_text")]}], [ASK, THINKS]),
+    "in a field "
+    "too": ([ASK, says(text("hm", "thinking"), text("blue"), reasoning_content="hm")], [ASK, THINKS]),
+    "a list in a "
+    "field": ([ASK, {**THINKS, "reasoning_content": [text("hm", "summary_text")]}], [ASK, THINKS]),
     "reasoning alone": ([ASK, says(text("hm", "reasoning"))], [ASK, {**THINKS, "content": ""}]),
     "a call and its result": (
         [ASK, says(text("so"), {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}), {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [text("2")]}, text("sort")]}],
         [ASK, CALLS, RESULT, ASK],
     ),
-    "a call alone": ([ASK, says({"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'})], [ASK, {"role": "assistant", "tool_calls": CALLS["tool_calls"]}]),
-    "a call in a field too": ([ASK, says(text("so"), {"type": "tool_use", "name": "add", "input": {"a": 1}}, tool_calls=[{"id": "c1", **CALL}])], [ASK, CALLS]),
+    "a call "
+    "alone": ([ASK, says({"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'})], [ASK, {"role": "assistant", "tool_calls": CALLS["tool_calls"]}]),
+    "a call in a field "
+    "too": ([ASK, says(text("so"), {"type": "tool_use", "name": "add", "input": {"a": 1}}, tool_calls=[{"id": "c1", **CALL}])], [ASK, CALLS]),
     "parameters": ([ASK, {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}], [ASK, {"role": "assistant", "tool_calls": [CALL]}]),
 }  # fmt: skip
 
@@ -75,7 +83,11 @@ def test_parts_mean_the_same_in_every_format_and_in_prompts() -> None:
     for row_format, row in {
         "prompt_completion": {"prompt": [ASK], "completion": [answer]},
         "label": {"messages": [ASK, answer], "label": True},
-        "preference": {"prompt": [ASK], "chosen": [answer], "rejected": [{**THINKS, "content": "red"}]},
+        "preference": {
+            "prompt": [ASK],
+            "chosen": [answer],
+            "rejected": [{**THINKS, "content": "red"}],
+        },
     }.items():
         content = FORMATS[row_format].read(row)
         chat = content.answers[0] if isinstance(content, PreferenceRow) else content
@@ -86,16 +98,25 @@ def test_parts_mean_the_same_in_every_format_and_in_prompts() -> None:
 
 # The reason -> a turn behind a question.
 BAD: dict[str, dict[str, Any]] = {
-    "turn 2: a part of its content is tool_result, and only text": says(text("blue", "tool_result")),
-    "turn 2: a part of its content is redacted_thinking, and only text": says({"type": "redacted_thinking", "data": "x"}),
-    "turn 2: a part of its content is functionCall, and only text": says({"functionCall": {"name": "add"}}),
-    "turn 2: a part of its content is reasoning, which only an answer can have": {**ASK, "content": [text("hm", "reasoning")]},
-    "turn 2: a part of its content is tool_use, which only an answer can have": {**ASK, "content": [{"type": "tool_use"}]},
-    "turn 2: a part of its content is document, and only text": {**ASK, "content": [text("x", "document")]},
+    "turn 2: a part of its content is tool_result, and only "
+    "text": says(text("blue", "tool_result")),
+    "turn 2: a part of its content is redacted_thinking, and only "
+    "text": says({"type": "redacted_thinking", "data": "x"}),
+    "turn 2: a part of its content is functionCall, and only "
+    "text": says({"functionCall": {"name": "add"}}),
+    "turn 2: a part of its content is reasoning, which only an answer can "
+    "have": {**ASK, "content": [text("hm", "reasoning")]},
+    "turn 2: a part of its content is tool_use, which only an answer can "
+    "have": {**ASK, "content": [{"type": "tool_use"}]},
+    "turn 2: a part of its content is document, and only "
+    "text": {**ASK, "content": [text("x", "document")]},
     "turn 2: its parts are not in the order": says(text("blue"), text("hm", "reasoning")),
-    "turn 2: its reasoning in reasoning_content is another": says(text("hm", "reasoning"), text("a"), reasoning_content="ah"),
-    "turn 2: its reasoning has no text": says({"type": "reasoning", "encrypted_content": "x"}, text("blue")),
-    "turn 2: its tool calls are others": says({"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]),
+    "turn 2: its reasoning in reasoning_content is "
+    "another": says(text("hm", "reasoning"), text("a"), reasoning_content="ah"),
+    "turn 2: its reasoning has no "
+    "text": says({"type": "reasoning", "encrypted_content": "x"}, text("blue")),
+    "turn 2: its tool calls are "
+    "others": says({"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]),
     "turn 2: a tool call without a name": says({"type": "tool_use", "input": {}}),
 }  # fmt: skip
 
@@ -111,13 +132,24 @@ PRICE = decimal.Decimal("1.50")
 MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 # In the order that tables of older pyarrow have.
 VALUES = {"at": MOMENT, "count": decimal.Decimal(2), "day": DAY, "ids": [DAY], "price": PRICE}
-PLAIN = {"at": "2026-01-02T03:04:05+00:00", "count": 2, "day": "2026-01-02", "ids": ["2026-01-02"], "price": 1.5}
+PLAIN = {
+    "at": "2026-01-02T03:04:05+00:00",
+    "count": 2,
+    "day": "2026-01-02",
+    "ids": ["2026-01-02"],
+    "price": 1.5,
+}
 
 
 def with_values(values: dict[str, Any]) -> dict[str, Any]:
     """A row with values in a call, in its result and in the tool's description."""
     call = {"function": {"name": "add", "arguments": values}}
-    messages = [ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": values}, THINKS]
+    messages = [
+        ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": values},
+        THINKS,
+    ]
     return {"messages": messages, "tools": {"name": "add", "parameters": {"default": values}}}
 
 
@@ -149,7 +181,10 @@ def test_the_answer_of_a_tool_is_text_or_parts_or_json() -> None:
         (DAY, "2026-01-02"),
         ([], ""),
     ):
-        assert read([ASK, CALLS, {"role": "tool", "content": content}, THINKS]).messages[2]["content"] == words
+        assert (
+            read([ASK, CALLS, {"role": "tool", "content": content}, THINKS]).messages[2]["content"]
+            == words
+        )
 
 
 def test_a_value_that_json_cannot_have_is_named() -> None:

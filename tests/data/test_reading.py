@@ -13,7 +13,15 @@ import pytest
 
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.files import FILE_KINDS, _unique, look_into
-from tests.data.rows import ROWS, WRITERS, counting_memory, rows_of, write_csv, write_json, write_jsonl
+from tests.data.rows import (
+    ROWS,
+    WRITERS,
+    counting_memory,
+    rows_of,
+    write_csv,
+    write_json,
+    write_jsonl,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +30,11 @@ pytestmark = pytest.mark.quick
 def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
     rows = [*ROWS, {"instruction": 'Quote "this",\nplease.', "input": "", "output": "x" * 200_000}]
     path = WRITERS[suffix](tmp_path / f"rows{suffix}", rows)
-    assert (rows_of(path), rows_of(path, 2), list(rows_of(path)[0])) == (rows, rows[:2], list(rows[0]))
+    assert (rows_of(path), rows_of(path, 2), list(rows_of(path)[0])) == (
+        rows,
+        rows[:2],
+        list(rows[0]),
+    )
 
 
 def lines_of(rows: list[dict[str, Any]], between: str = "\n", **how: Any) -> str:
@@ -34,13 +46,17 @@ CONTENTS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "an array over several lines": partial(json.dumps, indent=1),
     "an array with an object a line": lambda rows: f"[\n{lines_of(rows, ',' + chr(10))}\n]",
     "an object a line": partial(lines_of, ensure_ascii=False),
-    "an object a line behind a mark and blank lines": lambda rows: "\ufeff" + lines_of(rows, "\r\n \r\n"),
+    "an object a line behind a mark and blank lines": lambda rows: (
+        "\ufeff" + lines_of(rows, "\r\n \r\n")
+    ),
     "objects on one line": partial(lines_of, between=""),
     "objects over several lines": partial(lines_of, indent=1),
     "objects over several lines with commas": partial(lines_of, between=",\n", indent=1),
     "objects with commas": partial(lines_of, between=",\n"),
     "an object with the rows": lambda rows: json.dumps({"version": [1], "rows": rows}),
-    "an object with the rows over several lines": lambda rows: json.dumps({"rows": rows, "version": 1}, indent=1),
+    "an object with the rows over several lines": lambda rows: json.dumps(
+        {"rows": rows, "version": 1}, indent=1
+    ),
 }
 
 
@@ -61,14 +77,23 @@ def test_text_file_is_read_as_json_lines_if_its_first_line_is_json(tmp_path: Pat
         assert rows_of(path) == [{"text": line} for line in text.splitlines()]
 
 
-CALLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [
-    {"function": {"name": "f", "arguments": {"a": 1, "n": None, "l": [{"x": None}]}}}]}]  # fmt: skip
+CALLED = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {"function": {"name": "f", "arguments": {"a": 1, "n": None, "l": [{"x": None}]}}}
+        ],
+    },
+]
 TOOLS = [{"name": "f", "parameters": {"a": {"type": "string", "default": None}}}]
 NAMES = {"role": "user", "content": "hi", "name": None}
 
 
 def json_columns(path: Path) -> tuple[Path, list[dict[str, Any]]]:
-    kinds = datasets.Features({"messages": datasets.List(datasets.Json()), "tools": datasets.Json()})
+    kinds = datasets.Features(
+        {"messages": datasets.List(datasets.Json()), "tools": datasets.Json()}
+    )
     rows = [{"messages": CALLED, "tools": TOOLS}, {"messages": CALLED[:1], "tools": None}]
     table = datasets.Dataset.from_list(rows, features=kinds)
     if path.suffix:
@@ -84,7 +109,9 @@ def maps(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     calls = pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, text)})
     columns = {
         "messages": pyarrow.array([[list(NAMES.items())]], pyarrow.list_(pyarrow.map_(text, text))),
-        "calls": pyarrow.array([[{"name": "f", "arguments": [("a", "x"), ("b", None)]}]], pyarrow.list_(calls)),
+        "calls": pyarrow.array(
+            [[{"name": "f", "arguments": [("a", "x"), ("b", None)]}]], pyarrow.list_(calls)
+        ),
         "nested": pyarrow.array([[("k", {"t": "s", "d": None})]], pyarrow.map_(text, objects)),
         "numbered": pyarrow.array([[(1, "x")]], pyarrow.map_(pyarrow.int64(), text)),
         "ids": pyarrow.array([[1, 2]]),
@@ -95,7 +122,9 @@ def maps(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     return path, [{"messages": [NAMES], "calls": calls_as_json, **plain}]
 
 
-@pytest.mark.parametrize(("name", "write"), [("a.parquet", json_columns), ("saved", json_columns), ("b.parquet", maps)])
+@pytest.mark.parametrize(
+    ("name", "write"), [("a.parquet", json_columns), ("saved", json_columns), ("b.parquet", maps)]
+)
 def test_maps_and_json_in_tables_are_the_objects_that_were_written(
     name: str, write: Callable[[Path], tuple[Path, list[dict[str, Any]]]], tmp_path: Path
 ) -> None:
@@ -109,7 +138,9 @@ def test_a_map_with_a_name_twice_and_damaged_json_are_bad_rows(tmp_path: Path) -
     texts = pyarrow.array(["{}", "{", "[1]"], pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"m": made, "j": texts}), tmp_path / "a.parquet")
     twice, damaged, good = rows_of(tmp_path / "a.parquet")
-    assert str(twice) == "'a' occurs twice in an object" and "Expecting property name" in str(damaged)
+    assert str(twice) == ("'a' occurs twice in an object") and ("Expecting property name") in str(
+        damaged
+    )
     assert good == {"m": None, "j": [1]}
 
 
@@ -132,21 +163,30 @@ def test_bad_rows_are_named_by_their_line_number(prepare: Any, tmp_path: Path) -
     bad = {"instruction": "Say nothing.", "output": ""}
     for name in ("a.json", "a.txt"):
         write_jsonl(tmp_path / name, [*ROWS, bad])
-        assert prepare(tmp_path / name, max_bad_rows=0.5)[1].places() == [(f"{tmp_path / name}:4", "empty output")]
+        assert prepare(tmp_path / name, max_bad_rows=0.5)[1].places() == [
+            (f"{tmp_path / name}:4", "empty output")
+        ]
     (tmp_path / "b.json").write_text(CONTENTS["objects over several lines"]([*ROWS, bad]))
-    assert prepare(tmp_path / "b.json", max_bad_rows=0.5)[1].places()[0][0] == f"{tmp_path / 'b.json'} row 4"
+    assert (
+        prepare(tmp_path / "b.json", max_bad_rows=0.5)[1].places()[0][0]
+        == f"{tmp_path / 'b.json'} row 4"
+    )
 
 
 def test_a_folder_of_files_with_one_row_each_is_a_dataset(prepare: Any, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for number, row in enumerate([*ROWS, {"output": "x", "instruction": ""}]):
-        (tmp_path / "rows" / f"{number}.json").write_text(json.dumps(row, indent=4 * (number % 2) or None))
+        (tmp_path / "rows" / f"{number}.json").write_text(
+            json.dumps(row, indent=4 * (number % 2) or None)
+        )
     tokenized, report = prepare(tmp_path / "rows", max_bad_rows=0.5)
     assert tokenized.row_numbers.tolist() == [1, 2, 3]
     assert report.places() == [(f"{tmp_path}/rows/3.json row 1", "empty instruction")]
 
 
-def test_format_of_a_large_file_is_detected_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_of_a_large_file_is_detected_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
     many = [{**ROWS[0], "output": "x" * 100_000}] * 300
     (tmp_path / "a.jsonl").write_text(json.dumps(many))
@@ -158,7 +198,9 @@ def test_format_of_a_large_file_is_detected_from_its_beginning(tmp_path: Path, m
         assert most() < 8 << 20
 
 
-def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: Any, tmp_path: Path) -> None:
+def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(
+    prepare: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     bad = {"instruction": "Say nothing.", "output": ""}
@@ -168,7 +210,9 @@ def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: An
     (folder / "notes.txt").write_text("not data")
     (folder / ".hidden.json").write_text("not data")
     expected = [*ROWS[1:], bad, ROWS[0], bad, {"instruction": "Now?"}]
-    assert [row["instruction"] for row in rows_of(folder)] == [row["instruction"] for row in expected]
+    assert [row["instruction"] for row in rows_of(folder)] == [
+        row["instruction"] for row in expected
+    ]
     assert len(rows_of(folder, 4)) == 4  # of both files together
     tokenized, report = prepare(folder, max_bad_rows=0.5)
     assert tokenized.row_numbers.tolist() == [1, 2, 4]

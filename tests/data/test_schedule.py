@@ -77,7 +77,10 @@ def test_ranks_get_equal_work_in_each_micro_batch() -> None:
     assert schedule.useful_shares(rounds, lengths) == (1.0, 1.0)
     padded = dataclasses.replace(schedule, batching="padded")
     # Of 2 x (80 + 60 + 40 + 20) tokens, and of twice 2 x (80 + 40) in the time of the first rank.
-    assert padded.useful_shares(padded.rounds(np.arange(8), lengths), lengths) == (360 / 400, 360 / 480)
+    assert padded.useful_shares(padded.rounds(np.arange(8), lengths), lengths) == (
+        360 / 400,
+        360 / 480,
+    )
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3])
@@ -94,21 +97,29 @@ def test_packing_uses_the_fewest_micro_batches(data_size: int, batch_size: int) 
         tokens = [int(lengths[piece].sum()) for piece in pieces]
         assert max(tokens) <= room and tokens == sorted(tokens, reverse=True)
         needed = -(-int(lengths.sum()) // (data_size * room))
-        # What is left free in a micro-batch is less than the longest row (at most half of it for batch_size 1).
-        assert needed <= len(rounds) <= max(needed + 1, -(-2 * needed * batch_size // (2 * batch_size - 1)) + 1)
+        # What is left free in a micro-batch is less than the longest row (at most half of it for
+        # batch_size 1).
+        assert (
+            needed
+            <= len(rounds)
+            <= max(needed + 1, -(-2 * needed * batch_size // (2 * batch_size - 1)) + 1)
+        )
         assert len(rounds) <= -(-48 // (data_size * batch_size))
 
 
 def test_longest_micro_batch_is_the_one_with_most_computed_tokens() -> None:
     schedule = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0)
     lengths = np.array([4096, 3900, 100])
-    for computed, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):  # pairs that share a prompt
+    # pairs that share a prompt
+    for computed, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):
         assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
 
 
 def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows() -> None:
     for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
-        schedule = Schedule(num_rows, batch_size, 4 * batch_size, 2, num_epochs=3, max_steps=-1, seed=7)
+        schedule = Schedule(
+            num_rows, batch_size, 4 * batch_size, 2, num_epochs=3, max_steps=-1, seed=7
+        )
         rows = np.arange(num_rows) * 10
         whole = [(step, part.tolist()) for step, part in schedule.rows_of_steps(rows)]
         for first in range(schedule.total_steps + 1):
@@ -120,7 +131,9 @@ def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "num_eval"), [(0.0, 0), (0.001, 1), (0.1, 10), (0.5, 50)])
-def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(fraction: float, num_eval: int) -> None:
+def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(
+    fraction: float, num_eval: int
+) -> None:
     train, held_out = split_eval(100, fraction=fraction, seed=1)
     assert len(held_out) == num_eval
     assert sorted([*train, *held_out]) == list(range(100))
@@ -142,7 +155,8 @@ def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned() -> None:
     batch = pad_rows(tokenized, np.array([1, 0]), pad_token_id=0)
     assert batch.input_ids.tolist() == [[5, 4, 0, 0, 0], [5, 6, 7, 8, 9]]
     assert batch.targets.tolist() == [4, 7, 8, 9]
-    assert batch.target_rows.tolist() == [0, 5 + 1, 5 + 2, 5 + 3]  # each is predicted from the token before it
+    # each is predicted from the token before it
+    assert batch.target_rows.tolist() == [0, 5 + 1, 5 + 2, 5 + 3]
     assert len(batch.targets) == tokenized.num_targets.sum() == 4
     nothing = pad_rows(tokenized, np.zeros(0, dtype=np.int64), pad_token_id=3)
     assert nothing.input_ids.tolist() == [[3, 3]]

@@ -1,4 +1,6 @@
-"""Variables of the chat template that rows set: the same tokens as apply_chat_template with them, or a bad row."""
+"""Variables of the chat template that rows set: the same tokens as apply_chat_template with them,
+or a bad row.
+"""
 
 import json
 from pathlib import Path
@@ -17,13 +19,14 @@ from tests.tiny import spelled_tokenizer
 
 __all__ = ["prepare"]  # a fixture
 
-# As Qwen3's: without reasoning the prompt has an empty block. As gpt-oss's: an effort, which the template else sets.
+# As Qwen3's: without reasoning the prompt has an empty block. As gpt-oss's: an effort, which the
+# template else sets.
 TEMPLATE = (
-    "{{ bos_token }}{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ '[' + effort + ']' }}"
-    "{% for m in messages %}{% set content = m.content %}{{ '[' + m.role + ']' + content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}<t></t>"
-    "{% endif %}{% endif %}"
+    "{{ bos_token }}{% if effort is not defined %}{% set effort = 'low' %}{% endif "
+    "%}{{ '[' + effort + ']' }}{% for m in messages %}{% set content = m.content %}{{ "
+    "'[' + m.role + ']' + content }}{% if m.role == 'assistant' %}{{ eos_token }}{% "
+    "endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% if enable_thinking is "
+    "defined and not enable_thinking %}<t></t>{% endif %}{% endif %}"
 )
 ASK = {"role": "user", "content": "hi"}
 SAY = {"role": "assistant", "content": "go on"}
@@ -38,12 +41,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def expected(tokenizer: PreTrainedTokenizerFast, kwargs: dict[str, Any], answer: str = "go on") -> str:
-    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False, **kwargs)
+def expected(
+    tokenizer: PreTrainedTokenizerFast, kwargs: dict[str, Any], answer: str = "go on"
+) -> str:
+    prompt = tokenizer.apply_chat_template(
+        [ASK], add_generation_prompt=True, tokenize=False, **kwargs
+    )
     return f"{prompt}{answer}</s>"
 
 
-# The columns of a row, besides the question and its answer -> the variables that reach the template.
+# The columns of a row, besides the question and its answer -> the variables that reach the
+# template.
 GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
     "an object": ({"chat_template_kwargs": OFF | HIGH}, OFF | HIGH),
@@ -64,7 +72,9 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_variables_of_a_row_reach_the_template(given: str, prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_variables_of_a_row_reach_the_template(
+    given: str, prepare: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     columns, kwargs = GIVEN[given]
     for name, row in ROWS.items():
         options: dict[str, Any] = {} if name in ("instructions", "prompts") else {"objective": name}
@@ -73,21 +83,30 @@ def test_variables_of_a_row_reach_the_template(given: str, prepare: Any, tokeniz
         data, said = prepare(path, **options)
         first = data.train.as_documents[0].input_ids
         assert tokenizer.decode(first) == expected(tokenizer, kwargs), name
-        assert "does not use: extra" in said and "leaves out what the row has for: enable" not in said, name
+        assert ("does not use: extra") in said and (
+            "leaves out what the row has for: enable"
+        ) not in said, name
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_variables_of_a_row_reach_the_prompts_of_grpo(given: str, prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_variables_of_a_row_reach_the_prompts_of_grpo(
+    given: str, prepare: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     columns, kwargs = GIVEN[given]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **columns}])
     data, _ = prepare(path, objective="grpo", rewards=("number",), max_completion_length=4)
-    asked = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False, **kwargs)
+    asked = tokenizer.apply_chat_template(
+        [ASK], add_generation_prompt=True, tokenize=False, **kwargs
+    )
     assert [tokenizer.decode(prompt.ids) for prompt in data.prompts] == [asked]
 
 
-def test_tables_and_other_names_give_the_same_variables(prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_tables_and_other_names_give_the_same_variables(
+    prepare: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     rows = [
-        {"messages": [ASK, SAY], "think": n > 0, "effort": "high", "chat_template_kwargs": {"a": n}} for n in range(2)
+        {"messages": [ASK, SAY], "think": n > 0, "effort": "high", "chat_template_kwargs": {"a": n}}
+        for n in range(2)
     ]
     found = [
         prepare(write(tmp_path / name, rows), columns=("enable_thinking=think", "ignore=effort"))
@@ -98,7 +117,8 @@ def test_tables_and_other_names_give_the_same_variables(prepare: Any, tokenizer:
         assert [tokenizer.decode(data.train[row].input_ids) for row in range(2)] == texts
         assert "leaves out what the row has for: a" in said
     path = write_csv(
-        tmp_path / "a.csv", [{"messages": json.dumps([ASK, SAY]), "chat_template_kwargs": json.dumps(OFF)}]
+        tmp_path / "a.csv",
+        [{"messages": json.dumps([ASK, SAY]), "chat_template_kwargs": json.dumps(OFF)}],
     )
     assert tokenizer.decode(prepare(path)[0].train.input_ids) == texts[0]
 
@@ -107,20 +127,27 @@ def test_other_variables_are_other_rows_in_the_token_cache(prepare: Any, tmp_pat
     path = tmp_path / "a.jsonl"
     digests = []
     for kwargs in ({}, OFF, HIGH, OFF):
-        data, _ = prepare(write_jsonl(path, [{"messages": [ASK, SAY], "chat_template_kwargs": kwargs}]))
+        data, _ = prepare(
+            write_jsonl(path, [{"messages": [ASK, SAY], "chat_template_kwargs": kwargs}])
+        )
         digests.append(data.train.digest)
     assert len(set(digests)) == 3 and digests[1] == digests[3]
 
 
 # The reason -> the columns of a row.
 BAD: dict[str, dict[str, Any]] = {
-    "chat_template_kwargs is not an object with the template's variables but list": {"chat_template_kwargs": [1]},
-    "chat_template_kwargs is not JSON": {"chat_template_kwargs": "{"},
-    "enable_thinking is 'no', and can be true or false; --columns ignore=enable_thinking trains without it": {
-        "enable_thinking": "no"
+    "chat_template_kwargs is not an object with the template's variables but list": {
+        "chat_template_kwargs": [1]
     },
-    "enable_thinking is 1, and can be true or false": {"chat_template_kwargs": {"enable_thinking": 1}},
-    "effort is 'False', and can be true or false; --columns ignore=effort trains without it": {"effort": "False"},
+    "chat_template_kwargs is not JSON": {"chat_template_kwargs": "{"},
+    "enable_thinking is 'no', and can be true or false; --columns ignore=enable_thinking trains "
+    "without it": {"enable_thinking": "no"},
+    "enable_thinking is 1, and can be true or false": {
+        "chat_template_kwargs": {"enable_thinking": 1}
+    },
+    "effort is 'False', and can be true or false; --columns ignore=effort trains without it": {
+        "effort": "False"
+    },
     "enable_thinking is False in one column and True in another": {
         "chat_template_kwargs": OFF,
         "enable_thinking": True,
@@ -133,7 +160,8 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "reason", ["chat_template_kwargs is not JSON", "chat_template_kwargs: a row cannot set bos_token"]
+    "reason",
+    ["chat_template_kwargs is not JSON", "chat_template_kwargs: a row cannot set bos_token"],
 )
 def test_a_row_with_bad_variables_is_named(reason: str, prepare: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"a\.jsonl:1: {reason}"):
@@ -149,6 +177,9 @@ def test_variables_of_wrong_types_and_reserved_names_are_bad_rows() -> None:
 
 
 def test_only_what_a_template_wants_to_be_given_is_a_variable() -> None:
-    macro = "{% macro say(text) %}{{ text if text is defined }}{% endmacro %}{% set date = date | default('x') %}"
+    macro = (
+        "{% macro say(text) %}{{ text if text is defined }}{% endmacro %}{% set date = "
+        "date | default('x') %}"
+    )
     assert set(_variables_of(TEMPLATE + macro)) - RESERVED == {"effort", "enable_thinking", "date"}
     assert _variables_of("{% if %}") == []

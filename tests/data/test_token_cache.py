@@ -64,8 +64,12 @@ def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Pa
     assert count_files() == 7
 
 
-@pytest.mark.parametrize("damage", ["cut", "half", "head", "empty", "noise", "foreign", "mixed", "bit"])
-def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path: Path, lines: list[str]) -> None:
+@pytest.mark.parametrize(
+    "damage", ["cut", "half", "head", "empty", "noise", "foreign", "mixed", "bit"]
+)
+def test_a_damaged_cache_file_is_made_again(
+    damage: str, prepare: Any, tmp_path: Path, lines: list[str]
+) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS * 50)  # of many pages of memory
     expected = prepare(path)[0].input_ids.tolist()
     [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
@@ -75,7 +79,9 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
     if damage == "foreign":
         save_file({"input_ids": np.zeros(3, dtype=np.int32)}, file)
     elif damage == "mixed":
-        save_file({**arrays, "input_ids": arrays["input_ids"][:-1]}, file, {"digest": "0", "report": "{}"})
+        save_file(
+            {**arrays, "input_ids": arrays["input_ids"][:-1]}, file, {"digest": "0", "report": "{}"}
+        )
     else:
         bit = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
         cuts = {"cut": data[:-7], "half": data[: len(data) // 2], "head": data[:300]}
@@ -85,7 +91,9 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
     assert all(np.array_equal(array, load_file(file)[name]) for name, array in arrays.items())
 
 
-def test_only_one_rank_tokenizes(prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_rank_tokenizes(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     tokenize = tokenization.tokenize_batch
 
@@ -134,4 +142,6 @@ def test_read_only_token_cache_is_used(
     (tmp_path / "file").touch()
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "file" / "cache"))
     assert prepare("alpaca_demo", context_length=4096)[0].digest == expected
-    assert "file/cache/tokenized cannot be written" in caplog.text and "FSDP_QLORA_CACHE" in caplog.text
+    assert (
+        "file/cache/tokenized cannot be written"
+    ) in caplog.text and "FSDP_QLORA_CACHE" in caplog.text

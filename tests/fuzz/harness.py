@@ -1,4 +1,6 @@
-"""A case of the fuzz suite: one call on damaged input, which succeeds or is refused in our own words, in time."""
+"""A case of the fuzz suite: one call on damaged input, which succeeds or is refused in our own
+words, in time.
+"""
 
 import contextlib
 import os
@@ -23,9 +25,30 @@ SECONDS = 20  # for one case; the usual one takes a few hundredths
 
 # Values that programs trip over, as JSON and as text.
 VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 10**40, -(10**40), 1e308, float("nan"), float("inf"), "", "x", "\ud800", "../x",
-    "/", "x" * 200, [], {}, [[]], [None], {"a": {}}, "é\u202e\x1b[2J",
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    10**40,
+    -(10**40),
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\ud800",
+    "../x",
+    "/",
+    "x" * 200,
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": {}},
+    "é\u202e\x1b[2J",
+]
 
 Case = Callable[[random.Random, Path], object]
 
@@ -43,11 +66,15 @@ def fuzz(case: Case, folder: Path, *, cases: int = CASES) -> None:
         with changed_directory(place):
             if reason := outcome(case, seed, place):
                 bad.append(f"seed {seed}: {reason}")
-    assert not bad, f"{len(bad)} of {cases} cases (FUZZ_SEED and FUZZ_CASES=1 repeat one):\n" + "\n".join(bad)
+    assert not bad, (
+        f"{len(bad)} of {cases} cases (FUZZ_SEED and FUZZ_CASES=1 repeat one):\n"
+    ) + "\n".join(bad)
 
 
 def outcome(case: Case, seed: int, place: Path) -> str | None:
-    """What is wrong with how a case ended; None where it succeeded or was refused as it should be."""
+    """What is wrong with how a case ended; None where it succeeded or was refused as
+    it should be.
+    """
     try:
         with time_limit(SECONDS):
             case(random.Random(seed), place)
@@ -56,7 +83,11 @@ def outcome(case: Case, seed: int, place: Path) -> str | None:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "fsdp_qlora" in frame.filename]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "fsdp_qlora" in frame.filename
+        ]
         at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         return f"{type(error).__name__}{at}: {str(error)[:200]!a}"
     return None
@@ -69,7 +100,9 @@ def time_limit(seconds: int) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, stop)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MOST_BYTES, limits[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MOST_BYTES, limits[1])
+    )
     signal.alarm(seconds)
     try:
         yield
@@ -93,12 +126,22 @@ def changed_directory(place: Path) -> Iterator[None]:
 
 
 ODD = [
-    b"\0", b"\xff\xfe", b"\n", b'"', b"{" * 2000, b"[" * 2000, b"9" * 5000, b"\x1b[2J", b"\xef\xbb\xbf",
-]  # fmt: skip
+    b"\0",
+    b"\xff\xfe",
+    b"\n",
+    b'"',
+    b"{" * 2000,
+    b"[" * 2000,
+    b"9" * 5000,
+    b"\x1b[2J",
+    b"\xef\xbb\xbf",
+]
 
 
 def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Content with one to a few things done to it that happen to files, or that somebody does to them."""
+    """Content with one to a few things done to it that happen to files, or that somebody does to
+    them.
+    """
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 1, 2, 8])):
         start = rng.randrange(len(data) + 1)
@@ -119,7 +162,11 @@ def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
             case 6 if data:
                 data[min(start, len(data) - 1)] ^= 1 << rng.randrange(8)
             case 7:
-                data = bytearray(rng.choice([b"", b"null", b"[]", b"{}", b"0", rng.randbytes(64), bytes(data) * 2]))
+                data = bytearray(
+                    rng.choice(
+                        [b"", b"null", b"[]", b"{}", b"0", rng.randbytes(64), bytes(data) * 2]
+                    )
+                )
     return bytes(data)
 
 
@@ -140,7 +187,9 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
 
 
 def damage_a_file(rng: random.Random, folder: Path) -> Path:
-    """Damage or remove one file below a folder, or put a folder, a pipe or a link in its place; returns its path."""
+    """Damage or remove one file below a folder, or put a folder, a pipe or a link in its place;
+    returns its path.
+    """
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     content = path.read_bytes()
     path.unlink()

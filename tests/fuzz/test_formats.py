@@ -31,7 +31,11 @@ from tests.tiny import SIZES
 
 CASES = int(os.environ.get("FUZZ_CASES", "300"))
 MOST_CHARACTERS = 1000  # of a message
-PATHS = [f"model.layers.{i}.{name}" for i in range(3) for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.gate")]
+PATHS = [
+    f"model.layers.{i}.{name}"
+    for i in range(3)
+    for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.gate")
+]
 
 
 def _group(**weights: Any) -> dict[str, Any]:
@@ -40,31 +44,64 @@ def _group(**weights: Any) -> dict[str, Any]:
 
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
     ignore = ["lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.q_proj"]
-    about = {"quant_method": "compressed-tensors", "format": layout, "ignore": ignore, "version": "0.12.2"}
+    about = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "ignore": ignore,
+        "version": "0.12.2",
+    }
     return {**about, "config_groups": {"group_0": _group(**weights)}}
 
 
 # As the programs write them.
 PUBLISHED: list[dict[str, Any]] = [
-    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "modules_to_not_convert": ["lm_head"]},
-    {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["model.layers.0.mlp.gate"]},
-    {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head"],
+    },
+    {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["model.layers.0.mlp.gate"],
+    },
+    {
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": ["lm_head"],
+    },
     {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
     _compressed("float-quantized", type="float", num_bits=8, strategy="channel", symmetric=True),
-    _compressed("float-quantized", type="float", num_bits=8, strategy="block", block_structure=[128, 128]),
-    _compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+    _compressed(
+        "float-quantized", type="float", num_bits=8, strategy="block", block_structure=[128, 128]
+    ),
+    _compressed(
+        "nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16
+    ),
     _compressed("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32),
-    _compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=128, symmetric=False),
+    _compressed(
+        "pack-quantized", type="int", num_bits=4, strategy="group", group_size=128, symmetric=False
+    ),
     _compressed("int-quantized", type="int", num_bits=8, strategy="channel", symmetric=True),
     {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
-    {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "dynamic": {"-:.*attn.*": {}}},
+    {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "dynamic": {"-:.*attn.*": {}},
+    },
     {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "ignore": ["lm_head", "model.layers.0*"],
         "config_groups": {"group_0": _group(type="float", num_bits=4, group_size=16)},
     },
-    {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    },
     {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -72,13 +109,32 @@ PUBLISHED: list[dict[str, Any]] = [
         "bnb_4bit_use_double_quant": True,
         "llm_int8_skip_modules": ["lm_head"],
     },
-]  # fmt: skip
+]
 HOSTILE = [
-    4.0, "4", float("inf"), float("nan"), -128, [128], [0, 128], [128, -1], ["128", "128"], [[128, 128]], "128x128",
-    ["re:("], ["re:(.*.*)*(.*.*)*(.*)*#"], ["*a*" * 300 + "#"], ["x" * 10**6], ["re:" + "(" * 900], [None, "lm_head"],
-    {"a": 1}, {"weights": []}, "line\nbreak\x1b[2J", {"line\nbreak" * 99: {"weights": {"num_bits": "x\ny"}}},
-    json.loads("[" * 300 + "]" * 300), {"group_0": {"weights": {"type": "float", "num_bits": 10**30}}},
-]  # fmt: skip
+    4.0,
+    "4",
+    float("inf"),
+    float("nan"),
+    -128,
+    [128],
+    [0, 128],
+    [128, -1],
+    ["128", "128"],
+    [[128, 128]],
+    "128x128",
+    ["re:("],
+    ["re:(.*.*)*(.*.*)*(.*)*#"],
+    ["*a*" * 300 + "#"],
+    ["x" * 10**6],
+    ["re:" + "(" * 900],
+    [None, "lm_head"],
+    {"a": 1},
+    {"weights": []},
+    "line\nbreak\x1b[2J",
+    {"line\nbreak" * 99: {"weights": {"num_bits": "x\ny"}}},
+    json.loads("[" * 300 + "]" * 300),
+    {"group_0": {"weights": {"type": "float", "num_bits": 10**30}}},
+]
 
 
 SAVED: Mapping[str, Callable[[Path, Path], Any]] = {
@@ -111,13 +167,19 @@ def _replace(rng: random.Random, value: dict[str, Any], other: Any) -> None:
         value[key] = other
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=[str(index) for index in range(len(PUBLISHED))])
+@pytest.mark.parametrize(
+    "published", PUBLISHED, ids=[str(index) for index in range(len(PUBLISHED))]
+)
 def test_published_settings_are_read(published: dict[str, Any]) -> None:
-    assert take_packed(PretrainedConfig(quantization_config=copy.deepcopy(published)), "m") is not None
+    assert (
+        take_packed(PretrainedConfig(quantization_config=copy.deepcopy(published)), "m") is not None
+    )
 
 
 @pytest.mark.parametrize("pattern", ["re:(.*.*)*(.*.*)*(.*)*#", "re:(", "re:" + "(" * 900])
-def test_patterns_that_cannot_be_used_are_refused(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_that_cannot_be_used_are_refused(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patterns, "_SECONDS", 1.0)
     for names in ({"ignore": [pattern]}, {"llm_int8_skip_modules": [pattern.removeprefix("re:")]}):
         about = PUBLISHED[-1] if "ignore" not in names else PUBLISHED[0]
@@ -127,7 +189,9 @@ def test_patterns_that_cannot_be_used_are_refused(pattern: str, monkeypatch: pyt
             packed.chosen(PATHS, [])
 
 
-def test_hostile_settings_are_read_or_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_settings_are_read_or_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patterns, "_SECONDS", 1.0)
 
     def case(rng: random.Random, place: Path) -> None:
@@ -167,30 +231,45 @@ def hostile_tensor(rng: random.Random, value: torch.Tensor) -> torch.Tensor:
         lambda: value[:0] if value.dim() else value,
         lambda: value[..., None],
         lambda: torch.zeros((), dtype=value.dtype),
-        lambda: torch.full_like(value.float(), rng.choice([torch.nan, torch.inf, -1.0, 0.0, 1e38])).to(value.dtype),
-        lambda: torch.randint(256, (value.nbytes,), generator=generator).to(torch.uint8).view(value.dtype),
-        lambda: value - 1 if value.dtype in (torch.int32, torch.int8) else (-value.float()).to(value.dtype),
+        lambda: torch.full_like(
+            value.float(), rng.choice([torch.nan, torch.inf, -1.0, 0.0, 1e38])
+        ).to(value.dtype),
+        lambda: (
+            torch.randint(256, (value.nbytes,), generator=generator)
+            .to(torch.uint8)
+            .view(value.dtype)
+        ),
+        lambda: (
+            value - 1
+            if value.dtype in (torch.int32, torch.int8)
+            else (-value.float()).to(value.dtype)
+        ),
     ]
     return rng.choice(changes)().contiguous()
 
 
 @pytest.mark.slow
-def test_hostile_tensors_are_read_or_refused_in_one_sentence(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_hostile_tensors_are_read_or_refused_in_one_sentence(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     folders = published_models(models, tmp_path)
     stored = [load_file(folder / "model.safetensors") for folder in folders]
 
     def case(rng: random.Random, place: Path) -> None:
         index = rng.randrange(len(folders))
         tensors = dict(stored[index])
-        quantized = [name for name in sorted(tensors) if any(word in name for word in ("_proj", "experts"))]
+        quantized = [
+            name for name in sorted(tensors) if any(word in name for word in ("_proj", "experts"))
+        ]
         for name in rng.sample(quantized, rng.choice([1, 1, 2])):
             value = tensors.pop(name)
             if rng.random() < 0.9:
                 tensors[name] = hostile_tensor(rng, value)
             if rng.random() < 0.1:
-                tensors[name + rng.choice(["_scale", "_scale_inv", ".g_idx", "_blocks", "_scale_2", "\n"])] = (
-                    value.clone()
-                )
+                tensors[
+                    name
+                    + rng.choice(["_scale", "_scale_inv", ".g_idx", "_blocks", "_scale_2", "\n"])
+                ] = value.clone()
         shutil.copyfile(folders[index] / "config.json", place / "config.json")
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
         packed = take_packed(load_config(place, "m"), "m", place)

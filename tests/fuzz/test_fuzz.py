@@ -38,7 +38,15 @@ from fsdp_qlora.sharding.loading.quant_cache import CachedWeights
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped
-from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz, outcome
+from tests.fuzz.harness import (
+    CASES,
+    VALUES,
+    damage_a_file,
+    damaged_bytes,
+    damaged_value,
+    fuzz,
+    outcome,
+)
 from tests.tiny import flags, make_rows, train_ok, write_rows
 
 pytestmark = pytest.mark.slow
@@ -78,7 +86,9 @@ def as_text(rng: random.Random, kind: str) -> bytes:
     if kind in (".json", ".jsonl") or not isinstance(rows, list):
         return json.dumps(rows).encode()
     stream = io.StringIO()
-    csv.writer(stream).writerows([["instruction", "input", "output"], *[[str(row)] * 3 for row in rows]])
+    csv.writer(stream).writerows(
+        [["instruction", "input", "output"], *[[str(row)] * 3 for row in rows]]
+    )
     return stream.getvalue().encode(errors="surrogatepass")
 
 
@@ -87,7 +97,9 @@ def as_parquet(rng: random.Random) -> bytes:
     if rng.random() < 0.2:  # small until it is unpacked
         rng.choice(rows)["output"] = "a" * (16 << 20)
     table = pyarrow.Table.from_pylist(rows)
-    table = table.append_column("more", pyarrow.array([rng.randrange(2**62)] * len(table), pyarrow.timestamp("us")))
+    table = table.append_column(
+        "more", pyarrow.array([rng.randrange(2**62)] * len(table), pyarrow.timestamp("us"))
+    )
     stream = io.BytesIO()
     compression = rng.choice(["snappy", "none", "gzip", "zstd"])
     pyarrow.parquet.write_table(table, stream, compression=compression, row_group_size=1000)
@@ -95,7 +107,9 @@ def as_parquet(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
-def test_data_files(kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_files(
+    kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = str(models())
     is_text = kind != ".parquet"
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
@@ -109,7 +123,14 @@ def test_data_files(kind: str, models: Models, tmp_path: Path, monkeypatch: pyte
             name = f"{name}.gz"
             content = gzip.compress(content[:at] + bomb + content[at:], 1)
         (place / name).write_bytes(content if name.endswith(".gz") else damaged_bytes(rng, content))
-        plan("--model_name", model, "--dataset", rng.choice([str(place), name]), "--max_bad_rows", "0.5")
+        plan(
+            "--model_name",
+            model,
+            "--dataset",
+            rng.choice([str(place), name]),
+            "--max_bad_rows",
+            "0.5",
+        )
 
     fuzz(case, tmp_path)
 
@@ -144,7 +165,9 @@ def test_headers_of_weight_files(models: Models, tmp_path: Path) -> None:
     def case(rng: random.Random, place: Path) -> None:
         header = json.dumps(damaged_value(rng, json.loads(whole[8 : 8 + size])))
         text = header.encode() if rng.random() < 0.7 else damaged_bytes(rng, whole[8 : 8 + size])
-        (place / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
+        (place / "model.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + whole[8 + size :]
+        )
         files = WeightFiles(place)
         for name in files.files:
             files.read_flat(name, 0, files.shape(name).numel())
@@ -157,7 +180,9 @@ def test_headers_of_weight_files(models: Models, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of four steps and its checkpoints, and the cache of its quantized weights."""
+    """A folder with a run of four steps and its checkpoints, and the cache of its quantized
+    weights.
+    """
     folder = tmp_path_factory.mktemp("finished")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
     options = {"batch_size": 2, "save_every": 2, "quant_cache": folder / "cache"}
@@ -176,18 +201,24 @@ def group() -> Iterator[None]:
 
 def test_run_folders(finished: Path, group: None, tmp_path: Path) -> None:
     about = json.loads((finished / "run" / "run.json").read_text())
-    identity = {name: value for name, value in about.items() if name not in ("run_id", "started_from")}
+    identity = {
+        name: value for name, value in about.items() if name not in ("run_id", "started_from")
+    }
 
     def case(rng: random.Random, place: Path) -> None:
         shutil.copytree(finished / "run", place / "run")
         status = json.loads((place / "run" / "status.json").read_text())
-        (place / "run" / "status.json").write_text(json.dumps(status | {"state": rng.choice(["finished", "running"])}))
+        (place / "run" / "status.json").write_text(
+            json.dumps(status | {"state": rng.choice(["finished", "running"])})
+        )
         if rng.random() < 0.5:
             path = place / "run" / rng.choice(["run.json", "status.json"])
             path.write_text(json.dumps(damaged_value(rng, json.loads(path.read_text()))))
         else:
             damage_a_file(rng, place / "run")
-        request = StartRequest(options=about["options"], resume=rng.choice(["auto", "auto", "off", "run"]))
+        request = StartRequest(
+            options=about["options"], resume=rng.choice(["auto", "auto", "off", "run"])
+        )
         with RunFolder(place / "run", ALONE, request).claimed() as folder:
             folder.choose_start(identity)
 
@@ -198,7 +229,9 @@ def test_reads_of_a_run_folder_that_fail(
     finished: Path, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = json.loads((finished / "run" / "run.json").read_text())
-    identity = {name: value for name, value in about.items() if name not in ("run_id", "started_from")}
+    identity = {
+        name: value for name, value in about.items() if name not in ("run_id", "started_from")
+    }
     original = Path.open
 
     def case(rng: random.Random, place: Path) -> None:
@@ -233,14 +266,23 @@ def test_reads_of_a_run_folder_that_fail(
 
 
 HOSTILE = {
-    "trust_remote_code": True, "push_to_hub": "owner/name:public", "mirror": "elsewhere", "resume": "off:replace",
-    "log_to": "wandb", "sample_prompts": "elsewhere", "quant_cache": "elsewhere",
-    "dataset": "elsewhere.jsonl", "world_size": 3, "master_addr": "elsewhere",
-}  # fmt: skip
+    "trust_remote_code": True,
+    "push_to_hub": "owner/name:public",
+    "mirror": "elsewhere",
+    "resume": "off:replace",
+    "log_to": "wandb",
+    "sample_prompts": "elsewhere",
+    "quant_cache": "elsewhere",
+    "dataset": "elsewhere.jsonl",
+    "world_size": 3,
+    "master_addr": "elsewhere",
+}
 
 
 def test_results_of_strangers(finished: Path, tmp_path: Path) -> None:
-    said_by_the_user = {name: value for name, value in vars(DEFAULTS).items() if name not in RESULT_OPTIONS}
+    said_by_the_user = {
+        name: value for name, value in vars(DEFAULTS).items() if name not in RESULT_OPTIONS
+    }
     del said_by_the_user["output_dir"]  # of a command, a folder that it does not make
 
     def case(rng: random.Random, place: Path) -> None:
@@ -267,8 +309,14 @@ def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(
     finished: Path, models: Models, group: None, tmp_path: Path
 ) -> None:
     about = json.loads((finished / "run" / "run.json").read_text())
-    identity = {name: value for name, value in about.items() if name not in ("run_id", "started_from")}
-    names = sorted(path.relative_to(finished / "run") for path in (finished / "run").rglob("*") if path.is_file())
+    identity = {
+        name: value for name, value in about.items() if name not in ("run_id", "started_from")
+    }
+    names = sorted(
+        path.relative_to(finished / "run")
+        for path in (finished / "run").rglob("*")
+        if path.is_file()
+    )
     bad = []
     for number, name in enumerate(names):
         place = tmp_path / str(number)
@@ -290,7 +338,11 @@ def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(
             except OSError as error:
                 assert "more than" not in str(error)
 
-        bad += [f"{name}, {use.__name__}: {why}" for use in (start, read, mirrored) if (why := outcome(use, 0, place))]
+        bad += [
+            f"{name}, {use.__name__}: {why}"
+            for use in (start, read, mirrored)
+            if (why := outcome(use, 0, place))
+        ]
     assert not bad, "\n".join(bad)
 
 
@@ -319,7 +371,9 @@ def test_caches_of_quantized_weights(finished: Path, models: Models, tmp_path: P
     fuzz(case, tmp_path)
 
 
-def test_caches_of_tokenized_rows(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_tokenized_rows(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     argv = flags(model_name=models(), dataset="alpaca_demo", dataset_samples=8, max_bad_rows=0.5)
     expected = plan(*argv).data.train.digest
 
@@ -342,7 +396,9 @@ def test_yaml_files(tmp_path: Path) -> None:
         if rng.random() < 0.5:
             content = damaged_bytes(rng, text.encode())
         else:
-            content = yaml.safe_dump(damaged_value(rng, yaml.safe_load(text))).encode(errors="surrogatepass")
+            content = yaml.safe_dump(damaged_value(rng, yaml.safe_load(text))).encode(
+                errors="surrogatepass"
+            )
         (place / "run.yaml").write_bytes(content)
         parse_train_config(["--config", "run.yaml"])
 
@@ -353,16 +409,39 @@ def test_flags(tmp_path: Path) -> None:
     names = [*option_types(), "nothing", "config", "", "lr="]
 
     def case(rng: random.Random, place: Path) -> None:
-        given = {rng.choice(names): rng.choice([*VALUES, 3, 0.5, "true", "a,b", "=", "a=1", "("]) for _ in range(3)}
-        parse_train_config(flags(**{name: value for name, value in given.items() if name != "help"}))
+        given = {
+            rng.choice(names): rng.choice([*VALUES, 3, 0.5, "true", "a,b", "=", "a=1", "("])
+            for _ in range(3)
+        }
+        parse_train_config(
+            flags(**{name: value for name, value in given.items() if name != "help"})
+        )
 
     fuzz(case, tmp_path, cases=4 * CASES)
 
 
 PATHS = [
-    "nowhere", "file", "file/x", "loop", ".", "..", "", " ", "~nobody/x", "a\nb", "\x1b[2J", "owner/name",
-    "a/b/c", "https://x.y/z", "-x", "$HOME", "/", "/proc", "empty", "empty/../empty",
-]  # fmt: skip
+    "nowhere",
+    "file",
+    "file/x",
+    "loop",
+    ".",
+    "..",
+    "",
+    " ",
+    "~nobody/x",
+    "a\nb",
+    "\x1b[2J",
+    "owner/name",
+    "a/b/c",
+    "https://x.y/z",
+    "-x",
+    "$HOME",
+    "/",
+    "/proc",
+    "empty",
+    "empty/../empty",
+]
 PATH_OPTIONS = ["model_name", "dataset", "output_dir", "eval_dataset", "config", "llama_pro_path"]
 
 
@@ -371,8 +450,15 @@ def test_paths(models: Models, tmp_path: Path) -> None:
         (place / "file").write_text("x")
         (place / "loop").symlink_to("loop")
         (place / "empty").mkdir()
-        good = {"model_name": models(), "dataset": "alpaca_demo", "output_dir": "out", "dataset_samples": 8}
-        bad: dict[str, object] = {rng.choice(PATH_OPTIONS): rng.choice(PATHS) for _ in range(rng.choice([1, 1, 2]))}
+        good = {
+            "model_name": models(),
+            "dataset": "alpaca_demo",
+            "output_dir": "out",
+            "dataset_samples": 8,
+        }
+        bad: dict[str, object] = {
+            rng.choice(PATH_OPTIONS): rng.choice(PATHS) for _ in range(rng.choice([1, 1, 2]))
+        }
         bad |= {"train_type": "bnb_llama_pro"} if "llama_pro_path" in bad else {}
         argv = flags(**(good | bad))
         config = parse_train_config(argv)

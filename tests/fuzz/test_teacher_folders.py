@@ -1,4 +1,6 @@
-"""Folders of a teacher that somebody has changed, most with a right hash: refused, or read as they are meant."""
+"""Folders of a teacher that somebody has changed, most with a right hash: refused, or read as they
+are meant.
+"""
 
 import json
 import math
@@ -11,14 +13,46 @@ import pytest
 import torch
 
 from tests.fuzz.harness import VALUES, damaged_bytes, damaged_value, fuzz
-from tests.preferences.hostile import PLACES, TENSORS, Tensors, edit_settings, files_of, replace, rewrite
+from tests.preferences.hostile import (
+    PLACES,
+    TENSORS,
+    Tensors,
+    edit_settings,
+    files_of,
+    replace,
+    rewrite,
+)
 from tests.preferences.test_teacher_folder import K, Options, group, options, original, read
 
 __all__ = ["group", "options", "original"]  # fixtures
 pytestmark = pytest.mark.slow
 
-DTYPES = [torch.int8, torch.int16, torch.int64, torch.uint8, torch.bool, torch.float32, torch.float64, torch.bfloat16]
-NUMBERS = [-(2**31), -5.0, -1, 0, 0.001, 1, 5, 319, 320, 2**31 - 1, 6e4, math.inf, -math.inf, math.nan]
+DTYPES = [
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+]
+NUMBERS = [
+    -(2**31),
+    -5.0,
+    -1,
+    0,
+    0.001,
+    1,
+    5,
+    319,
+    320,
+    2**31 - 1,
+    6e4,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 
 
 def of_another_type(rng: random.Random, tensors: Tensors) -> Tensors:
@@ -42,11 +76,16 @@ def of_another_shape(rng: random.Random, tensors: Tensors) -> Tensors:
     size = rng.choice([0, 1, 3, 89, 90, 91, 10_000])
     shapes = [(size, K), (size, K + 1), (90, size), (size,), (), (1, 90, K), (90, K, 1), (K, 90)]
     names = rng.choice([["ids"], ["logps"], ["ids", "logps"]])
-    return {**tensors, **{name: torch.zeros(rng.choice(shapes), dtype=tensors[name].dtype) for name in names}}
+    return {
+        **tensors,
+        **{name: torch.zeros(rng.choice(shapes), dtype=tensors[name].dtype) for name in names},
+    }
 
 
 def with_other_names(rng: random.Random, tensors: Tensors) -> Tensors:
-    names = rng.choices(["ids", "logps", "logits", "", "\u00e9" * 200, "__metadata__x"], k=rng.randrange(4))
+    names = rng.choices(
+        ["ids", "logps", "logits", "", "\u00e9" * 200, "__metadata__x"], k=rng.randrange(4)
+    )
     return {name: tensors[rng.choice(["ids", "logps"])].clone() for name in names}
 
 
@@ -58,7 +97,11 @@ def in_another_order(rng: random.Random, tensors: Tensors) -> Tensors:
     if axis:
         order = torch.tensor(rng.sample(range(K), K))
     last = tensors["logps"][:, K:]
-    logps = torch.cat([tensors["logps"][:, :K].index_select(axis, order), last], dim=1) if both else tensors["logps"]
+    logps = (
+        torch.cat([tensors["logps"][:, :K].index_select(axis, order), last], dim=1)
+        if both
+        else tensors["logps"]
+    )
     return {"ids": tensors["ids"].index_select(axis, order), "logps": logps}
 
 
@@ -67,9 +110,14 @@ def as_listed(rng: random.Random, tensors: Tensors) -> Tensors:
 
 
 CHANGES: list[Callable[[random.Random, Tensors], Tensors]] = [
-    as_listed, of_another_type, with_other_numbers, with_other_numbers, of_another_shape, with_other_names,
+    as_listed,
+    of_another_type,
+    with_other_numbers,
+    with_other_numbers,
+    of_another_shape,
+    with_other_names,
     in_another_order,
-]  # fmt: skip
+]
 
 
 def change_tensors(rng: random.Random, folder: Path) -> None:
@@ -84,7 +132,11 @@ def change_settings(rng: random.Random, folder: Path) -> None:
         key = damaged_value(rng, json.loads(content["key"]))
         edit_settings(folder, key=rng.choice([json.dumps(key), key]))
     else:
-        path.write_text(json.dumps(rng.choice([damaged_value(rng, content), {**content, "top_k": rng.choice(VALUES)}])))
+        path.write_text(
+            json.dumps(
+                rng.choice([damaged_value(rng, content), {**content, "top_k": rng.choice(VALUES)}])
+            )
+        )
 
 
 def change_bytes(rng: random.Random, folder: Path) -> None:
@@ -107,9 +159,16 @@ def test_teachers_folders(options: Options, original: Path, tmp_path: Path) -> N
 
     def case(rng: random.Random, place: Path) -> None:
         folder = Path(shutil.copytree(original, place / "taught"))
-        rng.choice([change_tensors, change_tensors, change_tensors, change_settings, change_bytes, change_places])(
-            rng, folder
-        )
+        rng.choice(
+            [
+                change_tensors,
+                change_tensors,
+                change_tensors,
+                change_settings,
+                change_bytes,
+                change_places,
+            ]
+        )(rng, folder)
         told = read(options, folder)
         ids = told["teacher_ids"]
         logps = told["teacher_logps"].double()

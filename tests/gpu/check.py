@@ -1,4 +1,5 @@
-"""What is asserted about values: on the stand-in for CUDA, whose kernels compute nothing, it is not held.
+"""What is asserted about values: on the stand-in for CUDA, whose kernels compute nothing, it is not
+held.
 
 With PHANTOM_VALUES=1 it is, as on a GPU.
 """
@@ -20,7 +21,9 @@ def holds(condition: bool, message: object = "") -> None:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float = 0.0) -> None:
-    """Assert that a tensor of the GPU is that of the CPU: bit for bit, or to a relative error of its norm."""
+    """Assert that a tensor of the GPU is that of the CPU: bit for bit, or to a relative error of
+    its norm.
+    """
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     found = found.cpu()
     if tolerance == 0.0:

@@ -1,7 +1,8 @@
-"""Tests here need an NVIDIA GPU: `pytest -m gpu` runs them, and only them; without one they are skipped with one line.
+"""Tests here need an NVIDIA GPU: `pytest -m gpu` runs them, and only them; without one they are
+skipped with one line.
 
-FSDP_QLORA_GPU_TESTS=stand-in runs them on the stand-in for CUDA (tests/phantom): values are compared with
-PHANTOM_VALUES=1 alone.
+FSDP_QLORA_GPU_TESTS=stand-in runs them on the stand-in for CUDA (tests/phantom): values are
+compared with PHANTOM_VALUES=1 alone.
 """
 
 import re
@@ -40,12 +41,15 @@ def _why_not(config: pytest.Config) -> str | None:
     return None if torch.cuda.is_available() else "no NVIDIA GPU is visible"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if line := config.stash.get(_skipped, None):
         terminalreporter.write_line(line)
     if check.left_out:
         terminalreporter.write_line(
-            f"{check.left_out} comparisons of values skipped: kernels of the stand-in compute nothing"
+            f"{check.left_out} comparisons of values skipped: kernels of the stand-in compute "
+            "nothing"
         )
 
 
@@ -56,12 +60,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def inputs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, object]]:
+def inputs(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, object]]:
     """Options of a run on a tiny model: inputs(model="moe")."""
     dataset = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", make_rows(16))
     assert {MODEL, MOE, EXPANDED} == set(folders)
 
     def get(model: str = MODEL) -> dict[str, object]:
-        return {"model_name": folders[model], "dataset": dataset, "log_to": "stdout", "quant_cache": "off"}
+        return {
+            "model_name": folders[model],
+            "dataset": dataset,
+            "log_to": "stdout",
+            "quant_cache": "off",
+        }
 
     return get

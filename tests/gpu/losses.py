@@ -35,7 +35,10 @@ def run_cases(
     runs = {name: {**inputs(case.model), **COMMON, **case.options} for name, case in cases.items()}
     # Imports take as long as ten of these runs: a process for each only where cores are many.
     share = -(-len(runs) // max(1, len(os.sched_getaffinity(0)) // (4 * ranks)))
-    shares = [dict(itertools.islice(runs.items(), first, first + share)) for first in range(0, len(runs), share)]
+    shares = [
+        dict(itertools.islice(runs.items(), first, first + share))
+        for first in range(0, len(runs), share)
+    ]
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
         run = partial(run_all, ranks=ranks, backend=backend, apart=apart)
         folders = [folder / str(number) for number in range(len(shares))]
@@ -59,11 +62,12 @@ def run_all(
     apart: bool = False,
     seconds: float = 900,
 ) -> dict[str, str]:
-    """Train with each run's options in as few processes as possible: a run that fails or takes longer ends its process,
-    and the next takes the rest.
+    """Train with each run's options in as few processes as possible: a run that fails or takes
+    longer ends its process, and the next takes the rest.
 
     Returns:
-        name -> the end of the process's output, empty where the run finished; its result is in `output_of`.
+        name -> the end of the process's output, empty where the run finished; its result is in
+        `output_of`.
     """
     left = list(runs)
     failures = {}

@@ -1,4 +1,5 @@
-"""Writes reference.json, the losses that a GPU must have: CUDA_VISIBLE_DEVICES= python -m tests.gpu.make_reference
+"""Writes reference.json, the losses that a GPU must have: CUDA_VISIBLE_DEVICES= python -m
+tests.gpu.make_reference
 
 Cases that must have the losses of another one are left out. NAMES as arguments renew these only.
 """
@@ -25,9 +26,18 @@ def main(names: list[str]) -> int:
         dataset = write_rows(Path(folder) / "rows.jsonl", make_rows(16))
 
         def inputs(model: str = MODEL) -> dict[str, object]:
-            return {"model_name": models[model], "dataset": dataset, "log_to": "stdout", "quant_cache": "off"}
+            return {
+                "model_name": models[model],
+                "dataset": dataset,
+                "log_to": "stdout",
+                "quant_cache": "off",
+            }
 
-        cases = {name: case for name, case in CASES.items() if not case.same_as and (not names or name in names)}
+        cases = {
+            name: case
+            for name, case in CASES.items()
+            if not case.same_as and (not names or name in names)
+        }
         results = run_cases(cases, inputs, Path(folder))
         prints = {name: fingerprint(path) for name, path in models.items()}
     before = json.loads(REFERENCE.read_text())["losses"] if names and REFERENCE.exists() else {}
@@ -39,7 +49,8 @@ def main(names: list[str]) -> int:
         "transformers": transformers.__version__,
         "bitsandbytes": bitsandbytes.__version__,
         "models": prints,
-        "losses": before | {name: result.losses for name, result in results.items() if result.losses},
+        "losses": before
+        | {name: result.losses for name, result in results.items() if result.losses},
     }
     REFERENCE.write_text(json.dumps(record, indent=2) + "\n")
     return int(any(result.failure for result in results.values()))

@@ -1,9 +1,10 @@
 """The large runs whose memory is counted, and what the stand-in for CUDA has counted for them.
 
-    FSDP_QLORA_GPU_TESTS=stand-in python -m tests.gpu.reserved     # on the stand-in: writes reserved.json
+    FSDP_QLORA_GPU_TESTS=stand-in python -m tests.gpu.reserved     # on the stand-in: writes
+    reserved.json
 
-Needed after each change of what a step allocates. Rounded and split by torch's own allocator, which is the same on
-the stand-in; cuBLAS' workspaces and the context are not.
+Needed after each change of what a step allocates. Rounded and split by torch's own allocator, which
+is the same on the stand-in; cuBLAS' workspaces and the context are not.
 """
 
 import json
@@ -40,7 +41,9 @@ def main(names: list[str]) -> int:
     for name in names or SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = count(name, Path(folder))
-        FIGURES.write_text(json.dumps({"torch": torch.__version__, "bytes": found}, indent=2) + "\n")
+        FIGURES.write_text(
+            json.dumps({"torch": torch.__version__, "bytes": found}, indent=2) + "\n"
+        )
         print(f"{name}: {found[name]}", flush=True)
     return 0
 

@@ -17,15 +17,20 @@ from tests.tiny import ROOT, _free_port
 class Started:
     """Ranks of one program, all on the first card, their output in files.
 
-    apart: NCCL refuses two ranks on one card of one host; with another name of the host for each, sockets join them.
+    apart: NCCL refuses two ranks on one card of one host; with another name of the host for each,
+    sockets join them.
     """
 
-    def __init__(self, arguments: Sequence[object], folder: Path, *, ranks: int = 1, apart: bool = False) -> None:
+    def __init__(
+        self, arguments: Sequence[object], folder: Path, *, ranks: int = 1, apart: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.apart = apart
         self.logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         port = _free_port()
-        self.processes = [self._start(arguments, folder, rank, ranks, port) for rank in range(ranks)]
+        self.processes = [
+            self._start(arguments, folder, rank, ranks, port) for rank in range(ranks)
+        ]
 
     def _start(
         self, arguments: Sequence[object], folder: Path, rank: int, ranks: int, port: int
@@ -53,13 +58,17 @@ class Started:
         self.processes[rank].kill()
 
     def wait(self, seconds: float = 120) -> list[int]:
-        """Exit statuses of all ranks, which end by themselves within that time; else all are killed."""
+        """Exit statuses of all ranks, which end by themselves within that time; else all are
+        killed.
+        """
         end = time.monotonic() + seconds
         try:
             return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
         except subprocess.TimeoutExpired:
             self.end()
-            raise AssertionError(f"still running after {seconds} s:\n{self.output()[-4000:]}") from None
+            raise AssertionError(
+                f"still running after {seconds} s:\n{self.output()[-4000:]}"
+            ) from None
 
     def end_after(self, seconds: float) -> None:
         """Wait until all ranks have ended, and end those that have not within that time."""
@@ -77,7 +86,9 @@ class Started:
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[object], folder: Path, *, ranks: int = 1, apart: bool = False) -> Iterator[Started]:
+def started(
+    arguments: Sequence[object], folder: Path, *, ranks: int = 1, apart: bool = False
+) -> Iterator[Started]:
     """Start a program; none of its processes outlives the block."""
     program = Started(arguments, folder, ranks=ranks, apart=apart)
     try:
@@ -104,7 +115,9 @@ def wait_for_step(program: Started, output_dir: Path, step: int) -> None:
     """Wait until a run has done its first `step` steps."""
 
     def reached() -> bool:
-        assert all(process.poll() is None for process in program.processes), program.output()[-6000:]
+        assert all(process.poll() is None for process in program.processes), program.output()[
+            -6000:
+        ]
         return steps_done(output_dir) >= step
 
     wait_for(reached)

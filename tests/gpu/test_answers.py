@@ -1,4 +1,6 @@
-"""GRPO on a GPU with the model's own answers: drawn twice they are the same, and 16 bits train on them."""
+"""GRPO on a GPU with the model's own answers: drawn twice they are the same, and 16 bits train on
+them.
+"""
 
 import json
 import math
@@ -24,11 +26,23 @@ def outputs(inputs, tmp_path_factory):
     )
     rows = [{"prompt": f"sort the list {number}", "answer": "blue"} for number in range(16)]
     options = {
-        **inputs(), **COMMON, "dataset": write_rows(folder / "rows.jsonl", rows), "train_type": "qlora",
-        "objective": "grpo", "rewards": f"{folder / 'own.py'}:letters", "num_generations": 4, "num_iterations": 2,
-        "max_completion_length": 16, "batch_size": 4, "max_steps": STEPS, "num_epochs": 4, "deterministic": True,
-    }  # fmt: skip
-    runs = {name: {**options, "precision": name.split()[0]} for name in ("bf16", "bf16 again", "fp16")}
+        **inputs(),
+        **COMMON,
+        "dataset": write_rows(folder / "rows.jsonl", rows),
+        "train_type": "qlora",
+        "objective": "grpo",
+        "rewards": f"{folder / 'own.py'}:letters",
+        "num_generations": 4,
+        "num_iterations": 2,
+        "max_completion_length": 16,
+        "batch_size": 4,
+        "max_steps": STEPS,
+        "num_epochs": 4,
+        "deterministic": True,
+    }
+    runs = {
+        name: {**options, "precision": name.split()[0]} for name in ("bf16", "bf16 again", "fp16")
+    }
     failures = run_all(runs, folder)
     assert not any(failures.values()), failures
     return {name: output_of(folder, name) for name in runs}

@@ -1,4 +1,6 @@
-"""The pinned host memory of offloaded weights: one registration, whose parts are copied without waiting."""
+"""The pinned host memory of offloaded weights: one registration, whose parts are copied without
+waiting.
+"""
 
 import time
 
@@ -17,7 +19,9 @@ def test_sixteen_gib_are_registered_at_once_and_parts_are_pinned(record_property
     free = psutil.virtual_memory().available
     size = 64 * MIB if IS_STAND_IN else min(16 * GIB, free // 2)
     began = time.perf_counter()
-    parts = split_arena([size - 100 * MIB, 99 * MIB, 7] if size > GIB else [size - MIB, MIB - 64, 7], pinned=True)
+    parts = split_arena(
+        [size - 100 * MIB, 99 * MIB, 7] if size > GIB else [size - MIB, MIB - 64, 7], pinned=True
+    )
     record_property("registered_gib", size / GIB)
     record_property("seconds", time.perf_counter() - began)
     assert all(part.is_pinned() for part in parts)

@@ -15,7 +15,8 @@ from fsdp_qlora.model.quantizers.hqq import _pack, _quantize_groups
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.gpu.check import HAS_VALUES, holds, same
 
-# The last three: rows that end in half a block, in a part of one, and weights that do not fill their last block.
+# The last three: rows that end in half a block, in a part of one, and weights that do not fill
+# their last block.
 SHAPES = [(256, 128), (50, 96), (64, 130), (50, 33)]
 ROWS = [1, 2, 7, 33, 512, 4096]
 FOUR_BIT = list(itertools.product(["nf4", "fp4"], [True, False]))
@@ -31,18 +32,24 @@ def _inputs(rows: int, features: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, features, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
-def _layer(quantizer: str, shape: tuple[int, ...], *, transposed: bool = False, **options: Any) -> Any:
+def _layer(
+    quantizer: str, shape: tuple[int, ...], *, transposed: bool = False, **options: Any
+) -> Any:
     """A linear layer, or experts where the shape has three sizes."""
     layers: Any = QUANTIZERS[quantizer]
     if len(shape) == 2:
         return layers.linear(nn.Linear(shape[1], shape[0], bias=False, device="meta"), **options)
-    return layers.experts(nn.Parameter(torch.empty(shape, device="meta")), transposed=transposed, **options)
+    return layers.experts(
+        nn.Parameter(torch.empty(shape, device="meta")), transposed=transposed, **options
+    )
 
 
 def _filled(layer: QuantizedWeight, **values: torch.Tensor) -> QuantizedWeight:
     """The layer on the CPU with these bytes in its parameters."""
     for name, value in values.items():
-        parameter = nn.Parameter(torch.zeros_like(getattr(layer, name), device="cpu"), requires_grad=False)
+        parameter = nn.Parameter(
+            torch.zeros_like(getattr(layer, name), device="cpu"), requires_grad=False
+        )
         write_bytes(parameter, value)
         setattr(layer, name, parameter)
     return layer
@@ -51,7 +58,11 @@ def _filled(layer: QuantizedWeight, **values: torch.Tensor) -> QuantizedWeight:
 def four_bit(
     shape: tuple[int, ...], quant_type: str, double_quant: bool, dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    options: dict[str, Any] = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": dtype}
+    options: dict[str, Any] = {
+        "quant_type": quant_type,
+        "double_quant": double_quant,
+        "compute_dtype": dtype,
+    }
     layer = _layer("bnb_4bit", shape, transposed=False, **options)
     codes, absmax = quantize_blocks(_weight(shape), quant_type)
     if not double_quant:
@@ -67,7 +78,9 @@ def hqq(shape: tuple[int, ...], n_bits: int, dtype: torch.dtype = torch.float32)
     return _filled(layer, weight=_pack(codes, n_bits), scale_zero=scale_zero)
 
 
-def int8(shape: tuple[int, ...], threshold: float, dtype: torch.dtype = torch.float32) -> QuantizedWeight:
+def int8(
+    shape: tuple[int, ...], threshold: float, dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
     layer = _layer("int8", shape, int8_threshold=threshold, compute_dtype=dtype)
     codes, row_scale, _ = bnb.int8_vectorwise_quant(_weight(shape).half())
     missing = layer.weight.shape[1] * layer.weight.element_size() - shape[1]
@@ -77,7 +90,9 @@ def int8(shape: tuple[int, ...], threshold: float, dtype: torch.dtype = torch.fl
 def _forward_and_gradient(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
-    grad_y = torch.ones_like(y) + torch.arange(y.shape[-1], device=y.device).to(y.dtype) / y.shape[-1]
+    grad_y = (
+        torch.ones_like(y) + torch.arange(y.shape[-1], device=y.device).to(y.dtype) / y.shape[-1]
+    )
     (gradient,) = torch.autograd.grad(y, x, grad_y)
     return y.detach(), gradient
 
@@ -113,12 +128,17 @@ def test_slices_of_4bit_experts_are_those_of_the_cpu(shape, double_quant):
     x = _inputs(9, shape[2], torch.float32)
     with torch.no_grad():
         expected = [
-            (experts.dequantize(experts.expert(e)), experts.product(x, experts.expert(e))) for e in range(shape[0])
+            (experts.dequantize(experts.expert(e)), experts.product(x, experts.expert(e)))
+            for e in range(shape[0])
         ]
         experts = experts.to("cuda")
         for e, (decoded, product) in enumerate(expected):
             same(experts.dequantize(experts.expert(e)), decoded)
-            same(experts.product(x.cuda(), experts.expert(e)), product, tolerance=TOLERANCES[torch.float32])
+            same(
+                experts.product(x.cuda(), experts.expert(e)),
+                product,
+                tolerance=TOLERANCES[torch.float32],
+            )
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -129,7 +149,8 @@ def test_weights_quantized_on_a_gpu_have_the_codes_of_the_cpu(quant_type):
     found_codes, found_absmax = quantize_blocks(values.cuda(), quant_type)
     same(found_absmax, absmax)
     assert found_codes.shape == codes.shape
-    # A weight in the middle between two values may be rounded either way, and a small one to either zero of FP4.
+    # A weight in the middle between two values may be rounded either way, and a small one to either
+    # zero of FP4.
     blocks = (codes.view(-1, 32), absmax, 64, quant_type, (len(absmax), 64), torch.float32)
     decoded = torch.ops.bitsandbytes.dequantize_4bit(*blocks)
     found = torch.ops.bitsandbytes.dequantize_4bit(found_codes.cpu().view(-1, 32), *blocks[1:])
@@ -161,7 +182,11 @@ def test_hqq_products_gradients_and_expert_slices_are_those_of_the_cpu(n_bits):
         same(found_y, y, tolerance=TOLERANCES[torch.float32])
         same(found_gradient, gradient, tolerance=TOLERANCES[torch.float32])
     for e, product in enumerate(slices):
-        same(experts.product(x.cuda(), experts.expert(e)), product, tolerance=TOLERANCES[torch.float32])
+        same(
+            experts.product(x.cuda(), experts.expert(e)),
+            product,
+            tolerance=TOLERANCES[torch.float32],
+        )
 
 
 @torch.no_grad()
@@ -177,7 +202,8 @@ def test_hqq_solved_on_a_gpu_decodes_to_the_weights_of_the_cpu():
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
-@pytest.mark.parametrize("shape", [(256, 128), (52, 96), (52, 98)])  # cuBLAS takes no int8 of 98 columns
+# cuBLAS takes no int8 of 98 columns
+@pytest.mark.parametrize("shape", [(256, 128), (52, 96), (52, 98)])
 def test_int8_layers_are_those_of_the_cpu(shape, threshold, dtype):
     if threshold and not HAS_VALUES:
         pytest.skip("the stand-in finds a random number of outliers, more than fit its memory")
@@ -189,7 +215,8 @@ def test_int8_layers_are_those_of_the_cpu(shape, threshold, dtype):
         x = _inputs(rows, shape[1], dtype)
         x[0, 3] = 8.0  # an outlier
         expected = _forward_and_gradient(reference, x.float())
-        # Activations have 8 bits: one that is rounded the other way counts, on average a few per row.
+        # Activations have 8 bits: one that is rounded the other way counts, on average a few per
+        # row.
         for found, wanted in zip(_forward_and_gradient(layer, x.cuda()), expected, strict=True):
             same(found.float(), wanted, tolerance=max(TOLERANCES[dtype], 1e-3))
 

@@ -1,4 +1,6 @@
-"""Memory that a large model's step takes on a card of 24 GiB: what the stand-in for CUDA has counted."""
+"""Memory that a large model's step takes on a card of 24 GiB: what the stand-in for CUDA has
+counted.
+"""
 
 import json
 

@@ -1,4 +1,5 @@
-"""A link between two network namespaces that holds every packet back: what `tc netem` does, where a kernel lacks it.
+"""A link between two network namespaces that holds every packet back: what `tc netem` does, where a
+kernel lacks it.
 
     python delayed_link.py NAMESPACE NAMESPACE MILLISECONDS
 
@@ -31,7 +32,8 @@ def _open_end(namespace: str) -> int:
 
 def relay(ends: list[int], seconds: float) -> None:
     """Write what one end sends to the other one, so many seconds later."""
-    held: deque[tuple[float, int, bytes]] = deque()  # all wait equally long, so they leave in the order of coming
+    # all wait equally long, so they leave in the order of coming
+    held: deque[tuple[float, int, bytes]] = deque()
     while True:
         wait = max(0.0, held[0][0] - time.monotonic()) if held else None
         for end in select.select(ends, [], [], wait)[0]:

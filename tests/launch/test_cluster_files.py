@@ -1,4 +1,6 @@
-"""The files for schedulers and containers: their shell is correct, their options exist, their parts fit together."""
+"""The files for schedulers and containers: their shell is correct, their options exist, their parts
+fit together.
+"""
 
 import fnmatch
 import itertools
@@ -28,7 +30,9 @@ def read(name: str) -> dict[str, Any]:
 
 
 def kubernetes() -> dict[str, dict[str, Any]]:
-    return {part["kind"]: part for part in yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())}
+    return {
+        part["kind"]: part for part in yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    }
 
 
 def train_command(name: str) -> list[str]:
@@ -37,7 +41,12 @@ def train_command(name: str) -> list[str]:
         container = kubernetes()["Job"]["spec"]["template"]["spec"]["containers"][0]
         return [word for argument in container["args"] for word in argument.split("=", 1)]
     text = (FOLDER / name).read_text().replace("\\\n", " ")
-    (command,) = re.findall(r"torchrun +(--nnodes.*?fsdp_qlora train.*?)(?:\n[a-z]|\Z)", text, re.DOTALL)
+    (command,) = re.findall(
+        r"torchrun +(--nnodes.*?fsdp_qlora "
+        r"train.*?)(?:\n[a-z]|\Z)",
+        text,
+        re.DOTALL,
+    )
     return str(command).split()
 
 
@@ -60,7 +69,10 @@ def test_the_shell_in_the_files_is_correct() -> None:
 
 def test_schedulers_restart_only_runs_that_can_still_finish() -> None:
     assert {1, 75} <= MAY_FINISH
-    assert set(read("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"]) == MAY_FINISH
+    assert (
+        set(read("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"])
+        == MAY_FINISH
+    )
     fail, ignore = kubernetes()["Job"]["spec"]["podFailurePolicy"]["rules"]
     assert fail["action"] == "FailJob" and set(fail["onExitCodes"]["values"]) == FINAL - {130}
     assert ignore["onPodConditions"][0]["type"] == "DisruptionTarget"
@@ -75,28 +87,53 @@ def test_the_pods_of_the_kubernetes_job_find_each_other_and_their_image() -> Non
     container = pod["containers"][0]
     words = train_command("kubernetes.yaml")
     value = dict(itertools.pairwise(words))
-    assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == int(value["--nnodes"])
-    assert pod["subdomain"] == name and value["--master_addr"] == f"{parts['Job']['metadata']['name']}-0.{name}"
+    assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == int(
+        value["--nnodes"]
+    )
+    assert (
+        pod["subdomain"] == name
+        and value["--master_addr"] == f"{parts['Job']['metadata']['name']}-0.{name}"
+    )
     assert parts["Service"]["spec"]["selector"] == {"job-name": parts["Job"]["metadata"]["name"]}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(value["--nproc_per_node"])
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert f"USER {pod['securityContext']['runAsUser']}:" in (FOLDER / "Dockerfile").read_text()
     assert pod["restartPolicy"] == "Never"  # a condition of podFailurePolicy
-    (fails,) = [rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    (fails,) = [
+        rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
     assert fails["containerName"] == container["name"]
 
 
 def test_the_image_is_built_from_existing_files() -> None:
     dockerfile = (FOLDER / "Dockerfile").read_text()
     sent = re.findall(r"^!(.*?)/?$", (FOLDER / "Dockerfile.dockerignore").read_text(), re.M)
-    copied = [word for line in re.findall(r"^COPY (.*)", dockerfile, re.M) for word in line.split()[:-1]]
+    copied = [
+        word
+        for line in re.findall(
+            r"^COPY "
+            r"(.*)",
+            dockerfile,
+            re.M,
+        )
+        for word in line.split()[:-1]
+    ]
     sources = {word for word in copied if not word.startswith("--")}
     assert sources and all((ROOT / source).exists() for source in sources)
     assert all(any(fnmatch.fnmatch(source, name) for name in sent) for source in sources)
     build = read("compose.yaml")["services"]["train"]["build"]
     default = re.search(r"^ARG CUDA=([\d.]+)", dockerfile, re.M)
-    toolkit = re.search(r"^cuda-toolkit==(\d+\.\d+)", (ROOT / "requirements.lock").read_text(), re.M)
-    assert default and toolkit and default[1] == build["args"]["CUDA"] and default[1].startswith(toolkit[1])
+    toolkit = re.search(
+        r"^cuda-toolkit==(\d+\.\d+)", (ROOT / "requirements.lock").read_text(), re.M
+    )
+    assert (
+        default
+        and toolkit
+        and default[1] == build["args"]["CUDA"]
+        and default[1].startswith(toolkit[1])
+    )
     assert (FOLDER / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).exists()
 
 

@@ -1,4 +1,6 @@
-"""A GPU that is there is used or its trouble is named; the CPU is used where there is none, or when asked for."""
+"""A GPU that is there is used or its trouble is named; the CPU is used where there is none, or when
+asked for.
+"""
 
 import logging
 import os
@@ -31,7 +33,8 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An nvidia-smi that lists two cards."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
-        "#!/bin/sh\necho 'NVIDIA GeForce RTX 3090, 535.183.01'\necho 'NVIDIA GeForce RTX 3090, 535.183.01'\n"
+        "#!/bin/sh\necho 'NVIDIA GeForce RTX 3090, 535.183.01'\necho 'NVIDIA GeForce RTX 3090, "
+        "535.183.01'\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -40,14 +43,21 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nvidia_smi")
 @pytest.mark.parametrize(
     ("cuda", "says"),
-    [("13.0", "built for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"), (None, "is built for the CPU.")],
+    [
+        ("13.0", "built for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"),
+        (None, "is built for the CPU."),
+    ],
 )
-def test_a_gpu_that_torch_cannot_use_is_explained(cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_explained(
+    cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(UserError) as raised:
         choose_device("auto", 0)
     message = str(raised.value)
-    assert "2 NVIDIA GPUs (NVIDIA GeForce RTX 3090, driver 535.183.01)" in message and says in message
+    assert (
+        "2 NVIDIA GPUs (NVIDIA GeForce RTX 3090, driver 535.183.01)"
+    ) in message and says in message
     for advice in (torch.__version__, "pip install --force-reinstall torch", "--device cpu"):
         assert advice in message
     assert choose_device("cpu", 0).type == "cpu"
@@ -55,7 +65,9 @@ def test_a_gpu_that_torch_cannot_use_is_explained(cuda: str | None, says: str, m
     assert choose_device("auto", 0).type == "cpu"
 
 
-def test_without_a_gpu_the_cpu_is_used_unless_cuda_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_cpu_is_used_unless_cuda_is_requested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "")
     assert choose_device("auto", 0).type == "cpu"
     with pytest.raises(UserError, match="--device is cuda, but no GPU is visible"):

@@ -9,16 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.distributed.supervision.exits import exhausted_memory, loading_explained, reporting_failures
+from fsdp_qlora.distributed.supervision.exits import (
+    exhausted_memory,
+    loading_explained,
+    reporting_failures,
+)
 from fsdp_qlora.utils.errors import Crashed, LostRank, OutOfMemory, TrainingError
 from tests.tiny import ROOT
 
 NCCL = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.28.9\n"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error, "
+    "NCCL version 2.28.9\n"
 )
 CUDA = f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
 REMOTE = (
-    f"{NCCL}ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+    f"{NCCL}ncclRemoteError: A call failed possibly due to a network error or a remote process "
+    "exiting prematurely.\n"
     "Last error:\nsocketProgress: Connection closed by remote peer host<45678>\n"
 )
 
@@ -50,19 +56,39 @@ class _Alone:
 @pytest.mark.parametrize(
     ("error", "failure", "words"),
     [
-        (dist.DistBackendError(f"{CUDA}Failed to CUDA malloc 4096 bytes"), OutOfMemory, "GPU memory in step 7 .*NCCL:"),
-        (dist.DistBackendError(f"{CUDA}Cuda failure 700 'an illegal memory access'"), Crashed, "illegal memory access"),
         (
-            dist.DistBackendError(f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage of NCCL library."),
+            dist.DistBackendError(f"{CUDA}Failed to CUDA malloc 4096 bytes"),
+            OutOfMemory,
+            "GPU memory in step 7 .*NCCL:",
+        ),
+        (
+            dist.DistBackendError(f"{CUDA}Cuda failure 700 'an illegal memory access'"),
+            Crashed,
+            "illegal memory access",
+        ),
+        (
+            dist.DistBackendError(
+                f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+            ),
             Crashed,
             "^DistBackendError: NCCL: ncclInvalidUsage",
         ),
         (dist.DistBackendError(REMOTE), LostRank, "connection to another rank was lost"),
-        (dist.DistNetworkError("failed to recv, got 0 bytes"), LostRank, "connection to another rank was lost"),
-        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), LostRank, "was lost"),
+        (
+            dist.DistNetworkError("failed to recv, got 0 bytes"),
+            LostRank,
+            "connection to another rank was lost",
+        ),
+        (
+            RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"),
+            LostRank,
+            "was lost",
+        ),
     ],
 )
-def test_only_closed_connections_count_as_a_lost_rank(error: Exception, failure: type[Exception], words: str) -> None:
+def test_only_closed_connections_count_as_a_lost_rank(
+    error: Exception, failure: type[Exception], words: str
+) -> None:
     with pytest.raises(failure, match=words), reporting_failures(_Alone(), memory_settings=""):  # type: ignore[arg-type]
         raise error
 
@@ -78,20 +104,60 @@ _ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some o
         (torch.AcceleratorError(f"CUDA error: out of memory{_ASYNCHRONOUS}"), "GPU"),
         (RuntimeError("CUDA driver error: out of memory"), "GPU"),
         (RuntimeError("Triton Error [CUDA]: out of memory"), "GPU"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "GPU"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`"), "GPU"),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "GPU",
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+            ),
+            "GPU",
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`"
+            ),
+            "GPU",
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), "GPU"),
-        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), "GPU"),
+        (
+            RuntimeError(
+                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling "
+                "`cusolverDnCreate(handle)`"
+            ),
+            "GPU",
+        ),
         (RuntimeError("cudaErrorMemoryAllocation: out of memory"), "GPU"),
         (dist.DistBackendError(f"{CUDA}Cuda failure 2 'out of memory'"), "GPU"),
         (dist.DistBackendError(f"{CUDA}Failed to CUDA calloc async 608 bytes"), "GPU"),
-        (MemoryError("5.2 GiB of host memory for activations cannot be pinned (CUDA error 2)."), "host"),
+        (
+            MemoryError("5.2 GiB of host memory for activations cannot be pinned (CUDA error 2)."),
+            "host",
+        ),
         (MemoryError(), "host"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you"), "host"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx(...)`"), None),
-        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered{_ASYNCHRONOUS}"), None),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate "
+                "memory: you"
+            ),
+            "host",
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx(...)`"
+            ),
+            None,
+        ),
+        (
+            torch.AcceleratorError(
+                f"CUDA error: an illegal memory access was encountered{_ASYNCHRONOUS}"
+            ),
+            None,
+        ),
         (dist.DistBackendError(f"{CUDA}Cuda failure 200 'device kernel image is invalid'"), None),
         (OSError(errno.ENOSPC, "No space left on device"), None),
         (KeyError("out of memory"), None),
@@ -104,7 +170,11 @@ def test_out_of_memory_errors_are_recognized(error: Exception, memory: str | Non
 def test_out_of_memory_while_loading_is_explained_in_one_sentence() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     with (
-        pytest.raises(TrainingError, match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$"),
+        pytest.raises(
+            TrainingError,
+            match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What "
+            r"helps: more GPUs\.$",
+        ),
         loading_explained(3, "more GPUs"),
     ):
         raise error

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.distributed.context import join_context
-from fsdp_qlora.distributed.process_group import all_gather_strings, start_process_group, stop_process_group
+from fsdp_qlora.distributed.process_group import (
+    all_gather_strings,
+    start_process_group,
+    stop_process_group,
+)
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from tests.tiny import on_ranks

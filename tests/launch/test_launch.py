@@ -1,4 +1,6 @@
-"""How many processes a start makes, and how their end comes back. The workers here do not import torch."""
+"""How many processes a start makes, and how their end comes back. The workers here do not import
+torch.
+"""
 
 import datetime
 import json
@@ -31,7 +33,14 @@ from fsdp_qlora.distributed.store import connect
 from fsdp_qlora.distributed.supervision import launch, restarts
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from fsdp_qlora.training.trainer import Trainer
-from fsdp_qlora.utils.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
+from fsdp_qlora.utils.errors import (
+    ENDINGS,
+    LostRank,
+    RunStopped,
+    TrainingError,
+    UserError,
+    print_error,
+)
 from tests.chaos.harness import is_gone, wait_for
 from tests.tiny import ROOT, _free_port, make_rows, on_ranks, read_metrics
 
@@ -78,7 +87,9 @@ def entry(tmp_path):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """This one, without the GPUs and without the variables of a torchrun that may have started pytest."""
+    """This one, without the GPUs and without the variables of a torchrun that may have started
+    pytest.
+    """
     for name in filter(is_from_an_agent, list(os.environ)):
         monkeypatch.delenv(name)
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -98,11 +109,16 @@ def test_the_launcher_returns_the_first_failed_workers_status(entry, environment
     assert result.returncode == 2
     assert result.stdout.splitlines()[0] == "Starting 2 processes, as requested."
     assert "worker 1 of 2" in result.stdout and "name fail" in result.stdout
-    assert result.stderr.splitlines() == ["this is the reason", "Rank 1 failed with exit code 2; the error is above."]
+    assert result.stderr.splitlines() == [
+        "this is the reason",
+        "Rank 1 failed with exit code 2; the error is above.",
+    ]
     assert all(map(is_gone, pids_of_workers(result.stdout)))
 
 
-def test_torchrun_without_nproc_starts_all_workers_and_a_signal_ends_all(entry, environment, tmp_path):
+def test_torchrun_without_nproc_starts_all_workers_and_a_signal_ends_all(
+    entry, environment, tmp_path
+):
     output = tmp_path / "output"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with output.open("w") as stream:
@@ -118,7 +134,9 @@ def test_torchrun_without_nproc_starts_all_workers_and_a_signal_ends_all(entry, 
         launcher.send_signal(signal.SIGTERM)
         status = launcher.wait(timeout=600)
     assert status != 0
-    assert {"worker 0 of 2", "worker 1 of 2"} <= {line[:13] for line in output.read_text().splitlines()}
+    assert {"worker 0 of 2", "worker 1 of 2"} <= {
+        line[:13] for line in output.read_text().splitlines()
+    }
     assert all(map(is_gone, pids_of_workers(output.read_text())))
 
 
@@ -195,7 +213,9 @@ def test_store_keys_have_a_random_prefix(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", names[0])
     store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
-    stranger = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    stranger = TCPStore(
+        "localhost", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
     for key in ("abort", "attempt-0/abort"):
         stranger.set(key, json.dumps([1, "the end", "refused"]))
     assert not store.check(["abort"])
@@ -206,7 +226,8 @@ def test_store_keys_have_a_random_prefix(monkeypatch):
 def test_ranks_meet_if_agents_count_restarts_differently(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(_free_port()))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0's store is of this attempt alone
+    # rank 0's store is of this attempt alone
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     stores = []
     for rank, attempt in enumerate("10"):  # that of a node that has stayed, and of a new one
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
@@ -226,14 +247,22 @@ def test_a_store_at_a_public_address_gives_a_warning(address, is_warned, monkeyp
 
 def test_torchrun_does_not_restart_a_final_ending(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    for name, value in (torchrun | {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": 1}).items():
+    torchrun = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    for name, value in (
+        torchrun | {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": 1}
+    ).items():
         monkeypatch.setenv(name, str(value))
 
     def fail(*_):
         assert not list(filter(is_from_an_agent, os.environ))
         for reason in (message, "the connection was lost"):  # of two ranks
-            restarts.record_exit(ENDINGS["failed"]._replace(is_final=reason == "loss is NaN"), reason)
+            restarts.record_exit(
+                ENDINGS["failed"]._replace(is_final=reason == "loss is NaN"), reason
+            )
         raise ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")})
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
@@ -249,15 +278,21 @@ def test_ctrl_z_stops_the_workers_too_and_fg_continues_all(entry, environment, t
     output = tmp_path / "output"
     command = [sys.executable, entry, "--nproc_per_node", "2", "--name", "sleep"]
     with output.open("w") as stream:  # a process group of its own, as a shell gives it
-        launcher = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, preexec_fn=os.setpgrp)
+        launcher = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, preexec_fn=os.setpgrp
+        )
     try:
         wait_for(lambda: len(pids_of_workers(output.read_text())) == 2)
-        processes = [psutil.Process(pid) for pid in (launcher.pid, *pids_of_workers(output.read_text()))]
+        processes = [
+            psutil.Process(pid) for pid in (launcher.pid, *pids_of_workers(output.read_text()))
+        ]
         for _ in range(2):
             launcher.send_signal(signal.SIGTSTP)
             wait_for(lambda: {process.status() for process in processes} == {psutil.STATUS_STOPPED})
             launcher.send_signal(signal.SIGCONT)
-            wait_for(lambda: all(process.status() != psutil.STATUS_STOPPED for process in processes))
+            wait_for(
+                lambda: all(process.status() != psutil.STATUS_STOPPED for process in processes)
+            )
     finally:
         launcher.send_signal(signal.SIGTERM)
         launcher.send_signal(signal.SIGCONT)
@@ -291,7 +326,11 @@ def test_a_rank_names_the_rank_that_never_started(monkeypatch, capfd):
     monkeypatch.setattr(store, "MAX_WAIT_MINUTES", 0.01)
     first, third = (Ranks(rank, 0, 4, 1, torch.device("cpu")) for rank in (0, 3))
     for wait_minutes in (0.005, 0, 15):  # as --hang_minutes says, which may be longer or none
-        with pytest.raises(LostRank, match=rf"Rank 3 has waited 0.0\d+ minutes for rank 0.* at 127.0.0.1:{port}"):
+        with pytest.raises(
+            LostRank,
+            match=r"Rank 3 has waited 0.0\d+ minutes for rank 0.* at "
+            rf"127.0.0.1:{port}",
+        ):
             connect(third, timeout_minutes=30, wait_minutes=wait_minutes)
     stores = [connect(rank, timeout_minutes=30) for rank in (first, third)]
     stores[0].set("key", "value")
@@ -301,24 +340,41 @@ def test_a_rank_names_the_rank_that_never_started(monkeypatch, capfd):
 
 def test_every_rank_names_a_port_that_is_in_use(monkeypatch):
     with socket.create_server(("localhost", 0)) as other:
-        threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(20)], daemon=True).start()
+        threading.Thread(
+            target=lambda: [other.accept()[0].close() for _ in range(20)], daemon=True
+        ).start()
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(port := other.getsockname()[1]))
         monkeypatch.setattr(store, "_ANSWER_TIMEOUT", datetime.timedelta(seconds=1))
         with pytest.raises(
-            UserError, match=rf"cannot open its store at localhost:{port} .*in use\. Choose a free port"
+            UserError,
+            match=rf"cannot open its store at localhost:{port} .*in use\. Choose a free "
+            r"port",
         ):
             connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
-        with pytest.raises(LostRank, match=rf"Rank 1 finds no store at localhost:{port} .*though something listens"):
+        with pytest.raises(
+            LostRank,
+            match=rf"Rank 1 finds no store at localhost:{port} .*though "
+            r"something listens",
+        ):
             connect(Ranks(1, 1, 2, 2, torch.device("cpu")), timeout_minutes=30)
 
 
 def test_each_rank_prints_its_reason_and_torchrun_repeats_one(environment):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     result = run([*torchrun, str(ROOT / "train.py"), "--batch_size", "0"], environment)
     printed, _, last = result.stderr.partition("Root Cause")
     reason = "--batch_size must be 1 or more, but is 0."
-    assert f"] error: {reason}" in printed and reason in "".join(last.splitlines()[-4:]), result.stderr
+    assert (f"] error: {reason}") in printed and reason in "".join(last.splitlines()[-4:]), (
+        result.stderr
+    )
 
 
 def test_a_planned_stop_is_no_error(monkeypatch, capsys):
@@ -337,7 +393,13 @@ def test_a_planned_stop_is_no_error(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("status", "raised"),
-    [(2, UserError), (1, TrainingError), (137, TrainingError), (75, RunStopped), (130, KeyboardInterrupt)],
+    [
+        (2, UserError),
+        (1, TrainingError),
+        (137, TrainingError),
+        (75, RunStopped),
+        (130, KeyboardInterrupt),
+    ],
 )
 def test_python_api_raises_the_workers_failure_with_its_reason(status, raised, monkeypatch):
     seen = {}
@@ -350,24 +412,43 @@ def test_python_api_raises_the_workers_failure_with_its_reason(status, raised, m
     monkeypatch.setattr(launch, "run_in_workers", run_in_workers)
     before = signal.getsignal(signal.SIGUSR2)
     with pytest.raises(raised, match="the reason"):
-        api.train(dataset=["a.jsonl:0.7", "b c.jsonl:0.3"], lr=1e-3, output_dir="x", double_quant=False)
-    options = {"dataset": ("a.jsonl:0.7", "b c.jsonl:0.3"), "lr": 1e-3, "output_dir": "x", "double_quant": False}
+        api.train(
+            dataset=["a.jsonl:0.7", "b c.jsonl:0.3"], lr=1e-3, output_dir="x", double_quant=False
+        )
+    options = {
+        "dataset": ("a.jsonl:0.7", "b c.jsonl:0.3"),
+        "lr": 1e-3,
+        "output_dir": "x",
+        "double_quant": False,
+    }
     assert seen["config"] == seen["again"] == TrainConfig(**options)
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_of_a_run_from_python_is_said_by_its_caller_alone(ranks, tmp_path, monkeypatch, capfd):
+def test_an_error_of_a_run_from_python_is_said_by_its_caller_alone(
+    ranks, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
     with pytest.raises(UserError, match="no/such_model") as raised:
-        api.train(model_name="no/such_model", nproc_per_node=ranks, device="cpu", output_dir=tmp_path / "x")
+        api.train(
+            model_name="no/such_model",
+            nproc_per_node=ranks,
+            device="cpu",
+            output_dir=tmp_path / "x",
+        )
     said = "".join(capfd.readouterr())
     assert "there is no such local folder" in str(raised.value)
-    assert "there is no such local folder" not in said and "error" not in said.replace("ConnectError", "")
+    assert ("there is no such local folder") not in said and "error" not in said.replace(
+        "ConnectError", ""
+    )
 
 
-ROWS = [{"question": "why?", "answer": "so", "context": None}, {"question": "h\u00f6w", "answer": "no", "context": "x"}]
+ROWS = [
+    {"question": "why?", "answer": "so", "context": None},
+    {"question": "h\u00f6w", "answer": "no", "context": "x"},
+]
 IN_MEMORY = {
     "a list": list,
     "a table": datasets.Dataset.from_list,
@@ -381,10 +462,14 @@ def test_rows_in_memory_train_like_rows_in_a_file(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
     seen = []
     monkeypatch.setattr(
-        launch, "run_in_workers", lambda config, argv: seen.append(parse_train_config(argv)) or launch.WorkersEnd(0, "")
+        launch,
+        "run_in_workers",
+        lambda config, argv: seen.append(parse_train_config(argv)) or launch.WorkersEnd(0, ""),
     )
     for _ in range(2):
-        api.train(dataset=IN_MEMORY[kind](ROWS), eval_dataset="alpaca_demo", output_dir=tmp_path / "x")
+        api.train(
+            dataset=IN_MEMORY[kind](ROWS), eval_dataset="alpaca_demo", output_dir=tmp_path / "x"
+        )
     assert seen[0] == seen[1] and seen[0].eval_dataset == ("alpaca_demo",)
     read = [entry.row for entry in find_source(seen[0].dataset[0]).entries()]
     assert [{key: value for key, value in row.items() if value} for row in read] == [
@@ -401,7 +486,12 @@ def test_images_and_arrays_in_memory_are_written_with_their_rows(kind, tmp_path,
     picture.save(tmp_path / "a.jpg", exif=turned)
     rows = [
         {"image": image, "ids": np.arange(3), "day": datetime.date(2026, 1, 2)}
-        for image in (picture, picture.convert("RGBA"), picture.convert("CMYK"), Image.open(tmp_path / "a.jpg"))
+        for image in (
+            picture,
+            picture.convert("RGBA"),
+            picture.convert("CMYK"),
+            Image.open(tmp_path / "a.jpg"),
+        )
     ]
     read = [entry.row for entry in find_source(api._in_file(IN_MEMORY[kind](rows))).entries()]
     for row, made in zip(rows, read, strict=True):
@@ -409,14 +499,22 @@ def test_images_and_arrays_in_memory_are_written_with_their_rows(kind, tmp_path,
         [image] = Images({"images": made["image"]})._listed
         assert np.array_equal(keep_all([image])[1][0], load_image(row["image"]))
     if kind == "a list":
-        with pytest.raises(UserError, match=r"dataset: row 2 cannot be written as JSON \(set is not"):
+        with pytest.raises(
+            UserError,
+            match=r"dataset: row 2 cannot be written as JSON \(set is "
+            r"not",
+        ):
             api._in_file([{"a": 1}, {"a": {1}}])
 
 
 def test_json_of_a_table_in_memory_keeps_its_nulls(tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path))
-    kinds = datasets.Features({"a": datasets.List(datasets.Json()), "b": {"c": datasets.Value("string")}})
-    table = datasets.Dataset.from_list([{"a": [{"n": None, "m": 1}], "b": {"c": None}}], features=kinds)
+    kinds = datasets.Features(
+        {"a": datasets.List(datasets.Json()), "b": {"c": datasets.Value("string")}}
+    )
+    table = datasets.Dataset.from_list(
+        [{"a": [{"n": None, "m": 1}], "b": {"c": None}}], features=kinds
+    )
     for given in (table, table.to_iterable_dataset()):
         [entry] = find_source(api._in_file(given)).entries()
         assert entry.row == {"a": [{"n": None, "m": 1}], "b": {}}
@@ -426,7 +524,9 @@ def train_rows(rows, dies, options):
     """A rank of api.train, which kills itself after a step if it `dies`."""
     if dies:
         step = Trainer.train_step
-        Trainer.train_step = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if args[1].step == 2 else step(*args)
+        Trainer.train_step = lambda *args: (
+            os.kill(os.getpid(), signal.SIGKILL) if args[1].step == 2 else step(*args)
+        )
     result = api.train(dataset=rows, **options)
     return 0 if os.environ["RANK"] != "0" or (result.state, result.steps) == ("finished", 4) else 1
 
@@ -435,7 +535,13 @@ def train_rows(rows, dies, options):
 def test_runs_on_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     rows = make_rows(16)
-    options = {"model_name": models(), "max_steps": 4, "batch_size": 2, "save_every": 1, "quant_cache": "off"}
+    options = {
+        "model_name": models(),
+        "max_steps": 4,
+        "batch_size": 2,
+        "save_every": 1,
+        "quant_cache": "off",
+    }
     ends = {}
     for name, given, dies in (
         ("whole", rows, False),
@@ -443,7 +549,9 @@ def test_runs_on_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch)
         ("killed", IN_MEMORY["a frame"](rows), False),
     ):
         chosen = options | {"output_dir": tmp_path / name}
-        ends[name], said = on_ranks(2, train_rows, (given, dies, chosen), tmp_path / f"{name}{dies}")
+        ends[name], said = on_ranks(
+            2, train_rows, (given, dies, chosen), tmp_path / f"{name}{dies}"
+        )
         assert (ends[name] != [0, 0]) == dies, said
     assert "Resuming at step 2" in said
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "killed")
@@ -451,9 +559,20 @@ def test_runs_on_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch)
 
 def test_from_python_an_exhausted_budget_is_returned_as_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
-    monkeypatch.setattr(launch, "run_in_workers", lambda config, argv: launch.WorkersEnd(3, "--max_hours is used up"))
+    monkeypatch.setattr(
+        launch,
+        "run_in_workers",
+        lambda config, argv: launch.WorkersEnd(3, "--max_hours is used up"),
+    )
     (tmp_path / "status.json").write_text('{"state": "over_budget", "step": 2}')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 2.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 2.0}\n'
+    )
     result = api.train(output_dir=tmp_path, max_hours=1)
-    assert (result.state, result.steps, result.losses, result.eval_losses) == ("over_budget", 2, [2.0], {0: 3.0})
+    assert (result.state, result.steps, result.losses, result.eval_losses) == (
+        "over_budget",
+        2,
+        [2.0],
+        {0: 3.0},
+    )
     assert result.records()[1]["loss"] == 2.0

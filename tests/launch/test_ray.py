@@ -1,4 +1,6 @@
-"""Ray itself, with two nodes on this machine: the shipped script trains, and a killed worker is replaced."""
+"""Ray itself, with two nodes on this machine: the shipped script trains, and a killed worker is
+replaced.
+"""
 
 import os
 import subprocess
@@ -26,27 +28,57 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(address: str, tmp_path: Path) -> None:
-    options = {"model_name": make_model(tmp_path / "model"), "dataset": tmp_path / "rows.jsonl", "device": "cpu"}
+def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(
+    address: str, tmp_path: Path
+) -> None:
+    options = {
+        "model_name": make_model(tmp_path / "model"),
+        "dataset": tmp_path / "rows.jsonl",
+        "device": "cpu",
+    }
     write_rows(tmp_path / "rows.jsonl", make_rows(64))
-    options |= {"precision": "fp32", "batch_size": 2, "lr_scheduler": "constant", "num_epochs": 1000, "max_steps": 60}
-    options |= {"save_every": 1, "sharding_strategy": "full_shard", "quant_cache": "off", "log_to": "jsonl"}
+    options |= {
+        "precision": "fp32",
+        "batch_size": 2,
+        "lr_scheduler": "constant",
+        "num_epochs": 1000,
+        "max_steps": 60,
+    }
+    options |= {
+        "save_every": 1,
+        "sharding_strategy": "full_shard",
+        "quant_cache": "off",
+        "log_to": "jsonl",
+    }
     whole = tmp_path / "whole"
     pieces = tmp_path / "pieces"
 
     def start(out: Path) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, ROOT / "scripts/cluster/ray_train.py", "2", *flags(**options, output_dir=out)]
+        command = [
+            sys.executable,
+            ROOT / "scripts/cluster/ray_train.py",
+            "2",
+            *flags(**options, output_dir=out),
+        ]
         environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)}
         with open(f"{out}.log", "wb") as log:
-            return subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(
+                list(map(str, command)), env=environment, stdout=log, stderr=log
+            )
 
     assert start(whole).wait(SECONDS) == 0, Path(f"{whole}.log").read_text()[-3000:]
     run = start(pieces)
     end = time.monotonic() + SECONDS
     while not (pieces / "metrics.jsonl").exists() or len(read_metrics(pieces)) < 5:
-        assert run.poll() is None and time.monotonic() < end, Path(f"{pieces}.log").read_text()[-3000:]
+        assert run.poll() is None and time.monotonic() < end, Path(f"{pieces}.log").read_text()[
+            -3000:
+        ]
         time.sleep(0.05)
-    *_, worker = (process for process in psutil.process_iter() if "RayTrainWorker" in " ".join(process.cmdline()))
+    *_, worker = (
+        process
+        for process in psutil.process_iter()
+        if "RayTrainWorker" in " ".join(process.cmdline())
+    )
     worker.kill()
     assert run.wait(SECONDS) == 0 and "Resuming at step" in Path(f"{pieces}.log").read_text()
     name = "adapter_model.safetensors"

@@ -1,4 +1,6 @@
-"""SLURM itself, with two nodes on this machine: the shipped file trains, and a job that is queued again resumes."""
+"""SLURM itself, with two nodes on this machine: the shipped file trains, and a job that is queued
+again resumes.
+"""
 
 import os
 import shutil
@@ -18,7 +20,9 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")  # apt instal
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(bool(MISSING) or why_not() is not None, reason=f"needs {MISSING}; {why_not()}"),
+    pytest.mark.skipif(
+        bool(MISSING) or why_not() is not None, reason=f"needs {MISSING}; {why_not()}"
+    ),
 ]
 SECONDS = 400.0  # a limit against hangs
 
@@ -53,7 +57,10 @@ class Slurm:
         self.daemons: list[subprocess.Popen[bytes]] = []
         for node in range(2):
             (folder / f"n{node}").mkdir(parents=True)
-        hosts = ["127.0.0.1 localhost", *(f"{address} n{node}" for node, address in enumerate(ADDRESSES))]
+        hosts = [
+            "127.0.0.1 localhost",
+            *(f"{address} n{node}" for node, address in enumerate(ADDRESSES)),
+        ]
         (folder / "hosts").write_text("\n".join(hosts) + "\n")
         (folder / "slurm.conf").write_text(CONF.format(folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -61,7 +68,13 @@ class Slurm:
     def on(self, node: int, *words: object) -> list[str]:
         """A command line that runs on a node, under its name."""
         named = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
-        entered = ["nsenter", f"--net=/run/netns/{self.nodes.spaces[node]}", "unshare", "--mount", "--uts"]
+        entered = [
+            "nsenter",
+            f"--net=/run/netns/{self.nodes.spaces[node]}",
+            "unshare",
+            "--mount",
+            "--uts",
+        ]
         words = ("sh", "-c", named, "sh", f"n{node}", self.folder / "hosts", *words)
         return [*entered, *map(str, words)]
 
@@ -69,7 +82,9 @@ class Slurm:
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid"}
         files |= {"seed-file": "munge.seed", "log-file": "munge.log"}
         given = [f"--{option}={self.folder / name}" for option, name in files.items()]
-        subprocess.run(["mungekey", "--create", f"--keyfile={self.folder / 'munge.key'}"], check=True)
+        subprocess.run(
+            ["mungekey", "--create", f"--keyfile={self.folder / 'munge.key'}"], check=True
+        )
         self._start(["munged", "--foreground", "--force", *given])
         self._start(self.on(0, "slurmctld", "-D"))
         for node in range(2):
@@ -78,17 +93,27 @@ class Slurm:
 
     def _start(self, words: list[str]) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
-            self.daemons.append(subprocess.Popen(words, env=self.environment, stdout=log, stderr=log))
+            self.daemons.append(
+                subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
+            )
 
     @property
     def environment(self) -> dict[str, str]:
-        own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PROCESSES_PER_NODE": "1"}
+        own = {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PYTHONPATH": str(ROOT),
+            "PROCESSES_PER_NODE": "1",
+        }
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {**os.environ, **own, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
     def ask(self, *words: object) -> str:
         result = subprocess.run(
-            self.on(0, *words), env=self.environment, capture_output=True, text=True, timeout=SECONDS
+            self.on(0, *words),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
         return result.stdout.strip()
 
@@ -102,7 +127,9 @@ class Slurm:
         """Submit the shipped file; its job's number."""
         log = f"--output={out}.log"
         file = ROOT / "scripts/cluster/slurm.sbatch"
-        return self.ask("sbatch", "--parsable", "--nodes=2", log, *words, file, out, *flags(**options))
+        return self.ask(
+            "sbatch", "--parsable", "--nodes=2", log, *words, file, out, *flags(**options)
+        )
 
     def finish(self, out: Path) -> str:
         """Wait until no job is left; what the job has printed."""
@@ -129,9 +156,23 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def run_options(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    options = {"model_name": make_model(tmp_path / "model"), "precision": "fp32", "batch_size": 2, "num_epochs": 1000}
-    options |= {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(64)), "lr_scheduler": "constant"}
-    return {**options, "sharding_strategy": "full_shard", "quant_cache": "off", "log_to": "jsonl", **more}
+    options = {
+        "model_name": make_model(tmp_path / "model"),
+        "precision": "fp32",
+        "batch_size": 2,
+        "num_epochs": 1000,
+    }
+    options |= {
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(64)),
+        "lr_scheduler": "constant",
+    }
+    return {
+        **options,
+        "sharding_strategy": "full_shard",
+        "quant_cache": "off",
+        "log_to": "jsonl",
+        **more,
+    }
 
 
 def wait_for_step(out: Path, step: int) -> None:
@@ -141,7 +182,9 @@ def wait_for_step(out: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bytes(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bytes(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     whole = tmp_path / "whole"
     pieces = tmp_path / "pieces"
     options = run_options(tmp_path, max_steps=60)
@@ -166,7 +209,9 @@ def test_a_job_is_queued_again_before_its_time_is_over(slurm: Slurm, tmp_path: P
     out = tmp_path / "out"
     began = time.monotonic()
     log = tmp_path / "out.log"
-    job = slurm.submit(out, "--time=60", "--signal=TERM@150", **run_options(tmp_path, max_steps=100_000))
+    job = slurm.submit(
+        out, "--time=60", "--signal=TERM@150", **run_options(tmp_path, max_steps=100_000)
+    )
     wait_for_step(out, 5)
     minutes = 2 + int(time.monotonic() - began) // 60  # between one and two minutes from now
     slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")

@@ -1,4 +1,6 @@
-"""Two nodes that torchrun joins over a link of 100 Mbit/s, without a shared folder: losses, bytes, and a cut link."""
+"""Two nodes that torchrun joins over a link of 100 Mbit/s, without a shared folder: losses, bytes,
+and a cut link.
+"""
 
 import re
 import time
@@ -13,7 +15,12 @@ from tests.tiny import flags, make_model, make_rows, read_metrics, train_ok, wri
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 # Four ranks have the batch of two: as many rows in a step.
-OPTIONS: dict[str, Any] = {"precision": "fp32", "lora_rank": 256, "num_epochs": 1000, "lr_scheduler": "constant"}
+OPTIONS: dict[str, Any] = {
+    "precision": "fp32",
+    "lora_rank": 256,
+    "num_epochs": 1000,
+    "lr_scheduler": "constant",
+}
 OPTIONS |= {"recompute": "all"}
 ON_NODES = {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}  # as train_ok has it
 SECONDS = 240.0  # a limit against hangs
@@ -48,7 +55,9 @@ def wait_for_step(nodes: Nodes, step: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("strategy", "per_node"), [("full_shard", 1), ("ddp", 1), ("hybrid_full_shard", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "per_node"), [("full_shard", 1), ("ddp", 1), ("hybrid_full_shard", 2)]
+)
 def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
     strategy: str, per_node: int, nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -58,15 +67,24 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
         before = nodes.bytes_sent()
         out = nodes.disk / f"out{steps}"
         nodes.start(
-            flags(**options(nodes.disk, steps, strategy, 2 * per_node), output_dir=out, **ON_NODES), per_node=per_node
+            flags(**options(nodes.disk, steps, strategy, 2 * per_node), output_dir=out, **ON_NODES),
+            per_node=per_node,
         )
         assert nodes.wait(SECONDS) == [0, 0], nodes.output(0) + nodes.output(1)
-        sent[steps] = [after - already for already, after in zip(before, nodes.bytes_sent(), strict=True)]
+        sent[steps] = [
+            after - already for already, after in zip(before, nodes.bytes_sent(), strict=True)
+        ]
     losses = read_metrics(nodes.disks[0] / "out12")
     expected = on_one_node(nodes, tmp_path / "one", 12)
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 12
-    assert (nodes.disks[0] / "out12/adapter_model.safetensors").exists() and not (nodes.disks[1] / "out12").exists()
-    planned = re.search(r"Between 2 nodes: each sends about ([\d.]+) (KiB|MiB) per step", nodes.output(0))
+    assert (nodes.disks[0] / "out12/adapter_model.safetensors").exists() and not (
+        nodes.disks[1] / "out12"
+    ).exists()
+    planned = re.search(
+        r"Between 2 nodes: each sends about ([\d.]+) (KiB|MiB) per "
+        r"step",
+        nodes.output(0),
+    )
     assert planned is not None
     if strategy == "hybrid_full_shard":  # adapters' gradients, and little else
         size = float(planned[1]) * {"KiB": 2**10, "MiB": 2**20}[planned[2]]
@@ -74,11 +92,15 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
             assert size <= (more - less) / 8 <= 1.2 * size, (sent, planned[0])
 
 
-def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     fill(nodes)
     steps = 12
     argv = flags(
-        **options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", **{**ON_NODES, "save_every": 1}
+        **options(nodes.disk, steps, "full_shard"),
+        output_dir=nodes.disk / "out",
+        **{**ON_NODES, "save_every": 1},
     )
     nodes.start(argv)
     wait_for_step(nodes, 3)
@@ -87,13 +109,19 @@ def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes
     statuses = nodes.wait(SECONDS)
     assert time.monotonic() - began < 60 and 0 not in statuses
     for node in range(2):
-        said = [line for line in nodes.output(node).splitlines() if re.match(r"\[rank \d\] error: ", line)]
+        said = [
+            line
+            for line in nodes.output(node).splitlines()
+            if re.match(r"\[rank \d\] error: ", line)
+        ]
         assert len(said) == 1 and "cannot be reached" in said[0], nodes.output(node)
     nodes.join()
     nodes.start(argv)
     assert nodes.wait(SECONDS) == [0, 0], nodes.output(0) + nodes.output(1)
     assert "Resuming at step" in nodes.output(0)
-    assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
+    assert read_metrics(nodes.disks[0] / "out") == pytest.approx(
+        on_one_node(nodes, tmp_path / "one", steps), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
@@ -103,7 +131,9 @@ def test_a_run_resumes_on_another_node_or_on_fewer(
     fill(nodes)
     steps = 12
     argv = flags(
-        **options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", **{**ON_NODES, "save_every": 1}
+        **options(nodes.disk, steps, "full_shard"),
+        output_dir=nodes.disk / "out",
+        **{**ON_NODES, "save_every": 1},
     )
     # torch 2.13: a node that stays does not tell a new one the address of the store that it shares.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -118,12 +148,18 @@ def test_a_run_resumes_on_another_node_or_on_fewer(
     assert nodes.wait(SECONDS) == [0, 0 if is_replaced else -9], nodes.output(0) + nodes.output(1)
     starts = re.findall(r"; (\d) ranks? on the CPU|(Resuming) at step", nodes.output(0))
     assert starts == [("2", ""), (str(1 + is_replaced), ""), ("", "Resuming")], nodes.output(0)
-    assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
+    assert read_metrics(nodes.disks[0] / "out") == pytest.approx(
+        on_one_node(nodes, tmp_path / "one", steps), rel=1e-6
+    )
 
 
 def test_nodes_without_a_shared_folder_are_refused(nodes: Nodes) -> None:
     fill(nodes)
-    given = {name: value for name, value in options(nodes.disk, 4, "full_shard").items() if name != "lora_rank"}
+    given = {
+        name: value
+        for name, value in options(nodes.disk, 4, "full_shard").items()
+        if name != "lora_rank"
+    }
     nodes.start(flags(**given, output_dir=nodes.disk / "out", train_type="full", **ON_NODES))
     assert 0 not in nodes.wait(SECONDS)
     for node in range(2):

@@ -1,6 +1,8 @@
-"""Two nodes on one machine: network namespaces with addresses of their own, one link between them, no shared folder.
+"""Two nodes on one machine: network namespaces with addresses of their own, one link between them,
+no shared folder.
 
-Needs root and `ip`. Every address is inside a namespace made here, and the namespaces go with the block.
+Needs root and `ip`. Every address is inside a namespace made here, and the namespaces go with the
+block.
 """
 
 import contextlib
@@ -59,7 +61,12 @@ class Nodes:
     def up(self) -> None:
         for space in self.spaces:
             _run("ip", "netns", "add", space)
-        words = [sys.executable, str(Path(__file__).with_name("delayed_link.py")), *self.spaces, str(_MILLISECONDS)]
+        words = [
+            sys.executable,
+            str(Path(__file__).with_name("delayed_link.py")),
+            *self.spaces,
+            str(_MILLISECONDS),
+        ]
         self.link = subprocess.Popen(words, stdout=subprocess.PIPE)
         assert self.link.stdout is not None and self.link.stdout.readline()  # when it is there
         for space, address in zip(self.spaces, ADDRESSES, strict=True):
@@ -79,7 +86,10 @@ class Nodes:
 
     def bytes_sent(self) -> list[int]:
         """By each node over the link, so far."""
-        shown = [json.loads(_run("ip", "-n", space, "-j", "-s", "link", "show", "eth0")) for space in self.spaces]
+        shown = [
+            json.loads(_run("ip", "-n", space, "-j", "-s", "link", "show", "eth0"))
+            for space in self.spaces
+        ]
         return [link[0]["stats64"]["tx"]["bytes"] for link in shown]
 
     def start(self, argv: Sequence[str], *, per_node: int = 1) -> None:
@@ -90,19 +100,60 @@ class Nodes:
         self.agents[node] = self._start(node, argv, 1)
 
     def _start(self, node: int, argv: Sequence[str], per_node: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "torch.distributed.run", *self.torchrun, "--nproc_per_node", per_node]
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv_id", "run"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *self.torchrun,
+            "--nproc_per_node",
+            per_node,
+        ]
+        command += [
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            f"{ADDRESSES[0]}:{_PORT}",
+            "--rdzv_id",
+            "run",
+        ]
         # The host's name does not resolve to an address of the namespace.
-        command += ["--rdzv_conf", f"is_host={node == 0}{self.rendezvous}", "--local_addr", ADDRESSES[node]]
+        command += [
+            "--rdzv_conf",
+            f"is_host={node == 0}{self.rendezvous}",
+            "--local_addr",
+            ADDRESSES[node],
+        ]
         command += [ROOT / "train.py", *argv]
-        environment = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
-        environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "eth0"}
+        environment = {
+            name: value for name, value in os.environ.items() if not is_from_an_agent(name)
+        }
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
         environment |= {"FSDP_QLORA_CACHE": str(self.disk / "cache"), "OMP_NUM_THREADS": "1"}
-        own_disk = 'mount --bind "$1" "$2"; shift 2; exec "$@"'  # in the mount namespace that ip makes
-        words = ["ip", "netns", "exec", self.spaces[node], "sh", "-c", own_disk, "sh", self.disks[node], self.disk]
+        # in the mount namespace that ip makes
+        own_disk = 'mount --bind "$1" "$2"; shift 2; exec "$@"'
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[node],
+            "sh",
+            "-c",
+            own_disk,
+            "sh",
+            self.disks[node],
+            self.disk,
+        ]
         with open(self.logs[node], "ab") as log:
             return subprocess.Popen(
-                list(map(str, [*words, *command])), env=environment, cwd=ROOT, stdout=log, stderr=log
+                list(map(str, [*words, *command])),
+                env=environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
             )
 
     def wait(self, seconds: float) -> list[int]:
@@ -116,7 +167,10 @@ class Nodes:
     def kill(self, node: int) -> None:
         agent = self.agents[node]
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
+            for process in [
+                *psutil.Process(agent.pid).children(recursive=True),
+                psutil.Process(agent.pid),
+            ]:
                 process.kill()
         agent.wait()
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from tests.tiny import on_ranks
 
-# Rows that ranks cannot share equally; weights that do not fill blocks of 64, nor the ranks with blocks; odd rows.
+# Rows that ranks cannot share equally; weights that do not fill blocks of 64, nor the ranks with
+# blocks; odd rows.
 SHAPES = [(128, 64), (7, 64), (5, 52), (3, 33), (300, 130), (1, 16)]
 Make = Callable[..., tuple[QuantizedLinear, torch.Tensor]]
 
@@ -69,14 +70,17 @@ def _save_shards(make: Make, keys: list[Any], folder: Path) -> int:
     return 0
 
 
-def shards(world_size: int, make: Make, keys: list[Any], folder: Path) -> list[list[dict[str, torch.Tensor]]]:
+def shards(
+    world_size: int, make: Make, keys: list[Any], folder: Path
+) -> list[list[dict[str, torch.Tensor]]]:
     """Quantize over the ranks, as a run does.
 
     Args:
         make: gives for make(*key) a layer on the meta device and the weight that it is to hold.
 
     Returns:
-        For each key what each rank has: the bytes of its parameters' shards, buffers, and "decoded", the weight.
+        For each key what each rank has: the bytes of its parameters' shards, buffers, and
+        "decoded", the weight.
     """
     statuses, output = on_ranks(world_size, _save_shards, (make, keys, folder), folder / "logs")
     assert statuses == [0] * world_size, output

@@ -16,12 +16,16 @@ def test_repeating_keys_and_values_gives_the_same_attention(
 ) -> None:
     folder = models("llama")  # two heads share each key
     # As on a card of the Turing generation.
-    monkeypatch.setattr(attention, "find_kernel", lambda *args, repeated: "memory-efficient" if repeated else "math")
+    monkeypatch.setattr(
+        attention, "find_kernel", lambda *args, repeated: "memory-efficient" if repeated else "math"
+    )
     config = AutoModelForCausalLM.from_pretrained(folder).config
     name = attention.choose_sdpa(config, torch.float16, torch.device("cuda"))
     assert name == attention.REPEATED
     logits = [
-        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)(PROBE).logits
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)(
+            PROBE
+        ).logits
         for implementation in ("sdpa", name)
     ]
     assert torch.equal(*logits)

@@ -1,4 +1,6 @@
-"""The divergence from a teacher in chunks of a head: the same as of whole logits in float64, with its gradients."""
+"""The divergence from a teacher in chunks of a head: the same as of whole logits in float64, with
+its gradients.
+"""
 
 import itertools
 from typing import Any
@@ -10,7 +12,14 @@ import torch.nn.functional as F
 from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.divergence import Likeliest, Teacher
 from fsdp_qlora.training.head_loss import LogitForm, WholeVocabulary, chunked_loss, likeliest_tokens
-from tests.layers.test_head_loss import HIDDEN, TOKENS, VOCABULARY, NewTensors, parts_of_a_head, targets_of_tokens
+from tests.layers.test_head_loss import (
+    HIDDEN,
+    TOKENS,
+    VOCABULARY,
+    NewTensors,
+    parts_of_a_head,
+    targets_of_tokens,
+)
 
 FORMS = [LogitForm(), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 K = 8
@@ -23,7 +32,10 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> tor
         own, other = (student, teacher) if beta == 0 else (teacher, student)
         return F.kl_div(own, other, reduction="none", log_target=True).sum(-1)
     mixture = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
-    parts = [F.kl_div(mixture, side, reduction="none", log_target=True).sum(-1) for side in (teacher, student)]
+    parts = [
+        F.kl_div(mixture, side, reduction="none", log_target=True).sum(-1)
+        for side in (teacher, student)
+    ]
     return beta * parts[0] + (1 - beta) * parts[1]
 
 
@@ -35,7 +47,9 @@ def grouped(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def whole_logits(parts: list[torch.Tensor], form: LogitForm) -> torch.Tensor:
     logits = F.linear(*parts) * form.scale
-    return (logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)) / form.temperature
+    return (
+        logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+    ) / form.temperature
 
 
 def teacher_states() -> torch.Tensor:
@@ -55,25 +69,32 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
         targets = targets_of_tokens()
         exact = [part.detach().double().requires_grad_() for part in parts]
         student, of_teacher = (
-            whole_logits([hidden, *exact[1:]], form).log_softmax(-1) for hidden in (exact[0], states.double())
+            whole_logits([hidden, *exact[1:]], form).log_softmax(-1)
+            for hidden in (exact[0], states.double())
         )
         of_teacher, best = of_teacher.detach(), of_teacher.argmax(-1)
         teacher = Teacher(beta, hidden=states)
         if not is_whole:
-            found = likeliest_tokens(states, *parts[1:], form, WANTED, WholeVocabulary(VOCABULARY)).T
+            found = likeliest_tokens(
+                states, *parts[1:], form, WANTED, WholeVocabulary(VOCABULARY)
+            ).T
             ids = of_teacher.topk(K).indices if dtype == torch.float32 else found[:, :K].long()
             assert dtype != torch.float32 or torch.equal(found[:, :K].long(), ids)
             student = grouped(student, ids)
             of_teacher = grouped(of_teacher, ids)
             best = ids[:, 0]
-            torch.testing.assert_close(found[:, K:].double(), of_teacher, rtol=tolerance, atol=10 * tolerance)
+            torch.testing.assert_close(
+                found[:, K:].double(), of_teacher, rtol=tolerance, atol=10 * tolerance
+            )
             teacher = Teacher(beta, ids=ids, logps=of_teacher.float())
         agree = whole_logits(exact, form).argmax(-1) == best
         expected = divergence(student, of_teacher, beta) * (targets != -100)
         (64 * expected.sum()).backward()
         losses, agreement = chunked_loss(*parts, targets, form, reduction=teacher)
         (64 * losses.sum()).backward()
-        torch.testing.assert_close(losses.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            losses.double(), expected.detach(), rtol=tolerance, atol=tolerance
+        )
         if dtype == torch.float32:
             assert torch.equal(agreement.bool(), agree & (targets != -100))
         with torch.no_grad():
@@ -88,26 +109,44 @@ def test_a_teacher_that_the_student_equals_costs_nothing() -> None:
     for beta, teacher in itertools.product([0.0, 0.5, 1.0], ["whole", "likeliest"]):
         of_teacher: dict[str, Any] = {"hidden": hidden}
         if teacher == "likeliest":
-            found = likeliest_tokens(hidden, weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)).T
+            found = likeliest_tokens(
+                hidden, weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)
+            ).T
             of_teacher = {"ids": found[:, :K].long(), "logps": found[:, K:]}
         own = hidden.clone().requires_grad_()
         losses, agreement = chunked_loss(
-            own, weight, bias, targets_of_tokens(), LogitForm(), reduction=Teacher(beta, **of_teacher)
+            own,
+            weight,
+            bias,
+            targets_of_tokens(),
+            LogitForm(),
+            reduction=Teacher(beta, **of_teacher),
         )
         losses.sum().backward()
         assert own.grad is not None and own.grad.abs().max() < 1e-5 and losses.abs().max() < 1e-5
         assert agreement.sum() == TOKENS - 2
 
 
-def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokens = 16
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 2 * tokens * VOCABULARY * 4)
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())
     for teacher in (Teacher(0.5, hidden=teacher_states()), Teacher(0.5)):
         if teacher.hidden is None:
-            found = likeliest_tokens(teacher_states(), weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)).T
+            found = likeliest_tokens(
+                teacher_states(), weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)
+            ).T
             teacher = teacher._replace(ids=found[:, :K].long(), logps=found[:, K:])
         with NewTensors() as made:
-            chunked_loss(hidden.requires_grad_(), weight, bias, targets_of_tokens(), LogitForm(), reduction=teacher)
+            chunked_loss(
+                hidden.requires_grad_(),
+                weight,
+                bias,
+                targets_of_tokens(),
+                LogitForm(),
+                reduction=teacher,
+            )
         chunks = [elements for elements in made.elements if elements > tokens * VOCABULARY // 4]
         assert max(chunks) <= 2 * tokens * VOCABULARY < TOKENS * VOCABULARY

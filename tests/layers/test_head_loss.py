@@ -1,4 +1,6 @@
-"""Head and loss over chunks of tokens, and a vocabulary that ranks share: the same as whole logits, never with them."""
+"""Head and loss over chunks of tokens, and a vocabulary that ranks share: the same as whole logits,
+never with them.
+"""
 
 import copy
 from collections.abc import Callable
@@ -30,10 +32,14 @@ FORMS = [LogitForm(), LogitForm(scale=0.125), LogitForm(cap=5.0), LogitForm(scal
 WARM = [LogitForm(temperature=0.7), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 
 
-def parts_of_a_head(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts_of_a_head(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     shapes = ((TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
-    hidden, weight, bias = ((0.5 * torch.randn(shape)).to(dtype).requires_grad_() for shape in shapes)
+    hidden, weight, bias = (
+        (0.5 * torch.randn(shape)).to(dtype).requires_grad_() for shape in shapes
+    )
     return hidden, weight, bias
 
 
@@ -43,7 +49,9 @@ def targets_of_tokens() -> torch.Tensor:
     return targets
 
 
-def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, form: LogitForm) -> torch.Tensor:
+def whole_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, form: LogitForm
+) -> torch.Tensor:
     logits = F.linear(hidden, weight, bias) * form.scale
     logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
     return F.cross_entropy(logits, targets_of_tokens(), ignore_index=-100, reduction="sum")
@@ -63,7 +71,9 @@ def test_chunked_loss_and_gradients_match_whole_logits(
     (64 * loss).backward()
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(whole_loss(exact[0], exact[1], exact[2], form).item(), rel=tolerance)
+    assert loss.item() == pytest.approx(
+        whole_loss(exact[0], exact[1], exact[2], form).item(), rel=tolerance
+    )
     with torch.no_grad():
         assert torch.equal(chunked_loss(*parts, targets_of_tokens(), form), loss)
     for part, reference in zip(parts, exact, strict=True):
@@ -82,12 +92,18 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(
     hidden, weight, bias = (part.detach() for part in parts)
     exact = hidden.double().requires_grad_()
     logits = F.linear(exact, weight.double(), bias.double()) * form.scale
-    logits = (logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)) / form.temperature
+    logits = (
+        logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+    ) / form.temperature
     expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
     (expected * factors).sum().backward()
-    found, entropies = chunked_loss(hidden.requires_grad_(), weight, bias, targets, form, reduction="entropy")
+    found, entropies = chunked_loss(
+        hidden.requires_grad_(), weight, bias, targets, form, reduction="entropy"
+    )
     (found * factors).sum().backward()
-    assert torch.equal(chunked_loss(hidden.detach(), weight, bias, targets, form, reduction="none"), found)
+    assert torch.equal(
+        chunked_loss(hidden.detach(), weight, bias, targets, form, reduction="none"), found
+    )
     own = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropies.double(), own.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
@@ -107,7 +123,9 @@ def test_chunked_loss_allocates_at_most_one_chunk_of_logits(
     kept: list[int] = []
     with (
         LargestTensor() as largest,
-        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ),
     ):
         loss = chunked_loss(hidden, weight, bias, targets_of_tokens(), LogitForm())
         loss.backward()
@@ -127,7 +145,9 @@ class NewTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+            given = {
+                each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)
+            }
             self.elements += [result.numel()] * (result.untyped_storage().data_ptr() not in given)
         return result
 
@@ -139,7 +159,13 @@ def test_entropies_need_no_second_chunk_of_logits(monkeypatch: pytest.MonkeyPatc
     found = {}
     for reduction in ("none", "entropy"):
         with NewTensors() as made:
-            chunked_loss(parts[0].requires_grad_(), *parts[1:], targets_of_tokens(), LogitForm(), reduction=reduction)
+            chunked_loss(
+                parts[0].requires_grad_(),
+                *parts[1:],
+                targets_of_tokens(),
+                LogitForm(),
+                reduction=reduction,
+            )
         found[reduction] = [elements for elements in made.elements if elements > chunk // 8]
     assert found["entropy"] == found["none"] and chunk in found["none"]
 
@@ -179,7 +205,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_each_rank_fetches_each_embedding_row_once() -> None:
-    tokens = [torch.tensor([5, 0, 5, 319, 107]), torch.tensor([106, 106]), torch.tensor([214, 320 - 106])]
+    tokens = [
+        torch.tensor([5, 0, 5, 319, 107]),
+        torch.tensor([106, 106]),
+        torch.tensor([214, 320 - 106]),
+    ]
     weight = torch.randn(WORDS, 4)
     starts = [0, 107, 214]
     wanted = [vocabulary.plan_row_exchange(tokens, WORDS, rank) for rank in range(3)]
@@ -205,7 +235,11 @@ class Masked(nn.Embedding):
 
 def test_only_plain_lookup_embeddings_are_shared() -> None:
     with torch.device("meta"):
-        modules = [nn.Embedding(50, 8, padding_idx=40), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
+        modules = [
+            nn.Embedding(50, 8, padding_idx=40),
+            Scaled(50, 8, dtype=torch.bfloat16),
+            Masked(50, 8),
+        ]
     modules.append(nn.Embedding(50, 8, max_norm=1.0))
     assert [is_plain_lookup(module) for module in modules] == [True, True, False, False]
     assert all(module.weight.is_meta for module in modules[:3])
@@ -250,14 +284,18 @@ def _compare(folders: dict[str, str]) -> int:
         return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():
-        own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        own = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         if not CASES[case].get("trained"):
             own.get_input_embeddings().requires_grad_(False)
             own.get_output_embeddings().requires_grad_(False)
         model, loss_of = sharded(copy.deepcopy(own))
         assert loss_of is not None, case
         seen: list[torch.Tensor] = []
-        model.get_input_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+        model.get_input_embeddings().register_forward_hook(
+            lambda *call, seen=seen: seen.append(call[-1])
+        )
         # The ranks ask each other for their tokens, or know them.
         logits = model(input_ids=ids, use_cache=False).logits
         reshard_all(model)
@@ -266,30 +304,46 @@ def _compare(folders: dict[str, str]) -> int:
         # The backward pass does not need the head: it is freed before it, and not gathered again.
         is_of_root = has_tied_embeddings(model) and "trained" in CASES[case]
         assert isinstance(model.get_output_embeddings().weight, DTensor) != is_of_root
-        assert all(torch.equal(each, own.get_input_embeddings()(ids)) for each in seen) and len(seen) == 2
+        assert (
+            all(torch.equal(each, own.get_input_embeddings()(ids)) for each in seen)
+            and len(seen) == 2
+        )
         expected = own(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         whole = F.cross_entropy(expected[0, :-1], labels[0, 1:], reduction="sum")
         assert loss.item() == pytest.approx(whole.item(), rel=1e-6, abs=1e-6), case
         if not CASES[case].get("trained"):
-            with vocabulary.tokens_known(model, [ids_of(rank)[0] for rank in range(3)]), torch.no_grad():
+            with (
+                vocabulary.tokens_known(model, [ids_of(rank)[0] for rank in range(3)]),
+                torch.no_grad(),
+            ):
                 found = loss_of({"input_ids": ids}, *learned, reduction="entropy")[1, : len(rows)]
             entropies = torch.distributions.Categorical(logits=expected[0, rows]).entropy()
             torch.testing.assert_close(found, entropies, rtol=1e-5, atol=1e-5)
         loss.backward()
         whole.backward()
-        for (name, parameter), own_parameter in zip(model.named_parameters(), own.parameters(), strict=True):
-            assert isinstance(parameter, DTensor) and (parameter.grad is None) != parameter.requires_grad, (case, name)
+        for (name, parameter), own_parameter in zip(
+            model.named_parameters(), own.parameters(), strict=True
+        ):
+            assert (
+                isinstance(parameter, DTensor)
+                and (parameter.grad is None) != parameter.requires_grad
+            ), (case, name)
             if not parameter.requires_grad:
                 assert len(parameter.to_local()) < WORDS
                 continue
-            gradient = torch.zeros_like(own_parameter) if own_parameter.grad is None else own_parameter.grad
+            gradient = (
+                torch.zeros_like(own_parameter)
+                if own_parameter.grad is None
+                else own_parameter.grad
+            )
             torch.distributed.all_reduce(gradient)
             found = parameter.grad.full_tensor() * 3
             assert (found - gradient).norm() <= 2e-6 * gradient.norm(), (case, name)
     model, loss_of = sharded(_OwnLogits.from_pretrained(folders["llama"], dtype=torch.float32))
     assert loss_of is None
-    model(input_ids=ids, use_cache=False).logits.sum().backward()  # with the head, in forward and backward
+    # with the head, in forward and backward
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
     for change in ("lm_head", "logit_temperature"):
         model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
         if change == "lm_head":
@@ -308,7 +362,11 @@ def test_vocabulary_parallel_loss_matches_whole_logits(models: Models, tmp_path:
         folders[case] = str(models(case.split(",")[0], **overrides))
     statuses, output = on_ranks(3, _compare, (folders,), tmp_path / "logs")
     assert statuses == [0, 0, 0], output[-4000:]
-    reasons = [line for line in output.splitlines() if line.startswith("The loss is computed from whole logits")]
+    reasons = [
+        line
+        for line in output.splitlines()
+        if line.startswith("The loss is computed from whole logits")
+    ]
     said = (
         "its logits are not its head's outputs",
         "the head of LlamaForCausalLM is a Sequential",

@@ -23,8 +23,17 @@ from tests.layers.test_lora_product import IN, adapted, assert_near, results
 
 pytestmark = pytest.mark.quick
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 # model -> how its norms compute. gemma's MLP has a GELU, the others' a SiLU.
 MODELS = dict(zip(("qwen3", "olmo2", "gemma2"), FORMS, strict=True))
 TOKENS = torch.arange(24).view(2, 12)
@@ -32,7 +41,9 @@ TOKENS = torch.arange(24).view(2, 12)
 
 def model_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**SIZES), attn_implementation="eager").to(dtype)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[model_type](**SIZES), attn_implementation="eager"
+    ).to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model.requires_grad_(False).train()
@@ -63,7 +74,9 @@ def test_fused_modules_give_the_same_bits(model_type: str, recomputes: bool) -> 
         assert len(norms) >= 5 and {norm.form for norm in norms} == {MODELS[model_type]}
         assert len(of_kind(lean, GatedMlp)) == 1
         assert "1 gated MLPs by one function" in describe_fused(lean)
-        assert [name for name, _ in lean.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert [name for name, _ in lean.named_parameters()] == [
+            name for name, _ in model.named_parameters()
+        ]
         assert_near(logits_and_gradient(lean), logits_and_gradient(model), tolerance)
 
 
@@ -79,7 +92,9 @@ class OtherNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = x.float().abs().pow(self.power).mean(-1, keepdim=True)
-        return self.weight**self.weight_power * (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype)
+        return self.weight**self.weight_power * (x.float() * torch.rsqrt(mean + self.eps)).to(
+            x.dtype
+        )
 
 
 class OtherMlp(nn.Module):
@@ -98,7 +113,11 @@ class OtherMlp(nn.Module):
 
 
 def test_modules_that_compute_something_else_are_not_fused() -> None:
-    assert as_rms_norm(OtherNorm(2, 1)) and not as_rms_norm(OtherNorm(1.99, 1)) and not as_rms_norm(OtherNorm(2, 2))
+    assert (
+        as_rms_norm(OtherNorm(2, 1))
+        and not as_rms_norm(OtherNorm(1.99, 1))
+        and not as_rms_norm(OtherNorm(2, 2))
+    )
     assert not as_rms_norm(nn.LayerNorm(16))
     mlp = as_gated_mlp(OtherMlp(1.0))
     assert mlp and mlp.roles == ("b", "a", "c") and not as_gated_mlp(OtherMlp(1.001))
@@ -123,7 +142,9 @@ def kept_by(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch
 def test_fused_blocks_save_neither_norm_outputs_nor_gated_activations(kind: str) -> None:
     norm = RmsNorm(nn.Parameter(torch.rand(IN) + 0.5, requires_grad=False), next(iter(FORMS)), 1e-6)
     gate, up, down = (adapted(kind, size=IN) for _ in range(3))
-    model = nn.Sequential(norm, GatedMlp({"gate": gate, "up": up, "down": down}, ("gate", "up", "down"), nn.SiLU()))
+    model = nn.Sequential(
+        norm, GatedMlp({"gate": gate, "up": up, "down": down}, ("gate", "up", "down"), nn.SiLU())
+    )
     x = torch.randn(18, IN).requires_grad_()
     expected = results(model(x), x, down)
     set_save_inputs_only(model, True)

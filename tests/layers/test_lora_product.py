@@ -1,4 +1,6 @@
-"""A frozen layer with LoRA in one autograd function: the same values as its parts, and less kept and computed."""
+"""A frozen layer with LoRA in one autograd function: the same values as its parts, and less kept
+and computed.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,9 @@ RANK = 4
 SCALING = 1.5
 
 
-def adapted(kind: str, *, dtype: torch.dtype = torch.float32, dropout: float = 0.0, size: int = OUT) -> LoraLinear:
+def adapted(
+    kind: str, *, dtype: torch.dtype = torch.float32, dropout: float = 0.0, size: int = OUT
+) -> LoraLinear:
     """A layer with a bias and an adapter whose B is not zero."""
     torch.manual_seed(0)
     linear: nn.Module = nn.Linear(IN, size).requires_grad_(False)
@@ -48,7 +52,9 @@ def adapted(kind: str, *, dtype: torch.dtype = torch.float32, dropout: float = 0
     return layer
 
 
-def in_parts(layer: LoraLinear, x: torch.Tensor, dropped: torch.Tensor | None = None) -> torch.Tensor:
+def in_parts(
+    layer: LoraLinear, x: torch.Tensor, dropped: torch.Tensor | None = None
+) -> torch.Tensor:
     """What the layer computes, with one operation of torch after the other."""
     update = layer.lora.lora_B(layer.lora.lora_A(x if dropped is None else dropped))
     return torch.add(layer.base_layer(x), update, alpha=SCALING)
@@ -61,7 +67,9 @@ def results(output: torch.Tensor, x: torch.Tensor, layer: LoraLinear) -> list[to
     return [output.detach(), *torch.autograd.grad(output, of, grad.to(output.dtype))]
 
 
-def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6) -> None:
+def assert_near(
+    found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6
+) -> None:
     for own, reference in zip(found, expected, strict=True):
         assert own.shape == reference.shape and own.dtype == reference.dtype
         assert relative_error(own.float(), reference.double()) < tolerance
@@ -81,12 +89,18 @@ def test_lora_product_matches_separate_base_and_adapter(kind: str, checkpointed:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "hqq"])
-def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_a_matrix_in_parts_gives_the_same_products(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = adapted(kind, size=300)
     x = tokens()
     expected = results(layer(x), x, layer)
     monkeypatch.setattr(base, "_DECODED_BYTES", 128 * IN * 4)
-    assert [rows.start for rows, _ in layer.base_layer._parts(layer.base_layer.whole)] == [0, 128, 256]
+    assert [rows.start for rows, _ in layer.base_layer._parts(layer.base_layer.whole)] == [
+        0,
+        128,
+        256,
+    ]
     assert_near(results(layer(x), x, layer), expected)
     monkeypatch.setattr(base, "_DECODED_BYTES", 150 * IN * 4)  # not much less than the whole
     assert len(layer.base_layer._parts(layer.base_layer.whole)) == 1
@@ -125,7 +139,9 @@ def test_lora_saves_only_the_input_and_the_low_rank_product(dropout: float) -> N
     layer = adapted("nf4", dropout=dropout)
     x = tokens()
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         layer(x)
     assert [tensor.shape for tensor in kept] == [(2, 9, IN), (18, RANK)]
     assert kept[0].data_ptr() == x.data_ptr()
@@ -164,11 +180,14 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_nothing_is_kept_and_bits_are_the_same(kind: str, dtype: torch.dtype) -> None:
+def test_without_gradients_nothing_is_kept_and_bits_are_the_same(
+    kind: str, dtype: torch.dtype
+) -> None:
     layer = adapted(kind, dtype=dtype, dropout=0.5).eval()
     layer = layer if KINDS[kind][0] else layer.to(dtype)
     x = torch.randn(3, 1, IN).to(dtype)
-    of_backward = {"new_empty", "_unsafe_view"}  # a node that keeps tensors, and an output that hooks may hold
+    # a node that keeps tensors, and an output that hooks may hold
+    of_backward = {"new_empty", "_unsafe_view"}
     with Called() as usual:
         expected = layer(x).detach()
     with Called() as lean, torch.no_grad():

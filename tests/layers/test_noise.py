@@ -1,4 +1,6 @@
-"""Noise on the embeddings (NEFTune): its size in rows of any layout, and the same bytes after a kill."""
+"""Noise on the embeddings (NEFTune): its size in rows of any layout, and the same bytes after a
+kill.
+"""
 
 import filecmp
 import shutil
@@ -17,7 +19,9 @@ from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noise_is_as_large_as_the_length_of_a_row_says(dtype: torch.dtype) -> None:
     lengths = torch.tensor([40.0] * 40 + [10.0] * 10)[:, None]
-    forward: Any = SimpleNamespace(model=SimpleNamespace(training=True), neftune_alpha=5.0, _lengths=lengths)
+    forward: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True), neftune_alpha=5.0, _lengths=lengths
+    )
     output = torch.zeros(1, 50, 64, dtype=dtype)
     hidden = 64
     noise = ForwardPass._add_noise(forward, torch.nn.Identity(), (), output)
@@ -30,10 +34,19 @@ def test_noise_is_as_large_as_the_length_of_a_row_says(dtype: torch.dtype) -> No
     assert ForwardPass._add_noise(forward, torch.nn.Identity(), (), output) is output
 
 
-@pytest.mark.parametrize("batching", ["padding_free", pytest.param("padded", marks=pytest.mark.slow)])
-def test_a_resumed_run_draws_the_same_noise(batching: str, models: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "batching", ["padding_free", pytest.param("padded", marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_draws_the_same_noise(
+    batching: str, models: Callable[..., Path], tmp_path: Path
+) -> None:
     options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
-    options |= {"train_type": "lora", "neftune_alpha": 5, "save_every": 1, "gradient_accumulation_steps": 2}
+    options |= {
+        "train_type": "lora",
+        "neftune_alpha": 5,
+        "save_every": 1,
+        "gradient_accumulation_steps": 2,
+    }
     options |= {"batching": batching, "context_length": 256}
     train_ok(2, tmp_path / "whole", **options)
     shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_000001", tmp_path / "step")

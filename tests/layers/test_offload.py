@@ -1,4 +1,6 @@
-"""Block inputs and weights that are kept on the host: what computes with them, and what is where meanwhile."""
+"""Block inputs and weights that are kept on the host: what computes with them, and what is where
+meanwhile.
+"""
 
 import copy
 
@@ -33,7 +35,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """As much of a causal language model as these tests need; the head is the embedding's weight."""
+    """As much of a causal language model as these tests need;
+    the head is the embedding's weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +88,9 @@ def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
     expected = gradients(model)
     wrap_blocks(model, offload=True)
     store = model.model.layers[0].store  # type: ignore[index, union-attr]
-    assert all(isinstance(block, RecomputedBlock) and block.store is store for block in model.model.layers)  # type: ignore[union-attr]
+    assert all(
+        isinstance(block, RecomputedBlock) and block.store is store for block in model.model.layers
+    )  # type: ignore[union-attr]
     assert isinstance(store, InputStore)
     found = gradients(model)
     assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
@@ -92,7 +98,8 @@ def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
     assert len(places) == BLOCKS and all(memory.numel() == 9 * SIZE * 4 for memory in store.free)
     gradients(model)
     assert {memory.data_ptr() for memory in store.free} == places
-    # A block that does not recompute keeps what it computes with, weights too: nothing of that is moved.
+    # A block that does not recompute keeps what it computes with, weights too: nothing of that is
+    # moved.
     set_recompute(model, 0)
     monkeypatch.setattr(store, "pack", None)
     assert all(map(torch.equal, gradients(model), expected))
@@ -100,7 +107,9 @@ def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("recomputed", [BLOCKS, 1, 0])
-def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_prefetch_keeps_two_modules_on_the_device(
+    recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = Model()
     model.config = LlamaConfig()  # type: ignore[assignment]
@@ -136,8 +145,8 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
         found = gradients(model)
         assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
     assert most == 2
-    # In the second round: the evaluation, then three times forward and backward. What is at work where the direction
-    # turns is not copied again.
+    # In the second round: the evaluation, then three times forward and backward. What is at work
+    # where the direction turns is not copied again.
     last = BLOCKS + 1
     one_pass = [*range(2, last + 1), *range(last - 2, -1, -1)]
     start = len(copied) - 3 * len(one_pass)
@@ -145,7 +154,9 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
     model.eval()
     for parameter, place in zip(frozen, on_host, strict=True):
         is_here = parameter.data_ptr() != place
-        assert is_here == any(part.is_used and parameter in set(part.parameters) for part in streams[0].parts)
+        assert is_here == any(
+            part.is_used and parameter in set(part.parameters) for part in streams[0].parts
+        )
 
 
 @pytest.mark.quick
@@ -171,10 +182,14 @@ def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch: pytest.Monk
     monkeypatch.setattr(weight_stream._Part, "bring", note)
     weight_stream.stream_weights(model, blocks, torch.device("cpu"))  # type: ignore[arg-type]
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(127))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(127)
+    )
     with torch.no_grad():
         assert torch.equal(model(input_ids=token).logits, expected)
-        assert len(brought) == 2 * len(blocks) and all(each is not None and len(each) == 2 for each in brought)
+        assert len(brought) == 2 * len(blocks) and all(
+            each is not None and len(each) == 2 for each in brought
+        )
         brought.clear()
         assert torch.equal(model(input_ids=PROBE).logits, all_expected)
     # Their gradients, and so all that is copied, as when many tokens come.

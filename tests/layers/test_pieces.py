@@ -36,9 +36,13 @@ class Block(nn.Module):
 
     def __init__(self, kind: str = "nf4", dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm = RmsNorm(nn.Parameter(torch.rand(IN) + 0.5, requires_grad=False), next(iter(FORMS)), 1e-6)
+        self.norm = RmsNorm(
+            nn.Parameter(torch.rand(IN) + 0.5, requires_grad=False), next(iter(FORMS)), 1e-6
+        )
         names = ("gate", "up", "down")
-        layers: dict[str, nn.Module] = {name: adapted(kind, dropout=dropout, size=IN) for name in names}
+        layers: dict[str, nn.Module] = {
+            name: adapted(kind, dropout=dropout, size=IN) for name in names
+        }
         self.mlp = GatedMlp(layers, names, nn.SiLU())
         self.mlp.inner = IN + 1
 
@@ -48,7 +52,9 @@ class Block(nn.Module):
 
 
 def step(block: nn.Module, x: torch.Tensor, *, checkpointed: bool) -> list[torch.Tensor]:
-    """The output and the gradients of the input and the adapters, by backward(), which adds them up."""
+    """The output and the gradients of the input and the adapters, by backward(), which adds them
+    up.
+    """
     torch.manual_seed(3)
     block.zero_grad()
     x = x.detach().requires_grad_()
@@ -91,7 +97,9 @@ def test_chunking_supports_inputs_without_gradient(monkeypatch: pytest.MonkeyPat
 
 
 class Counts(TorchDispatchMode):
-    """Counts the multiplications of products, and how often a matrix is decoded, by itself or in a product."""
+    """Counts the multiplications of products, and how often a matrix is decoded, by itself or in a
+    product.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,19 +128,32 @@ def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.M
     assert found[1][0] == found[0][0] and [count for _, count in found] == [8, 6 * 8]
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", GatedMlp), ("phi3", Mlp), ("starcoder2", Mlp)])
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("llama", GatedMlp), ("phi3", Mlp), ("starcoder2", Mlp)]
+)
 def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
     model_type: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = CONFIG_MAPPING[model_type](**sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    config = CONFIG_MAPPING[model_type](
+        **sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=0
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     names = [name for name, _ in model.named_parameters()]
     ids = torch.arange(24)[None]
     expected = model(ids).logits
     fuse_modules(model)
     [mlp] = [module for module in model.modules() if isinstance(module, Mlp)]
-    assert type(mlp) is kind and mlp.inner >= 48 and [name for name, _ in model.named_parameters()] == names
+    assert (
+        type(mlp) is kind
+        and mlp.inner >= 48
+        and [name for name, _ in model.named_parameters()] == names
+    )
     monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
     assert_near([model(ids).logits], [expected], 2e-6)
 
@@ -152,7 +173,11 @@ class Other(nn.Module):
 
 
 def test_modules_that_mix_tokens_or_have_other_weights_are_no_mlps() -> None:
-    assert as_own_mlp(Other(0)) and not as_own_mlp(Other(1)) and not as_own_mlp(nn.TransformerEncoderLayer(8, 2, 24))
+    assert (
+        as_own_mlp(Other(0))
+        and not as_own_mlp(Other(1))
+        and not as_own_mlp(nn.TransformerEncoderLayer(8, 2, 24))
+    )
     normed = Other(0)
     normed.norm = nn.LayerNorm(8)
     assert not as_own_mlp(normed)
@@ -160,7 +185,12 @@ def test_modules_that_mix_tokens_or_have_other_weights_are_no_mlps() -> None:
 
 def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
     sizes = {"hidden": 4096, "inner": 12288}
-    assert [count_pieces(tokens, **sizes) for tokens in (2048, 16383, 16384, 78475)] == [1, 1, 2, 10]
+    assert [count_pieces(tokens, **sizes) for tokens in (2048, 16383, 16384, 78475)] == [
+        1,
+        1,
+        2,
+        10,
+    ]
     assert count_pieces(78475, hidden=2048, inner=768) == 1
 
 

@@ -1,4 +1,6 @@
-"""How many blocks recompute: found by probing, alike on all ranks, and more when memory runs short."""
+"""How many blocks recompute: found by probing, alike on all ranks,
+and more when memory runs short.
+"""
 
 import pytest
 import torch
@@ -35,10 +37,13 @@ def _model() -> nn.Module:
 
 
 class FakeMemory:
-    """Bytes as a GPU would count them: at the head all activations that are kept lie beside `head`, and in the backward
-    pass of the first block with recompute those of none lie beside `block`."""
+    """Bytes as a GPU would count them: at the head all activations that are kept lie beside `head`,
+    and in the backward pass of the first block with recompute those of none lie beside `block`.
+    """
 
-    def __init__(self, model: nn.Module, *, total: int, head: int, block: int, grows: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, *, total: int, head: int, block: int, grows: int = 0
+    ) -> None:
         self.model = model
         self.total = total
         self.head = head
@@ -80,10 +85,14 @@ def test_the_fewest_blocks_that_fit_recompute(
 ) -> None:
     model = _model()
     fake = FakeMemory(model, **memory)
-    number = fit_recompute(model, fake.try_step, lambda value: value, block_bytes=EACH, too_few=too_few)
+    number = fit_recompute(
+        model, fake.try_step, lambda value: value, block_bytes=EACH, too_few=too_few
+    )
     assert number == recomputing and tried in (None, fake.tried)
     # The last ones keep theirs: their memory is free before another block recomputes.
-    assert [block.is_on for block in recomputed_blocks(model)] == [True] * number + [False] * (BLOCKS - number)
+    assert [block.is_on for block in recomputed_blocks(model)] == [True] * number + [False] * (
+        BLOCKS - number
+    )
     assert fake.room() >= 0
 
 
@@ -91,7 +100,9 @@ def test_the_rank_with_the_least_memory_decides() -> None:
     model = _model()
     memory = FakeMemory(model, total=1000, head=50, block=0)
     others = iter([1, 3, 3])  # may it try; blocks that may keep there, in each round
-    number = fit_recompute(model, memory.try_step, lambda value: min(value, next(others)), block_bytes=EACH)
+    number = fit_recompute(
+        model, memory.try_step, lambda value: min(value, next(others)), block_bytes=EACH
+    )
     assert number == BLOCKS - 3
 
 
@@ -100,7 +111,11 @@ def test_a_step_near_the_memory_limit_makes_more_blocks_recompute() -> None:
     set_recompute(model, 6)
     watch = MemoryWatch(model, 6, most=20.0)
     for reserved, number in ((19.9, 6), (20.1, 7), (20.2, 8), (21.0, 8)):
-        assert watch.stepped(reserved) == number == sum(block.is_on for block in recomputed_blocks(model))
+        assert (
+            watch.stepped(reserved)
+            == number
+            == sum(block.is_on for block in recomputed_blocks(model))
+        )
 
 
 def test_only_recomputing_blocks_run_twice() -> None:
@@ -110,7 +125,9 @@ def test_only_recomputing_blocks_run_twice() -> None:
     for block in recomputed_blocks(model):
         x = block(x)
     x.sum().backward()
-    assert [block._checkpoint_wrapped_module.calls for block in recomputed_blocks(model)] == [2] * 3 + [1] * 5
+    assert [block._checkpoint_wrapped_module.calls for block in recomputed_blocks(model)] == [
+        2
+    ] * 3 + [1] * 5
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
@@ -127,6 +144,7 @@ def test_reserved_optimizer_memory_equals_the_real_state(name: str) -> None:
     states = [value for value in values if torch.is_tensor(value)]
     counts_of_steps = 64
     assert room <= sum(state.nbytes for state in states) <= room + counts_of_steps
-    # Each in a tensor of its own size: memory for small ones serves no large one, and the other way round.
+    # Each in a tensor of its own size: memory for small ones serves no large one, and the other way
+    # round.
     assert sorted(rooms) == sorted(state.nbytes for state in states if state.numel() > 1)
     assert optimizer.room_for_state() == []  # the state is there: nothing more will be made

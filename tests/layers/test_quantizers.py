@@ -1,4 +1,6 @@
-"""Quantized layers against the libraries' own layers and functions, and against autograd on the decoded weight."""
+"""Quantized layers against the libraries' own layers and functions, and against autograd on the
+decoded weight.
+"""
 
 import functools
 import importlib
@@ -25,11 +27,19 @@ from tests.layers.test_lora_product import ONE_RANK
 pytestmark = pytest.mark.quick
 
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}
-INT8 = {"int8": ("int8", {"int8_threshold": 6.0}), "int8 without outliers": ("int8", {"int8_threshold": 0.0})}
+INT8 = {
+    "int8": ("int8", {"int8_threshold": 6.0}),
+    "int8 without outliers": ("int8", {"int8_threshold": 0.0}),
+}
 # As of compressed-tensors, for the groups or rows of a weight.
 SERVED = {
     "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
-    "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn},
+    "nvfp4": {
+        "num_bits": 4,
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": torch.float8_e4m3fn,
+    },
     "fp8": {"num_bits": 8, "strategy": "channel"},
 }
 NEW: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,12 +57,21 @@ FOUR_BIT = {
 }
 # The memory of a base's weight, in bytes per parameter.
 LIMITS = {
-    "nf4": 0.52, "hqq8": 1.07, "hqq4": 0.57, "hqq3": 0.45, "hqq2": 0.32, "int8": 1.01, "mxfp4": 0.532, "nvfp4": 0.563,
+    "nf4": 0.52,
+    "hqq8": 1.07,
+    "hqq4": 0.57,
+    "hqq3": 0.45,
+    "hqq2": 0.32,
+    "int8": 1.01,
+    "mxfp4": 0.532,
+    "nvfp4": 0.563,
     "fp8": 1.01,
-}  # fmt: skip
+}
 
 
-def _layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None = None) -> QuantizedLinear:
+def _layer(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> QuantizedLinear:
     quantizer, options = {**NEW, **FOUR_BIT}[kind]
     linear = nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
     if bias is not None:
@@ -60,31 +79,47 @@ def _layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Te
     return QUANTIZERS[quantizer].linear(linear, compute_dtype=dtype, **options)
 
 
-def _make(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[QuantizedLinear, torch.Tensor]:
+def _make(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[QuantizedLinear, torch.Tensor]:
     return _layer(kind, shape, dtype), weight_of(shape)
 
 
 def _reference(kind: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The weight, quantized and decoded again in float32 by the library's own layer.
 
-    HQQ's solver is told to take all its iterations: stopping when the error of the whole tensor no longer falls is what
-    we do without.
+    HQQ's solver is told to take all its iterations: stopping when the error of the whole tensor no
+    longer falls is what we do without.
     """
     quantizer, options = NEW[kind]
     if quantizer in SERVED:
         return _served_reference(quantizer, weight)
     if quantizer == "int8":
-        layer = bnb.nn.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False)
-        layer.weight = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
+        layer = bnb.nn.Linear8bitLt(
+            weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False
+        )
+        layer.weight = bnb.nn.Int8Params(
+            weight.clone(), requires_grad=False, has_fp16_weights=False
+        )
         layer.to("cpu")
         return layer.weight.CB.float() * (layer.weight.SCB * (1 / 127)).unsqueeze(1)
     hqq = pytest.importorskip("hqq.core.quantize")
-    settings = hqq.BaseQuantizeConfig(nbits=options["n_bits"], group_size=options["group_size"], axis=1)
+    settings = hqq.BaseQuantizeConfig(
+        nbits=options["n_bits"], group_size=options["group_size"], axis=1
+    )
     solver = importlib.import_module("hqq.core.optimize").optimize_weights_proximal_v2
-    own = {"lp_norm": 0.7, "beta": 10.0, "kappa": 1.01, "iters": 20, "tol": 0.0, "early_stop": False}
+    own = {
+        "lp_norm": 0.7,
+        "beta": 10.0,
+        "kappa": 1.01,
+        "iters": 20,
+        "tol": 0.0,
+        "early_stop": False,
+    }
     patched = functools.partial(solver, opt_params={**own, "scale_gridsearch": False})
     monkeypatch.setattr(hqq.Quantizer, "optimize_weights", patched)
-    # HQQLinear refuses weights that do not fill its groups, four at a time; ours fills the last with its last weight.
+    # HQQLinear refuses weights that do not fill its groups, four at a time; ours fills the last
+    # with its last weight.
     flat = weight.flatten()
     flat = torch.cat([flat, flat[-1:].expand(-len(flat) % (4 * options["group_size"]))])
     linear = nn.Linear(options["group_size"], len(flat) // options["group_size"], bias=False)
@@ -99,7 +134,9 @@ def _served_reference(kind: str, weight: torch.Tensor) -> torch.Tensor:
     compressed_tensors = importlib.import_module("compressed_tensors.quantization")
     forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
     utils = importlib.import_module("compressed_tensors.quantization.utils")
-    arguments = compressed_tensors.QuantizationArgs(type="float", symmetric=True, dynamic=False, **SERVED[kind])
+    arguments = compressed_tensors.QuantizationArgs(
+        type="float", symmetric=True, dynamic=False, **SERVED[kind]
+    )
     size = SERVED[kind].get("group_size", weight.shape[-1])
     groups = nn.functional.pad(weight.flatten(), (0, -weight.numel() % size)).view(-1, size)
     of_all = utils.generate_gparam(weight.min(), weight.max()) if kind == "nvfp4" else None
@@ -110,14 +147,20 @@ def _served_reference(kind: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kinds", [(*HQQ, "hqq group 32", *INT8), (*SERVED,)], ids=["hqq and int8", "served"])
+@pytest.mark.parametrize(
+    "kinds", [(*HQQ, "hqq group 32", *INT8), (*SERVED,)], ids=["hqq and int8", "served"]
+)
 def test_shards_hold_the_librarys_bytes_on_any_number_of_ranks(
     kinds: tuple[str, ...], world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kinds == (*SERVED,):
-        pytest.importorskip("compressed_tensors", reason="the tests' reference, not in the lowest environment")
+        pytest.importorskip(
+            "compressed_tensors", reason="the tests' reference, not in the lowest environment"
+        )
     keys = list(itertools.product(kinds, SHAPES, (torch.float32, torch.bfloat16)))
-    for (kind, shape, dtype), parts in zip(keys, shards(world_size, _make, keys, tmp_path), strict=True):
+    for (kind, shape, dtype), parts in zip(
+        keys, shards(world_size, _make, keys, tmp_path), strict=True
+    ):
         expected = _reference(kind, weight_of(shape), monkeypatch)
         assert (expected - weight_of(shape)).abs().max() < 0.15  # it is that weight
         whole = _layer(kind, shape, dtype)
@@ -125,13 +168,20 @@ def test_shards_hold_the_librarys_bytes_on_any_number_of_ranks(
         assert torch.equal(decoded, expected.to(dtype))
         assert all(torch.equal(part["decoded"], decoded) for part in parts), (kind, shape)
         for name, parameter in whole.named_parameters():  # nothing is held twice
-            assert sum(len(part[name]) for part in parts) == parameter.numel() * parameter.element_size()
+            assert (
+                sum(len(part[name]) for part in parts)
+                == parameter.numel() * parameter.element_size()
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(
+    world_size: int, tmp_path: Path
+) -> None:
     keys = list(itertools.product(FOUR_BIT, SHAPES, (torch.bfloat16,)))
-    for (kind, shape, dtype), parts in zip(keys, shards(world_size, _make, keys, tmp_path), strict=True):
+    for (kind, shape, dtype), parts in zip(
+        keys, shards(world_size, _make, keys, tmp_path), strict=True
+    ):
         options = FOUR_BIT[kind][1]
         codes, state = bnb.functional.quantize_4bit(
             weight_of(shape),
@@ -155,7 +205,11 @@ def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(world_siz
 def _fill(layer: QuantizedWeight, weight: torch.Tensor) -> None:
     """Give a layer its weight without ranks."""
     for name in ("weight", *layer.statistics):
-        setattr(layer, name, nn.Parameter(torch.empty_like(getattr(layer, name), device="cpu"), requires_grad=False))
+        setattr(
+            layer,
+            name,
+            nn.Parameter(torch.empty_like(getattr(layer, name), device="cpu"), requires_grad=False),
+        )
     layer.load_shard(weight.flatten(), ONE_RANK)
 
 
@@ -166,7 +220,8 @@ class MovedBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        written = [] if func.is_view or "empty" in str(func) else [result]  # out= is among these, not in args
+        # out= is among these, not in args
+        written = [] if func.is_view or "empty" in str(func) else [result]
         moved = tree_leaves((args, written)) if written else []
         self.total += sum(each.nbytes for each in moved if isinstance(each, torch.Tensor))
         return result
@@ -181,9 +236,14 @@ def test_planned_bytes_are_those_that_decoding_moves(kind: str) -> None:
     assert moved.total / 512**2 == pytest.approx(layer.decoding_bytes, abs=0.1)
 
 
-@pytest.mark.parametrize("kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, *SERVED, "int8 without outliers"])
-@pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])  # the last: rows of one and a half blocks
-def test_quantized_product_and_gradient_match_the_decoded_weight(kind: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, *SERVED, "int8 without outliers"]
+)
+# the last: rows of one and a half blocks
+@pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])
+def test_quantized_product_and_gradient_match_the_decoded_weight(
+    kind: str, shape: tuple[int, int]
+) -> None:
     bias = torch.randn(shape[0])
     layer = _layer(kind, shape, torch.float32, bias)
     _fill(layer, weight_of(shape))
@@ -196,7 +256,8 @@ def test_quantized_product_and_gradient_match_the_decoded_weight(kind: str, shap
     y64 = nn.functional.linear(x64, layer.dequantize().double(), bias.double())
     y64.backward(grad_y.double())
     assert x.grad is not None and x64.grad is not None
-    # int8 rounds its input to 127 steps either side, which its gradient passes over: only that is exact there.
+    # int8 rounds its input to 127 steps either side, which its gradient passes over: only that is
+    # exact there.
     assert relative_error(y, y64) < (1e-2 if kind.startswith("int8") else 1e-6)
     assert relative_error(x.grad, x64.grad) < 1e-6
 
@@ -229,11 +290,22 @@ def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtyp
     num_weights = 1024 * 4096
     counts = count_bytes(kinds_of(_layer(kind, (1024, 4096), dtype)), num_shards=3)
     assert counts.keys() == {"codes", "statistics"}
-    assert 0.9 * LIMITS[kind] < sum(part.total for part in counts.values()) / num_weights <= LIMITS[kind]
-    # NF4's absmax: a byte for 64 weights, and float32 for 256 of these. HQQ: fp16 scale and zero. int8: float32 a row.
+    assert (
+        0.9 * LIMITS[kind]
+        < sum(part.total for part in counts.values()) / num_weights
+        <= LIMITS[kind]
+    )
+    # NF4's absmax: a byte for 64 weights, and float32 for 256 of these. HQQ: fp16 scale and zero.
+    # int8: float32 a row.
     of_nf4 = num_weights // 64 + num_weights // 2**14 * 4
     of_rows = 1024 * 4
-    known = {"nf4": of_nf4, "int8": of_rows, "fp8": of_rows, "mxfp4": num_weights // 32, "nvfp4": num_weights // 16 + 4}
+    known = {
+        "nf4": of_nf4,
+        "int8": of_rows,
+        "fp8": of_rows,
+        "mxfp4": num_weights // 32,
+        "nvfp4": num_weights // 16 + 4,
+    }
     statistics = known.get(kind, num_weights // 16)
     assert counts["statistics"].total == statistics
     for part in counts.values():
@@ -257,10 +329,17 @@ def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
         matrix = decoded[index] if transposed else decoded[index].T
         assert torch.allclose(y, x @ matrix, atol=1e-5)
         assert torch.allclose(grad, matrix.sum(dim=1).expand_as(x), atol=1e-5)
-    assert not QUANTIZERS["hqq"].experts(
-        nn.Parameter(torch.empty(2, 5, 6, device="meta")), transposed=False, n_bits=4, group_size=64,
-        compute_dtype=torch.float32,
-    ).supports()  # fmt: skip
+    assert (
+        not QUANTIZERS["hqq"]
+        .experts(
+            nn.Parameter(torch.empty(2, 5, 6, device="meta")),
+            transposed=False,
+            n_bits=4,
+            group_size=64,
+            compute_dtype=torch.float32,
+        )
+        .supports()
+    )
 
 
 OF_MATRICES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -282,7 +361,8 @@ def test_matrices_are_decoded_as_parts_of_the_whole(kind: str) -> None:
     layer = experts(parameter, transposed=False, compute_dtype=torch.float32, **options)
     for name in ("weight", *layer.statistics):
         rows, columns = getattr(layer, name).shape
-        values = torch.randint(1, 100, (rows, 4 * columns), dtype=torch.uint8).view(torch.float32)  # of finite numbers
+        # of finite numbers
+        values = torch.randint(1, 100, (rows, 4 * columns), dtype=torch.uint8).view(torch.float32)
         if name == "global_scale" or (name != "weight" and quantizer in ("fp8", "bnb_4bit")):
             values = torch.rand(rows, columns) + 1
         setattr(layer, name, nn.Parameter(values, requires_grad=False))
@@ -298,7 +378,9 @@ def test_matrices_are_decoded_as_parts_of_the_whole(kind: str) -> None:
 
 
 class _AsOnACard(TorchDispatchMode):
-    """bitsandbytes' int8 product as its CUDA kernel computes it: contiguous operands, and fp16 on the way out."""
+    """bitsandbytes' int8 product as its CUDA kernel computes it: contiguous operands, and fp16 on
+    the way out.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -340,9 +422,12 @@ def test_int8_products_are_split_at_the_int32_limit(monkeypatch: pytest.MonkeyPa
 def test_4bit_kernels_get_pieces_within_the_int32_limit(double_quant: bool) -> None:
     values = torch.empty(2**31 + 128, device="meta", dtype=torch.bfloat16)
     experts = QUANTIZERS["bnb_4bit"].experts(
-        nn.Parameter(torch.empty(3, 2**15, 2**15, device="meta")), transposed=False, quant_type="nf4",
-        double_quant=double_quant, compute_dtype=torch.bfloat16,
-    )  # fmt: skip
+        nn.Parameter(torch.empty(3, 2**15, 2**15, device="meta")),
+        transposed=False,
+        quant_type="nf4",
+        double_quant=double_quant,
+        compute_dtype=torch.bfloat16,
+    )
     with LargestTensor("bitsandbytes") as largest:
         codes, absmax = quantize_blocks(values, "nf4")
         assert experts.dequantize().shape == experts.shape

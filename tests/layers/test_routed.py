@@ -1,4 +1,6 @@
-"""Experts that run one at a time, against transformers' own loop over decoded ones, and how often the host waits."""
+"""Experts that run one at a time, against transformers' own loop over decoded ones, and how often
+the host waits.
+"""
 
 import copy
 from collections import Counter
@@ -34,8 +36,20 @@ QUANTIZERS: dict[str, dict[str, Any]] = {
     "bnb_llama_pro": {"quant_type": "nf4", "double_quant": False},
     "lora": {},
 }
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+GROUPS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CASES: dict[str, dict[str, object]] = {
     **FAMILIES,
     "deepseek_v2": {**GROUPS, **MLA, "first_k_dense_replace": 1, "num_key_value_heads": 4},
@@ -56,16 +70,29 @@ class Reads(TorchDispatchMode):
 
     @property
     def waits(self) -> int:
-        return sum(self.counts[name] for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "bincount"))
+        return sum(
+            self.counts[name]
+            for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "bincount")
+        )
 
 
-def build(family: str, train_type: str, *, adapted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Our model of random weights, and transformers' with those that it decodes and its loop over experts."""
+def build(
+    family: str, train_type: str, *, adapted: bool
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Our model of random weights, and transformers' with those that it decodes and its loop over
+    experts.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, "initializer_range": 0.1, **CASES[family]})
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
-    lora = LoraOptions(rank=4, target_parameters=("experts.gate_up_proj", "experts.down_proj") if adapted else ())
+    lora = LoraOptions(
+        rank=4, target_parameters=("experts.gate_up_proj", "experts.down_proj") if adapted else ()
+    )
     layers = LayerOptions(lora, QUANTIZERS[train_type], new_blocks=(1,))
     kind = TRAIN_TYPES[train_type], PRECISIONS["fp32"], torch.device("cpu")
     model = build_model(config, *kind, layers, attn_implementation="eager").model
@@ -86,7 +113,9 @@ def build(family: str, train_type: str, *, adapted: bool) -> tuple[PreTrainedMod
 
 
 def with_updates(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """transformers' weights with PEFT's formula for each adapter of `model` added, differentiable in its A and B."""
+    """transformers' weights with PEFT's formula for each adapter of `model` added, differentiable
+    in its A and B.
+    """
     weights = {name: parameter.detach().double() for name, parameter in plain.named_parameters()}
     for path, module in model.named_modules():
         if isinstance(module, LoraExperts):
@@ -115,23 +144,36 @@ def with_updates(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, to
         ("llama4_text", "lora"),
     ],
 )
-def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(family: str, train_type: str) -> None:
+def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(
+    family: str, train_type: str
+) -> None:
     model, plain = build(family, train_type, adapted=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    expected = functional_call(plain.double(), with_updates(model, plain), kwargs={"input_ids": PROBE}).logits
+    expected = functional_call(
+        plain.double(), with_updates(model, plain), kwargs={"input_ids": PROBE}
+    ).logits
     found = model(input_ids=PROBE).logits
     assert relative_error(found, expected) < 2e-6
     grad = torch.randn(expected.shape)
-    own, theirs = (torch.autograd.grad((logits * grad).sum(), trained) for logits in (found, expected))
+    own, theirs = (
+        torch.autograd.grad((logits * grad).sum(), trained) for logits in (found, expected)
+    )
     assert max(relative_error(*pair) for pair in zip(own, theirs, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("group_bytes", [2**30, 200_000])  # all experts, and some at a time
 @pytest.mark.parametrize(
     ("family", "train_type"),
-    [("qwen3_moe", "qlora"), ("gpt_oss", "hqq_lora"), ("mixtral", "int8_lora"), ("llama4_text", "lora")],
+    [
+        ("qwen3_moe", "qlora"),
+        ("gpt_oss", "hqq_lora"),
+        ("mixtral", "int8_lora"),
+        ("llama4_text", "lora"),
+    ],
 )
-def test_groups_of_experts_compute_what_one_at_a_time_does(family: str, train_type: str, group_bytes: int) -> None:
+def test_groups_of_experts_compute_what_one_at_a_time_does(
+    family: str, train_type: str, group_bytes: int
+) -> None:
     model, _ = build(family, train_type, adapted=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules = [module for module in model.modules() if hasattr(module, "group_bytes")]
@@ -141,8 +183,11 @@ def test_groups_of_experts_compute_what_one_at_a_time_does(family: str, train_ty
         for module in modules:
             module.group_bytes = size
         with Reads() as counted:
-            logits = [model(input_ids=rows).logits for rows in (PROBE, PROBE[:, :1])]  # with 2 tokens, experts are idle
-            grads = torch.autograd.grad(sum((each * each.detach().cos()).sum() for each in logits), trained)
+            # with 2 tokens, experts are idle
+            logits = [model(input_ids=rows).logits for rows in (PROBE, PROBE[:, :1])]
+            grads = torch.autograd.grad(
+                sum((each * each.detach().cos()).sum() for each in logits), trained
+            )
         found.append([*logits, *grads])
         launched.append(counted.counts["_grouped_mm"])
     assert modules and launched[0] == 0 < launched[1]
@@ -150,7 +195,9 @@ def test_groups_of_experts_compute_what_one_at_a_time_does(family: str, train_ty
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora", "lora"])
-def test_a_group_takes_as_many_operators_whatever_its_experts(train_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_takes_as_many_operators_whatever_its_experts(
+    train_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = torch.randint(SIZES["vocab_size"], (16, 64), generator=torch.Generator().manual_seed(0))
     counts = []
     for experts in (4, 16):
@@ -170,21 +217,35 @@ def test_outputs_of_a_tokens_experts_are_added_in_float32() -> None:
     size = 32
     own = torch.randn(experts, tokens, size, generator=torch.Generator().manual_seed(0)).bfloat16()
     ends = [tokens * (n + 1) for n in range(experts)]
-    choices = Choices(torch.arange(tokens).repeat(experts), ends, torch.tensor(ends, dtype=torch.int32))
+    choices = Choices(
+        torch.arange(tokens).repeat(experts), ends, torch.tensor(ends, dtype=torch.int32)
+    )
     module = nn.Module()
-    module.down_proj = nn.Parameter(torch.eye(size).expand(experts, size, size).bfloat16(), requires_grad=False)
+    module.down_proj = nn.Parameter(
+        torch.eye(size).expand(experts, size, size).bfloat16(), requires_grad=False
+    )
     shares = torch.full((experts * tokens,), 1 / 8).bfloat16()
     sums = torch.empty(tokens, size).bfloat16()
-    found = routed._multiply(module, "down_proj", own.flatten(0, 1), choices, shares=shares, sums=sums)
+    found = routed._multiply(
+        module, "down_proj", own.flatten(0, 1), choices, shares=shares, sums=sums
+    )
     assert torch.equal(found, own.double().mean(dim=0).bfloat16())  # rounded once
 
 
 def test_new_blocks_experts_train_in_full_as_transformers_do() -> None:
     model, plain = build("gpt_oss", "bnb_llama_pro", adapted=False)
-    trained = [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert {"experts.down_proj", "experts.gate_up_proj_bias"} <= {name.split(".mlp.")[-1] for name in trained}
+    trained = [
+        canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    assert {"experts.down_proj", "experts.gate_up_proj_bias"} <= {
+        name.split(".mlp.")[-1] for name in trained
+    }
     own, theirs = (
-        torch.autograd.grad(each(input_ids=PROBE, labels=PROBE).loss, [each.get_parameter(name) for name in trained])
+        torch.autograd.grad(
+            each(input_ids=PROBE, labels=PROBE).loss, [each.get_parameter(name) for name in trained]
+        )
         for each in (model, plain.double())
     )
     assert max(relative_error(*pair) for pair in zip(own, theirs, strict=True)) < 1e-5
@@ -206,5 +267,6 @@ def test_a_layer_of_experts_synchronizes_the_host_once(
     assert counted.counts["sort"] == len(ends)
     ends.clear()
     with Reads() as counted, torch.no_grad():
-        model(input_ids=PROBE[:, :1], attention_mask=mask[:, :1])  # a generated token of each of two rows
+        # a generated token of each of two rows
+        model(input_ids=PROBE[:, :1], attention_mask=mask[:, :1])
     assert counted.waits == 0 and len(ends) == model.config.num_hidden_layers

@@ -23,7 +23,13 @@ Models = Callable[..., Path]
 
 def options(model: Path, folder: Path, **changed: object) -> list[str]:
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    chosen = {"batch_size": 2, "max_steps": 2, "save_model": False, "quant_cache": "off", "log_to": "stdout"}
+    chosen = {
+        "batch_size": 2,
+        "max_steps": 2,
+        "save_model": False,
+        "quant_cache": "off",
+        "log_to": "stdout",
+    }
     return flags(model_name=model, dataset=rows, output_dir=folder / "out", **{**chosen, **changed})
 
 
@@ -42,7 +48,11 @@ def _train_and_look(argv: list[str], frozen_is_sharded: bool) -> int:
 
     register_module_forward_pre_hook(look)
     status = train.main(argv)
-    return status if kinds == {(True, True), (False, frozen_is_sharded)} and has_arguments == {True} else 9
+    return (
+        status
+        if kinds == {(True, True), (False, frozen_is_sharded)} and has_arguments == {True}
+        else 9
+    )
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -64,11 +74,14 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 def test_whole_frozen_weights_are_not_kept_twice(
     models: Models, tmp_path: Path, ranks: int, changed: dict[str, object], frozen_is_sharded: bool
 ) -> None:
-    # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight. Before a forward pass it moves
-    # the first argument to the GPU; in torch 2.11 it fails where there is none.
+    # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight. Before a
+    # forward pass it moves the first argument to the GPU; in torch 2.11 it fails where there is
+    # none.
     model = models("mixtral", **EXPERTS) if "lora_target_parameters" in changed else models("llama")
     argv = options(model, tmp_path, **{"train_type": "qlora", "max_steps": 1, **changed})
-    statuses, output = on_ranks(ranks, _train_and_look, (argv, frozen_is_sharded), tmp_path / "logs")
+    statuses, output = on_ranks(
+        ranks, _train_and_look, (argv, frozen_is_sharded), tmp_path / "logs"
+    )
     assert statuses == [0] * ranks, output[-3000:]
 
 
@@ -90,7 +103,11 @@ def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
     kinds = {"all_gather": "gather", "pre_forward": "forward", "pre_backward": "backward"}
     seen = []
     for event in events:
-        found = re.match(r"FSDP::(\w+) \((?:model\.)?(embed_tokens|lm_head|layers\.\d)(.*)\)", event.name)
+        found = re.match(
+            r"FSDP::(\w+) "
+            r"\((?:model\.)?(embed_tokens|lm_head|layers\.\d)(.*)\)",
+            event.name,
+        )
         if found and found[1] in kinds and (not found[3] or found[1] == "all_gather"):
             name = found[2].replace("layers.", "adapters " if found[3] else "block ")
             seen.append(f"{kinds[found[1]]} {name}")
@@ -98,7 +115,13 @@ def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
     return status if seen == expected else 9
 
 
-FORWARD = ["gather adapters 0", "gather block 0", "forward block 0", "gather adapters 1", "gather block 1"]
+FORWARD = [
+    "gather adapters 0",
+    "gather block 0",
+    "forward block 0",
+    "gather adapters 1",
+    "gather block 1",
+]
 BACKWARD = ["gather block 1", "backward block 1", "gather block 0", "backward block 0"]
 HEAD = ["gather lm_head", "forward lm_head", "backward lm_head"]
 
@@ -113,8 +136,9 @@ HEAD = ["gather lm_head", "forward lm_head", "backward lm_head"]
 def test_a_starting_block_prefetches_the_next_one(
     models: Models, tmp_path: Path, changed: dict[str, object], order: list[str]
 ) -> None:
-    # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings then; frozen ones
-    # are not gathered at all. With padding nothing is tried before. The head's gradients are computed with the loss.
+    # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings
+    # then; frozen ones are not gathered at all. With padding nothing is tried before. The head's
+    # gradients are computed with the loss.
     changed = {
         "train_type": "qlora",
         "max_steps": 1,
@@ -145,8 +169,12 @@ def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
 
 
 @pytest.mark.parametrize("where", [None, 0.99])
-def test_the_self_test_compares_an_expert(models: Models, tmp_path: Path, where: float | None) -> None:
-    argv = options(models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1, verbose=True)
+def test_the_self_test_compares_an_expert(
+    models: Models, tmp_path: Path, where: float | None
+) -> None:
+    argv = options(
+        models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1, verbose=True
+    )
     statuses, output = on_ranks(2, _train_with_wrong_expert, (argv, where), tmp_path / "logs")
     if where is None:
         assert statuses == [0, 0], output[-3000:]
@@ -164,7 +192,9 @@ def _train_after_a_trial(argv: list[str]) -> int:
     loss = trainer.Trainer._loss
 
     def note(self: Any, *args: Any) -> torch.Tensor:
-        has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
+        has_gradients.append(
+            any(parameter.grad is not None for parameter in self.model.parameters())
+        )
         return loss(self, *args)
 
     def step(self: Any, rows: StepRows) -> dict[str, Any]:
@@ -186,12 +216,22 @@ def test_a_probe_accumulates_gradients_like_a_step(models: Models, tmp_path: Pat
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
-@pytest.mark.parametrize("train_type", ["qlora", "lora", "bnb_dora", "hqq_lora", "int8_lora", "full"])
+@pytest.mark.parametrize(
+    "train_type", ["qlora", "lora", "bnb_dora", "hqq_lora", "int8_lora", "full"]
+)
 def test_every_all_gather_input_is_a_multiple_of_16_bytes(train_type: str, num_ranks: int) -> None:
     # No size of this model is a multiple of 16. NCCL copies other parts byte by byte.
-    sizes = {"hidden_size": 36, "intermediate_size": 52, "num_attention_heads": 3, "num_key_value_heads": 3}
-    config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=2, vocab_size=101, head_dim=12)
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 52,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    }
+    config = AutoConfig.for_model(
+        "llama", **sizes, num_hidden_layers=2, vocab_size=101, head_dim=12
+    )
     model, before = sharded_model(config, num_ranks, train_type=train_type, lora_rank=3)
     parts = [part for part, _ in parts_of_gathers(model)]
     assert len(parts) > 4 and not any(part % 16 for part in parts), parts
-    assert [name for name, _ in model.named_parameters()] == before  # loading and saving find nothing new
+    # loading and saving find nothing new
+    assert [name for name, _ in model.named_parameters()] == before

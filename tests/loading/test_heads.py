@@ -1,4 +1,6 @@
-"""Embeddings and head share a tensor where transformers shares it: the weight files decide, not the configuration."""
+"""Embeddings and head share a tensor where transformers shares it: the weight files decide, not the
+configuration.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,14 +17,33 @@ from fsdp_qlora.export.expand import expand_model
 from tests.loading.test_prequantized import set_config
 from tests.parity.test_multimodal import make_multimodal
 from tests.reference import batch_loss, encode, load_adapter, peft_model
-from tests.tiny import PROBE, SIZES, edit_weights, flags, make_model, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import (
+    PROBE,
+    SIZES,
+    edit_weights,
+    flags,
+    make_model,
+    make_rows,
+    read_metrics,
+    train_ok,
+    write_rows,
+)
 
 ROWS = make_rows(8, seed=3)
-ONE_STEP = {"max_steps": 2, "lr": 1e-2, "warmup": 0, "lr_scheduler": "constant", "precision": "fp32", "batch_size": 8}
+ONE_STEP = {
+    "max_steps": 2,
+    "lr": 1e-2,
+    "warmup": 0,
+    "lr_scheduler": "constant",
+    "precision": "fp32",
+    "batch_size": 8,
+}
 
 
 def add_head(weights: dict[str, torch.Tensor], name: str = "lm_head.weight") -> None:
-    weights[name] = torch.randn(SIZES["vocab_size"], SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
+    weights[name] = torch.randn(
+        SIZES["vocab_size"], SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)
+    )
     weights[name] *= 0.1
 
 
@@ -32,7 +53,9 @@ def tied_model(folder: Path, family: str = "llama", edit: Callable[..., object] 
 
 
 def as_published(folder: Path, family: str) -> Path:
-    """A model for images and text whose config.json leaves the setting out, on both levels, and which has a head."""
+    """A model for images and text whose config.json leaves the setting out, on both levels, and
+    which has a head.
+    """
     folder.mkdir()
     if family == "ministral3":
         make_multimodal(folder, "mistral3", family)
@@ -74,21 +97,31 @@ MADE: dict[str, tuple[Callable[[Path], Path], Any]] = {
         AutoModelForCausalLM,
     ),
     **{
-        family: (lambda folder, family=family: as_published(folder, family), AutoModelForImageTextToText)
+        family: (
+            lambda folder, family=family: as_published(folder, family),
+            AutoModelForImageTextToText,
+        )
         for family in ("mistral3", "ministral3", "internvl", "kimi_k25")
     },
 }
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", *(pytest.param(case, marks=pytest.mark.slow) for case in MADE if case != "llama")]
+    "case",
+    ["llama", *(pytest.param(case, marks=pytest.mark.slow) for case in MADE if case != "llama")],
 )
 def test_a_model_trains_with_the_head_that_transformers_reads(case: str, tmp_path: Path) -> None:
     make, auto = MADE[case]
     folder = make(tmp_path / "model")
-    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", ROWS), "train_type": "lora"}
+    options = {
+        "model_name": folder,
+        "dataset": write_rows(tmp_path / "rows.jsonl", ROWS),
+        "train_type": "lora",
+    }
     ranks = 2 if case == "mistral3" else 1
-    output = train_ok(ranks, tmp_path / "out", **options, **ONE_STEP, eval_dataset=options["dataset"])
+    output = train_ok(
+        ranks, tmp_path / "out", **options, **ONE_STEP, eval_dataset=options["dataset"]
+    )
     batch = encode(folder, ROWS)
     with torch.no_grad():
         expected = batch_loss(read_model(folder, auto), batch).item()
@@ -98,7 +131,9 @@ def test_a_model_trains_with_the_head_that_transformers_reads(case: str, tmp_pat
     assert ("is a head of its own" in output) == (case != "qwen2, the head alone")
 
 
-@pytest.mark.parametrize("train_type", ["full", pytest.param("bnb_llama_pro", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "train_type", ["full", pytest.param("bnb_llama_pro", marks=pytest.mark.slow)]
+)
 def test_a_trained_model_keeps_its_head(train_type: str, tmp_path: Path) -> None:
     base = tied_model(tmp_path / "model")
     if train_type != "full":
@@ -110,7 +145,10 @@ def test_a_trained_model_keeps_its_head(train_type: str, tmp_path: Path) -> None
     options = {"model_name": base, "dataset": rows, "eval_dataset": rows, "train_type": train_type}
     train_ok(1, tmp_path / "out", **options, **ONE_STEP)
     assert not is_tied(tmp_path / "out")
-    before, after = (load_file(folder / "model.safetensors")["lm_head.weight"] for folder in (base, tmp_path / "out"))
+    before, after = (
+        load_file(folder / "model.safetensors")["lm_head.weight"]
+        for folder in (base, tmp_path / "out")
+    )
     assert torch.equal(before, after) == (train_type != "full")
     if train_type == "full":
         with torch.no_grad():
@@ -140,15 +178,21 @@ def test_what_merge_and_quantize_write_has_the_models_own_head(tmp_path: Path) -
     for quant_type in ("nf4", "nvfp4"):
         out = tmp_path / quant_type
         assert main(["quantize", str(base), *flags(out=out, quant_type=quant_type)]) == 0
-        assert not is_tied(out) and torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], head)
+        assert not is_tied(out) and torch.equal(
+            load_file(out / "model.safetensors")["lm_head.weight"], head
+        )
 
 
 @pytest.mark.parametrize("edit", [same_head, head_alone])
-def test_new_tokens_are_merged_into_both_ends_of_a_tied_model(edit: Callable[..., object], tmp_path: Path) -> None:
+def test_new_tokens_are_merged_into_both_ends_of_a_tied_model(
+    edit: Callable[..., object], tmp_path: Path
+) -> None:
     base = tied_model(tmp_path / "model", edit=edit)
     with torch.no_grad():
         tokens = {"embed_tokens": [2, 3]}
-        expected = peft_adapter(base, tmp_path / "adapter", trainable_token_indices=tokens)(input_ids=PROBE).logits
+        expected = peft_adapter(base, tmp_path / "adapter", trainable_token_indices=tokens)(
+            input_ids=PROBE
+        ).logits
     merged = tmp_path / "merged"
     assert main(["merge", *flags(adapter=tmp_path / "adapter", model_name=base, out=merged)]) == 0
     assert is_tied(merged) and (logits(merged) - expected).abs().max() < 1e-4
@@ -158,14 +202,27 @@ def test_new_tokens_need_a_config_that_peft_reads_as_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tied_model(tmp_path / "model")
-    options = {"model_name": base, "dataset": write_rows(tmp_path / "rows.jsonl", ROWS), "add_tokens": "<new>"}
+    options = {
+        "model_name": base,
+        "dataset": write_rows(tmp_path / "rows.jsonl", ROWS),
+        "add_tokens": "<new>",
+    }
     assert main(["train", *flags(output_dir=tmp_path / "out", nproc_per_node=1, **options)]) == 2
     assert "Set tie_word_embeddings to false in config.json" in capsys.readouterr().err
     set_config(base, tie_word_embeddings=False)
-    assert main(["train", *flags(output_dir=tmp_path / "out", nproc_per_node=1, dry_run=True, **options)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *flags(output_dir=tmp_path / "out", nproc_per_node=1, dry_run=True, **options),
+            ]
+        )
+        == 0
+    )
 
 
-PLANS = {  # (config's setting, the index names a head, the text model's setting) -> the head is counted
+# (config's setting, the index names a head, the text model's setting) -> the head is counted
+PLANS = {
     "tied, no files": (True, None, 0),
     "tied, no head": (True, False, 0),
     "tied, a head": (True, True, 0),
@@ -190,8 +247,12 @@ def test_a_plan_without_weights_says_which_head_it_counts(
     if setting is not None:
         set_config(folder, tie_word_embeddings=setting)
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
-    status = main(["train", *flags(model_name=folder, dataset=rows, dry_run=True, nproc_per_node=1)])
+    status = main(
+        ["train", *flags(model_name=folder, dataset=rows, dry_run=True, nproc_per_node=1)]
+    )
     said = "".join(capsys.readouterr())
     assert status == 0, said
     form = "a head of its own" if heads else "one tensor for embeddings and head"
-    assert ("believed" in said) == (case != "tied, no head") and (f"tell: {form}" in said) == ("believed" in said)
+    assert ("believed" in said) == (case != "tied, no head") and (f"tell: {form}" in said) == (
+        "believed" in said
+    )

@@ -1,4 +1,6 @@
-"""Published models whose tensors are not what their quantization_config says: refused by name, or right."""
+"""Published models whose tensors are not what their quantization_config says: refused by name, or
+right.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -42,7 +44,9 @@ FORMS: Mapping[str, Callable[[Path, Path], Any]] = {
 
 
 def save_changed(form: str, changes: Mapping[str, Any], models: Models, folder: Path) -> Path:
-    """Save a model in a format, with some tensors replaced by functions of them, or (None) removed."""
+    """Save a model in a format, with some tensors replaced by functions of them,
+    or (None) removed.
+    """
     family = "gpt_oss" if form == "mxfp4" else "llama"
     FORMS[form](models(family, **FAMILIES.get(family, {})), folder)
     if form == "fp8 rows":
@@ -85,10 +89,14 @@ OF_ALL = f"{UP}_scale_2"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {f"{UP}_scale_inv": to(torch.int64)}, "_scale_inv is int64 and must be float32"),
     ("fp8 blocks", {f"{UP}_scale_inv": turned}, "has scales [2, 4], which do not fit its shape"),
-    ("fp8 blocks", {f"{UP}_scale_inv": lambda value: value[:0]}, "has scales [0, 2], which do not fit its shape"),
+    ("fp8 "
+     "blocks", {f"{UP}_scale_inv": lambda value: value[:0]}, "has scales [0, 2], which do not "
+                                                                 "fit its shape"),
     ("fp8 blocks", {UP: flat}, "[8192] in FP8 has scales [4, 2], which do not fit its shape"),
     ("fp8 blocks", {SCALE: lambda _: torch.ones(4, 2)}, f"cannot both be {UP}.scale"),
-    ("fp8 blocks", {"line\nbreak": lambda _: torch.ones(1)}, "has a tensor named 'line\\nbreak', which no model has"),
+    ("fp8 "
+     "blocks", {"line\nbreak": lambda _: torch.ones(1)}, "has a tensor named 'line\\nbreak', "
+                                                             "which no model has"),
     ("fp8 rows", {SCALE: to(torch.bool)}, "_scale is bool and must be float32"),
     ("nvfp4", {UP: flat}, "in NVFP4 has scales"),
     ("nvfp4", {UP: turned}, "in NVFP4 has scales"),
@@ -97,7 +105,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("nvfp4", {SCALE: lambda value: value[:0]}, "in NVFP4 has scales"),
     ("nvfp4", {OF_ALL: None}, "has no global scale"),
     ("nvfp4", {OF_ALL: to(torch.int64)}, "_scale_2 is int64 and must be float32"),
-    ("nvfp4", {OF_ALL: lambda value: value.repeat(2)}, "_scale_2 has shape [2] and must be one number"),
+    ("nvfp4", {OF_ALL: lambda value: value.repeat(2)}, "_scale_2 has shape [2] and must be one "
+                                                       "number"),
     ("mxfp4", {f"{EXPERTS}_scales": turned}, "in MXFP4 has scales"),
     ("mxfp4", {f"{EXPERTS}_scales": to(torch.float32)}, "_scales is float32 and must be uint8"),
     ("mxfp4", {f"{EXPERTS}_blocks": lambda value: value.flatten(2)}, "in MXFP4 has scales"),
@@ -116,30 +125,47 @@ def test_tensors_that_do_not_fit_their_format_are_refused_by_name(
 ) -> None:
     folder = save_changed(form, changes, models, tmp_path / "model")
     stored = format_of(folder)
-    for options in ({"stored": stored}, {"packed": stored})[: 1 if stored.quantizer == INTEGERS else 2]:
+    for options in ({"stored": stored}, {"packed": stored})[
+        : 1 if stored.quantizer == INTEGERS else 2
+    ]:
         with pytest.raises(UserError) as error:
             WeightFiles(folder, **options)
         assert words in str(error.value)
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "lora"])
-def test_turned_matrices_are_refused_by_name(train_type: str, models: Models, tmp_path: Path) -> None:
-    folder = save_changed("fp8 blocks", {UP: turned, f"{UP}_scale_inv": turned}, models, tmp_path / "model")
+def test_turned_matrices_are_refused_by_name(
+    train_type: str, models: Models, tmp_path: Path
+) -> None:
+    folder = save_changed(
+        "fp8 blocks", {UP: turned, f"{UP}_scale_inv": turned}, models, tmp_path / "model"
+    )
     with pytest.raises(UserError, match=f"wrong shape: {UP}"):
         open_model(folder, write_rows(tmp_path / "rows.jsonl", make_rows(2)), train_type)
 
 
 @pytest.mark.parametrize("value", [2, -2, 2**31 - 1])
-def test_a_group_that_has_no_scales_is_refused_by_name(value: int, models: Models, tmp_path: Path) -> None:
-    folder = save_changed("gptq", {f"{GPTQ}.g_idx": lambda old: old + (old == 1) * (value - 1)}, models, tmp_path / "m")
+def test_a_group_that_has_no_scales_is_refused_by_name(
+    value: int, models: Models, tmp_path: Path
+) -> None:
+    folder = save_changed(
+        "gptq",
+        {f"{GPTQ}.g_idx": lambda old: old + (old == 1) * (value - 1)},
+        models,
+        tmp_path / "m",
+    )
     with pytest.raises(UserError, match=f"{GPTQ}.g_idx has groups from "):
         WeightFiles(folder, format_of(folder)).read_rows(UP, 0, 128)
 
 
 @pytest.mark.parametrize("form", ["fp8 rows", "nvfp4"])
-def test_negative_and_zero_scales_are_numbers_like_others(form: str, models: Models, tmp_path: Path) -> None:
+def test_negative_and_zero_scales_are_numbers_like_others(
+    form: str, models: Models, tmp_path: Path
+) -> None:
     def changed(scale: torch.Tensor) -> torch.Tensor:
-        return (scale.float() * torch.tensor([-1.0, 0.0, 2.0, 1.0]).repeat(32)[:, None]).to(scale.dtype)
+        return (scale.float() * torch.tensor([-1.0, 0.0, 2.0, 1.0]).repeat(32)[:, None]).to(
+            scale.dtype
+        )
 
     folder = save_changed(form, {SCALE: changed}, models, tmp_path / "model")
     found = WeightFiles(folder, format_of(folder)).read_rows(UP, 0, 128)
@@ -147,7 +173,9 @@ def test_negative_and_zero_scales_are_numbers_like_others(form: str, models: Mod
     assert torch.equal(found, decode(folder)[UP].bfloat16())
 
 
-def test_fp8_of_the_other_kind_is_decoded_and_not_trained_as_it_is(models: Models, tmp_path: Path) -> None:
+def test_fp8_of_the_other_kind_is_decoded_and_not_trained_as_it_is(
+    models: Models, tmp_path: Path
+) -> None:
     folder = save_changed("fp8 blocks", {UP: to(torch.float8_e5m2)}, models, tmp_path / "model")
     data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
     with pytest.raises(UserError, match=f"{UP} is in E5M2"):
@@ -159,16 +187,32 @@ def test_fp8_of_the_other_kind_is_decoded_and_not_trained_as_it_is(models: Model
 
 
 UNUSABLE = [
-    ("nvfp4", {SCALE: lambda value: torch.full_like(value, torch.nan)}, f"{UP}.scale has values that are not finite"),
-    ("nvfp4", {OF_ALL: lambda value: value * torch.inf}, f"{UP}.global_scale has values that are not finite"),
+    (
+        "nvfp4",
+        {SCALE: lambda value: torch.full_like(value, torch.nan)},
+        f"{UP}.scale has values that are not finite",
+    ),
+    (
+        "nvfp4",
+        {OF_ALL: lambda value: value * torch.inf},
+        f"{UP}.global_scale has values that are not finite",
+    ),
     (
         "nvfp4",
         {OF_ALL: lambda value: torch.full_like(value, 3e38)},
         f"{UP}.global_scale has scales with which weights are not finite",
     ),
-    ("fp8 rows", {UP: lambda value: torch.full_like(value, torch.nan)}, f"{UP} has values that are not finite"),
+    (
+        "fp8 rows",
+        {UP: lambda value: torch.full_like(value, torch.nan)},
+        f"{UP} has values that are not finite",
+    ),
     ("fp8 rows", {SCALE: lambda value: value * 1e39}, f"{UP}.scale has "),
-    ("mxfp4", {f"{EXPERTS}_scales": lambda value: value | 255}, f"{EXPERTS}.scale has values that are not finite"),
+    (
+        "mxfp4",
+        {f"{EXPERTS}_scales": lambda value: value | 255},
+        f"{EXPERTS}.scale has values that are not finite",
+    ),
     ("mxfp4", {f"{EXPERTS}_scales": lambda value: value | 254}, f"{EXPERTS}.scale has "),
 ]
 
@@ -186,7 +230,11 @@ def test_scales_that_are_no_numbers_are_refused_as_they_are_loaded(
     for name, layer in layers.items():
         for suffix in layer.stored_forms():
             values = weights.read_whole(name + suffix).flatten()
-            reasons += [f"{name + suffix} has {reason}"] if (reason := layer.unusable(suffix, values)) else []
+            reasons += (
+                [f"{name + suffix} has {reason}"]
+                if (reason := layer.unusable(suffix, values))
+                else []
+            )
     assert len(reasons) == 1 and words in reasons[0]
     with pytest.raises(UserError, match="has values that are not finite"):
         lora = open_model(folder, data, "lora")
@@ -199,7 +247,9 @@ def refused(number: int, models: Models, tmp_path: Path) -> tuple[Path, str]:
     folder = tmp_path / "model"
     if number == 0:
         save_fp8(models("llama"), folder, "blocks")
-        set_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": "line\nbreak"})
+        set_config(
+            folder, quantization_config={"quant_method": "fp8", "weight_block_size": "line\nbreak"}
+        )
         return folder, "config.json has quantization_config.weight_block_size 'line\\nbreak'"
     if number == 1:
         save_modelopt(models("llama"), folder)
@@ -218,11 +268,17 @@ def change(folder: Path, name: str, changed: Callable[[torch.Tensor], torch.Tens
     edit_weights(folder, lambda stored: stored.update({name: changed(stored[name])}))
 
 
-@pytest.mark.parametrize("number", [0, 2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 3))])
-def test_a_run_of_two_ranks_refuses_a_hostile_model(number: int, models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [0, 2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 3))]
+)
+def test_a_run_of_two_ranks_refuses_a_hostile_model(
+    number: int, models: Models, tmp_path: Path
+) -> None:
     folder, words = refused(number, models, tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    argv = flags(model_name=folder, dataset=data, output_dir=tmp_path / "out", allow_unquantized=True)
+    argv = flags(
+        model_name=folder, dataset=data, output_dir=tmp_path / "out", allow_unquantized=True
+    )
     statuses, output = run_ranks(2, argv, tmp_path / "logs")
     assert statuses == [2, 2] and "Traceback" not in output
     said = [line for line in output.splitlines() if "error: " in line]

@@ -1,4 +1,6 @@
-"""Downloads from a hub: a small local server that speaks as much of its protocol as the client asks for."""
+"""Downloads from a hub: a small local server that speaks as much of its protocol as the client asks
+for.
+"""
 
 import hashlib
 import http.server
@@ -23,7 +25,11 @@ from tests.loading.test_prequantized import save_fp8, set_config
 from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 
 COMMIT = "c" * 40
-FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": bytes(range(256)) * 48_000,
+    "original/other.safetensors": b"no",
+}
 FIND = """
 import functools, logging, os, sys
 from fsdp_qlora.utils.errors import LostRank, UserError
@@ -46,7 +52,8 @@ except LostRank as error:
 
 
 class Hub:
-    """files: of owner/model. moves: whether somebody commits to it each time after it was asked for its newest commit.
+    """files: of owner/model. moves: whether somebody commits to it each time after it was asked for
+    its newest commit.
 
     It answers nothing while `may_answer` is not set.
     """
@@ -78,7 +85,9 @@ class Hub:
         self.is_asked.set()
         self.may_answer.wait(600)
         path = request.path.partition("?")[0]
-        files: list[dict[str, Any]] = [{"path": name, "rfilename": name, "type": "file"} for name in self.files]
+        files: list[dict[str, Any]] = [
+            {"path": name, "rfilename": name, "type": "file"} for name in self.files
+        ]
         for file in files:
             file |= {"size": len(self.files[file["path"]]), "oid": self.hash(file["path"])}
         if self.gated:
@@ -95,7 +104,12 @@ class Hub:
         elif found := re.fullmatch(r"/owner/model/resolve/([^/]+)/(.+)", path):
             commit, name = found.groups()
             self.requests[name] += request.command == "GET"
-            self.send(request, 200, self.files[name], {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": commit})
+            self.send(
+                request,
+                200,
+                self.files[name],
+                {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": commit},
+            )
         else:
             self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
@@ -104,7 +118,11 @@ class Hub:
 
     def send(self, request: Any, status: int, body: bytes, headers: dict[str, str]) -> None:
         request.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **headers,
+        }.items():
             request.send_header(name, value)
         request.end_headers()
         if request.command == "GET":
@@ -121,7 +139,10 @@ def hub() -> Iterator[Hub]:
 def hub_environment(hub: Hub, home: Path) -> dict[str, str]:
     """The environment of a process whose hub this is."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return clean | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(home / "hub")}
+    return clean | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
+        "HF_HOME": str(home / "hub"),
+    }
 
 
 @pytest.fixture
@@ -129,12 +150,22 @@ def start(hub: Hub, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]
     """start(ranks, **environment): the processes of one launch, rank 0 the last to be started."""
 
     def start(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
-        common = hub_environment(hub, tmp_path) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TMPDIR": str(tmp_path), **environment}
+        common = hub_environment(hub, tmp_path) | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        common |= {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "TMPDIR": str(tmp_path),
+            **environment,
+        }
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in reversed(range(ranks))]
         argv = [sys.executable, "-c", FIND]
-        return [subprocess.Popen(argv, cwd=ROOT, env=common | own, **output) for own in numbers][::-1]  # type: ignore[call-overload]
+        return [subprocess.Popen(argv, cwd=ROOT, env=common | own, **output) for own in numbers][
+            ::-1
+        ]  # type: ignore[call-overload]
 
     return start
 
@@ -142,7 +173,9 @@ def start(hub: Hub, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]
 @pytest.fixture
 def find(start: Callable[..., list[subprocess.Popen[str]]]) -> Callable[..., list[str]]:
     """find(ranks, **environment): what each rank of one launch prints."""
-    return lambda ranks, **environment: [process.communicate(timeout=600)[0] for process in start(ranks, **environment)]
+    return lambda ranks, **environment: [
+        process.communicate(timeout=600)[0] for process in start(ranks, **environment)
+    ]
 
 
 def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
@@ -152,8 +185,11 @@ def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
     (folder,) = {output.partition("FOLDER ")[2].strip() for output in outputs}
     assert Path(folder).is_relative_to(tmp_path), outputs
     assert (Path(folder) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-    assert hub.requests == {"config.json": 1, "model.safetensors": 1}  # and not the copy in another layout
-    assert "Downloading owner/model: 2 files" in outputs[0] and "Downloading" not in outputs[1].partition("FOLDER")[0]
+    # and not the copy in another layout
+    assert hub.requests == {"config.json": 1, "model.safetensors": 1}
+    assert ("Downloading owner/model: 2 files") in outputs[0] and "Downloading" not in outputs[
+        1
+    ].partition("FOLDER")[0]
     (offline,) = find(1, HF_HUB_OFFLINE="1")
     assert f"FOLDER {folder}" in offline and sum(hub.requests.values()) == 2
 
@@ -174,18 +210,23 @@ def test_every_rank_reports_why_a_download_failed(hub: Hub, find: Callable[..., 
     assert not hub.requests
 
 
-def test_a_download_larger_than_the_free_disk_is_refused(hub: Hub, find: Callable[..., list[str]]) -> None:
+def test_a_download_larger_than_the_free_disk_is_refused(
+    hub: Hub, find: Callable[..., list[str]]
+) -> None:
     class Huge(bytes):
         def __len__(self) -> int:
             return 2**60
 
     hub.files["model.safetensors"] = Huge(b"")
-    (output,) = find(1, WITH_WEIGHTS="0")  # there must be room for them too, which a run fetches later
+    # there must be room for them too, which a run fetches later
+    (output,) = find(1, WITH_WEIGHTS="0")
     assert "1073741824.0 GiB in" in output and "set HF_HUB_CACHE" in output
     assert not hub.requests
 
 
-def test_ranks_report_a_killed_download(hub: Hub, start: Callable[..., list[subprocess.Popen[str]]]) -> None:
+def test_ranks_report_a_killed_download(
+    hub: Hub, start: Callable[..., list[subprocess.Popen[str]]]
+) -> None:
     hub.may_answer.clear()
     downloader, waiting = start(2)
     assert waiting.stdout and waiting.stdout.readline() == "CONNECTED\n" and hub.is_asked.wait(600)
@@ -199,19 +240,33 @@ def test_ranks_report_a_killed_download(hub: Hub, start: Callable[..., list[subp
 
 
 def test_the_table_of_known_models_is_compared_with_the_hub(hub: Hub, tmp_path: Path) -> None:
-    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "head_dim": None}
     hub.files["config.json"] = json.dumps({"text_config": text, "num_hidden_layers": 2}).encode()
 
     right = {"hub": "owner/model", **sizes, "head_dim": 16}
-    others = {"absent": {**right, "hub": "owner/other"}, "wrong": {**right, "hidden_size": 32}, "lost": "no_model"}
+    others = {
+        "absent": {**right, "hub": "owner/other"},
+        "wrong": {**right, "hidden_size": 32},
+        "lost": "no_model",
+    }
     tables = [tmp_path / "right.yaml", tmp_path / "others.yaml"]
     for path, table in zip(tables, ({"right": right, "again": "right"}, others), strict=True):
         path.write_text(json.dumps(table))
-    code = "import sys; from scripts.check_models import main; print([main([path]) for path in sys.argv[1:]])"
+    code = (
+        "import sys; from scripts.check_models import main; print([main([path]) for path in "
+        "sys.argv[1:]])"
+    )
     environment = hub_environment(hub, tmp_path) | {"PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", code, *map(str, tables)]
-    said = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600).stdout
+    said = subprocess.run(
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    ).stdout
     assert said.startswith("right (owner/model): as on the hub\n") and said.endswith("[0, 2]\n")
     assert "absent (owner/other): cannot be read" in said
     assert "hidden_size is 64 there, and 32 here" in said and "names of no model: lost" in said
@@ -234,25 +289,45 @@ for argv in json.loads(sys.argv[1]):
 def run_in_turn(
     hub: Hub, folder: Path, cases: list[dict[str, object]], *, buffer_mib: str = "128"
 ) -> tuple[list[int], str]:
-    """Runs of train.py in one process, whose hub this is: their exit statuses and all that they print."""
+    """Runs of train.py in one process, whose hub this is: their exit statuses and all that they
+    print.
+    """
     rows = write_rows(folder / "rows.jsonl", make_rows(4))
     write_rows(folder / "columns.jsonl", [{"a": "1", "b": "2"}])
-    common = {"model_name": "owner/model", "dataset": rows, "max_steps": 1, "log_to": "stdout", "quant_cache": "off"}
-    argvs = [flags(**{**common, "output_dir": folder / f"out{i}", **case}) for i, case in enumerate(cases)]
+    common = {
+        "model_name": "owner/model",
+        "dataset": rows,
+        "max_steps": 1,
+        "log_to": "stdout",
+        "quant_cache": "off",
+    }
+    argvs = [
+        flags(**{**common, "output_dir": folder / f"out{i}", **case})
+        for i, case in enumerate(cases)
+    ]
     done = subprocess.run(
         [sys.executable, "-c", REFUSE, json.dumps(argvs)],
         cwd=folder,
-        env={**hub_environment(hub, folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), BUFFER: buffer_mib},
+        env={
+            **hub_environment(hub, folder),
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(folder),
+            BUFFER: buffer_mib,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")], done.stdout
+    return [
+        int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")
+    ], done.stdout
 
 
 @pytest.mark.slow
-def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(hub: Hub, tmp_path: Path) -> None:
+def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(
+    hub: Hub, tmp_path: Path
+) -> None:
     folder = tied_model(tmp_path / "model")
     hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
     statuses, output = run_in_turn(hub, tmp_path, [{"train_type": "lora"}])
@@ -269,7 +344,8 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(
     statuses, output = run_in_turn(hub, tmp_path, list(CASES.values()), buffer_mib="1e9")
     assert dict(zip(CASES, statuses, strict=True)) == dict.fromkeys(CASES, 2), output
     assert hub.requests["config.json"] > 0 and hub.requests["model.safetensors"] == 0, output
-    # Then a run that is accepted gets them, of the commit that it has planned with, and the next one needs no hub.
+    # Then a run that is accepted gets them, of the commit that it has planned with, and the next
+    # one needs no hub.
     statuses, output = run_in_turn(hub, tmp_path, [{}])
     assert statuses == [0] and hub.requests["model.safetensors"] == 1, output
     [weights] = (tmp_path / "hub").glob("hub/models--owner--model/snapshots/*/*.safetensors")
@@ -280,7 +356,9 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(
     # A resumed run with other rows is refused before the weights of a newer commit.
     hub.gated = False
     more = write_rows(tmp_path / "more.jsonl", make_rows(5))
-    statuses, output = run_in_turn(hub, tmp_path, [{"output_dir": tmp_path / "again", "dataset": more}])
+    statuses, output = run_in_turn(
+        hub, tmp_path, [{"output_dir": tmp_path / "again", "dataset": more}]
+    )
     assert statuses == [2] and "the rows (--dataset, --eval_dataset) are not the same" in output
     assert hub.requests["model.safetensors"] == 1
 

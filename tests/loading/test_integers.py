@@ -1,4 +1,6 @@
-"""Models published as integers, by AutoAWQ, GPTQ's programs and compressed-tensors: decoded as they are read."""
+"""Models published as integers, by AutoAWQ, GPTQ's programs and compressed-tensors: decoded as they
+are read.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,9 +35,11 @@ def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def without_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """GPTQ's zero points of version 1 from those of version 2, by GPTQModel's own arithmetic, in numpy.
+    """GPTQ's zero points of version 1 from those of version 2, by GPTQModel's own arithmetic, in
+    numpy.
 
-    It subtracts one constant from int32 words, in which a zero borrows from its neighbour; of 3 bits, 1 from each.
+    It subtracts one constant from int32 words, in which a zero borrows from its neighbour; of 3
+    bits, 1 from each.
     """
     if bits == 3:
         numbers = (words.numpy().view("uint8").reshape(len(words), -1, 1) >> np.arange(8)) & 1
@@ -46,17 +50,36 @@ def without_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def save_gptq(
-    source: Path, folder: Path, *, bits: int = 4, v2: bool = False, desc_act: bool = False, dynamic: dict | None = None
+    source: Path,
+    folder: Path,
+    *,
+    bits: int = 4,
+    v2: bool = False,
+    desc_act: bool = False,
+    dynamic: dict | None = None,
 ) -> dict:
-    """Write a model's linear layers as GPTQ's programs do; returns all its weights as they are meant."""
-    return save_integers(source, folder, {
-        "quant_method": "gptq", "bits": bits, "group_size": SIZE, "desc_act": desc_act, "sym": False,
-        "checkpoint_format": "gptq_v2" if v2 else "gptq", "dynamic": dynamic,
-    })  # fmt: skip
+    """Write a model's linear layers as GPTQ's programs do; returns all its weights as they are
+    meant.
+    """
+    return save_integers(
+        source,
+        folder,
+        {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": SIZE,
+            "desc_act": desc_act,
+            "sym": False,
+            "checkpoint_format": "gptq_v2" if v2 else "gptq",
+            "dynamic": dynamic,
+        },
+    )
 
 
 def save_awq(source: Path, folder: Path) -> dict:
-    return save_integers(source, folder, {"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"})
+    return save_integers(
+        source, folder, {"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"}
+    )
 
 
 def save_integers(source: Path, folder: Path, about: dict) -> dict[str, torch.Tensor]:
@@ -79,13 +102,19 @@ def save_integers(source: Path, folder: Path, about: dict) -> dict[str, torch.Te
         meant[name] = ((codes - zeros[g_idx]) * scales.float()[g_idx]).T.contiguous().half()
         base = name.removesuffix(".weight")
         if about["quant_method"] == "awq":
-            words = [pack(of.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4) for of in (codes, zeros)]
+            words = [
+                pack(of.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4)
+                for of in (codes, zeros)
+            ]
         else:
             words = [pack(codes.T, bits).T, pack(zeros, bits)]
             if about["checkpoint_format"] == "gptq":
                 words[1] = without_ones(words[1], bits)
             stored[f"{base}.g_idx"] = g_idx.to(torch.int32)
-        stored |= {f"{base}.{end}": of.contiguous() for end, of in zip(("qweight", "qzeros"), words, strict=True)}
+        stored |= {
+            f"{base}.{end}": of.contiguous()
+            for end, of in zip(("qweight", "qzeros"), words, strict=True)
+        }
         stored[f"{base}.scales"] = scales
     save_plain(source, folder, stored)
     set_config(folder, quantization_config=about)
@@ -95,7 +124,9 @@ def save_integers(source: Path, folder: Path, about: dict) -> dict[str, torch.Te
 def save_by_compressed_tensors(source: Path, folder: Path, form: str) -> dict[str, torch.Tensor]:
     save_compressed(source, folder, form)
     kind = CompressedTensorsConfig(run_compressed=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=kind)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=kind
+    )
     return {name: model.state_dict()[name] for name in load_file(source / "model.safetensors")}
 
 
@@ -116,7 +147,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_integers_are_decoded_as_their_format_defines(form: str, models: Models, tmp_path: Path) -> None:
+def test_integers_are_decoded_as_their_format_defines(
+    form: str, models: Models, tmp_path: Path
+) -> None:
     source = models("llama")
     folder = tmp_path / "model"
     meant = FORMS[form](source, folder)
@@ -131,25 +164,40 @@ def test_integers_are_decoded_as_their_format_defines(form: str, models: Models,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["awq", "int4 zeros"])
-def test_a_model_in_integers_trains_as_its_decoded_weights(form: str, models: Models, tmp_path: Path) -> None:
+def test_a_model_in_integers_trains_as_its_decoded_weights(
+    form: str, models: Models, tmp_path: Path
+) -> None:
     source = models("llama")
     folder = tmp_path / "model"
     plain = save_plain(source, tmp_path / "plain", FORMS[form](source, folder))
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
     for train_type, world_size in (("lora", 1), ("qlora", 2)):
-        options = {"train_type": train_type, "gradient_accumulation_steps": 2, "batch_size": 2, **common}
+        options = {
+            "train_type": train_type,
+            "gradient_accumulation_steps": 2,
+            "batch_size": 2,
+            **common,
+        }
         train_ok(world_size, tmp_path / f"{train_type}_plain", model_name=plain, **options)
         output = train_ok(world_size, tmp_path / train_type, model_name=folder, **options)
         for key in ("loss", "grad_norm"):
-            assert read_metrics(tmp_path / train_type, key) == read_metrics(tmp_path / f"{train_type}_plain", key)
+            assert read_metrics(tmp_path / train_type, key) == read_metrics(
+                tmp_path / f"{train_type}_plain", key
+            )
         assert "its weights are decoded to the type of their scales as they are read" in output
 
 
 @pytest.mark.parametrize(
     ("tensor", "value"),
-    [("scales", torch.ones(2, 100)), ("qzeros", torch.ones(2, 5).int()), ("g_idx", torch.ones(63).int())],
+    [
+        ("scales", torch.ones(2, 100)),
+        ("qzeros", torch.ones(2, 5).int()),
+        ("g_idx", torch.ones(63).int()),
+    ],
 )
-def test_integers_that_do_not_fit_are_refused_by_name(tensor: str, value: torch.Tensor, models, tmp_path) -> None:
+def test_integers_that_do_not_fit_are_refused_by_name(
+    tensor: str, value: torch.Tensor, models, tmp_path
+) -> None:
     save_gptq(models("llama"), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     save_file(load_file(file) | {f"{UP}.{tensor}": value}, file)
@@ -164,9 +212,15 @@ def test_integers_that_do_not_fit_are_refused_by_name(tensor: str, value: torch.
     [
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (gemv)"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ (marlin)"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"format": "marlin"}}}, "GPTQ"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"format": "marlin"}}},
+            "GPTQ",
+        ),
         ({"quant_method": "gptq", "bits": 5}, "GPTQ"),
-        ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, "compressed-tensors (mixed-precision)"),
+        (
+            {"quant_method": "compressed-tensors", "format": "mixed-precision"},
+            "compressed-tensors (mixed-precision)",
+        ),
     ],
 )
 def test_integers_in_other_layouts_are_refused_by_name(settings: dict, label: str) -> None:

@@ -18,9 +18,19 @@ MIB = 2**20
 
 
 def make_big_model(folder: Path, *, layers: int) -> int:
-    """A bf16 llama of 25 MiB a layer in as many files; returns the bytes of its quantized load_weights."""
-    sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
-    config = AutoConfig.for_model("llama", **{**sizes, "num_key_value_heads": 16, "num_hidden_layers": layers})
+    """A bf16 llama of 25 MiB a layer in as many files; returns the bytes of its quantized
+    load_weights.
+    """
+    sizes = {
+        **SIZES,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "head_dim": 64,
+    }
+    config = AutoConfig.for_model(
+        "llama", **{**sizes, "num_key_value_heads": 16, "num_hidden_layers": layers}
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.save_pretrained(folder)
@@ -64,7 +74,9 @@ def _load(folder: Path, result: Path) -> int:
         TRAIN_TYPES["qlora"],
         precision,
         ranks.device,
-        LayerOptions(lora=LoraOptions(rank=4, alpha=4), quantizer={"quant_type": "nf4", "double_quant": True}),
+        LayerOptions(
+            lora=LoraOptions(rank=4, alpha=4), quantizer={"quant_type": "nf4", "double_quant": True}
+        ),
         attn_implementation="auto",
     )
     weight_files = WeightFiles(folder)
@@ -79,7 +91,9 @@ def _load(folder: Path, result: Path) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
     parallelize.materialize(parts, ranks.device)
-    load_weights.load_weights(model, weights, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False)
+    load_weights.load_weights(
+        model, weights, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
+    )
     measured = {
         "bytes_read": weight_files.bytes_read,
         "shard_bytes": shard,
@@ -99,8 +113,8 @@ def test_a_rank_reads_only_its_part_within_the_memory_bound(tmp_path: Path) -> N
         measured = json.loads((tmp_path / f"{rank}.json").read_text())
         rest = file_bytes - quantized_bytes
         assert measured["bytes_read"] <= (quantized_bytes / 2) * 1.02 + rest
-        # 64 MiB in flight, and some of temporary values and of what the allocator keeps, which do not grow with the
-        # model. Half of the 588 MiB of weights in memory would break this.
+        # 64 MiB in flight, and some of temporary values and of what the allocator keeps, which do
+        # not grow with the model. Half of the 588 MiB of weights in memory would break this.
         assert measured["growth_bytes"] <= measured["shard_bytes"] + (64 + 64) * MIB, measured
 
 
@@ -114,7 +128,12 @@ def test_nan_in_one_ranks_part_is_reported_by_every_rank(
     folder = Path(shutil.copytree(models(), tmp_path / "model"))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
-    argv = flags(**options, train_type=train_type, output_dir=tmp_path / "out", quant_cache=tmp_path / "cache")
+    argv = flags(
+        **options,
+        train_type=train_type,
+        output_dir=tmp_path / "out",
+        quant_cache=tmp_path / "cache",
+    )
     statuses, output = run_ranks(2, argv, tmp_path / "logs")
     assert statuses == [2, 2] and "Traceback" not in output, output
     assert f"[rank 1] error: Weight {name} has values that are not finite" in output
@@ -124,7 +143,9 @@ def test_nan_in_one_ranks_part_is_reported_by_every_rank(
 
 def test_float64_weights_are_read_as_float32(models: Callable[..., Path], tmp_path: Path) -> None:
     singles = load_file(models() / "model.safetensors")
-    save_file({name: value.double() for name, value in singles.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value.double() for name, value in singles.items()}, tmp_path / "model.safetensors"
+    )
     weight_files = WeightFiles(tmp_path)
     for name, value in singles.items():
         assert weight_files.dtype(name) == torch.float32

@@ -1,4 +1,6 @@
-"""Which layers of a published model are quantized: the files tell, and not the names in its quantization_config."""
+"""Which layers of a published model are quantized: the files tell, and not the names in its
+quantization_config.
+"""
 
 import json
 import shutil
@@ -41,9 +43,15 @@ def unquantize(folder: Path, weight: str = f"{DOWN}.weight") -> None:
 
 def opened(folder: Path, tmp_path: Path, train_type: str = "qlora") -> set[str]:
     """The quantized weights of a run that has opened its files."""
-    argv = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(2)), "dry_run": True}
+    argv = {
+        "model_name": folder,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(2)),
+        "dry_run": True,
+    }
     share = {"allow_unquantized": True} if train_type == "qlora" else {}
-    plan = make_plan(parse_train_config(flags(train_type=train_type, **argv, **share)), ALONE, None).model
+    plan = make_plan(
+        parse_train_config(flags(train_type=train_type, **argv, **share)), ALONE, None
+    ).model
     open_weights(plan)
     return set(quantized_layers(plan.meta.model))
 
@@ -61,7 +69,9 @@ LISTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("names", LISTS, ids=[str(index) for index in range(len(LISTS))])
-def test_the_files_tell_which_layers_are_quantized(names: dict[str, Any], models: Models, tmp_path: Path) -> None:
+def test_the_files_tell_which_layers_are_quantized(
+    names: dict[str, Any], models: Models, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     save_fp8(models("llama"), folder, "blocks")
     unquantize(folder)
@@ -71,7 +81,9 @@ def test_the_files_tell_which_layers_are_quantized(names: dict[str, Any], models
 
 
 @pytest.mark.slow
-def test_a_model_with_other_names_trains_as_its_decoded_weights(models: Models, tmp_path: Path) -> None:
+def test_a_model_with_other_names_trains_as_its_decoded_weights(
+    models: Models, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     source = models("llama")
     save_fp8(source, folder, "blocks")
@@ -81,22 +93,33 @@ def test_a_model_with_other_names_trains_as_its_decoded_weights(models: Models, 
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
     train_ok(1, tmp_path / "plain_out", model_name=plain, train_type="lora", batch_size=2, **common)
     train_ok(2, tmp_path / "out", model_name=folder, batch_size=1, allow_unquantized=True, **common)
-    assert read_metrics(tmp_path / "out") == pytest.approx(read_metrics(tmp_path / "plain_out"), rel=1e-5)
+    assert read_metrics(tmp_path / "out") == pytest.approx(
+        read_metrics(tmp_path / "plain_out"), rel=1e-5
+    )
 
 
 def test_layers_of_bitsandbytes_are_told_by_the_files(models: Models, tmp_path: Path) -> None:
-    folder = save_4bit(models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"])
-    set_config(folder, quantization_config={**settings_of(folder), "llm_int8_skip_modules": ["(((", "down_proj"]})
+    folder = save_4bit(
+        models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"]
+    )
+    set_config(
+        folder,
+        quantization_config={**settings_of(folder), "llm_int8_skip_modules": ["(((", "down_proj"]},
+    )
     assert {name.split(".")[-2] for name in opened(folder, tmp_path)} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [BLOCKS, {"quant_method": "bitsandbytes", "load_in_4bit": True}])
+@pytest.mark.parametrize(
+    "settings", [BLOCKS, {"quant_method": "bitsandbytes", "load_in_4bit": True}]
+)
 @pytest.mark.parametrize("train_type", ["qlora", "lora"])
 def test_16_bit_weights_with_settings_left_over_are_16_bit_weights(
     settings: dict[str, Any], train_type: str, models: Models, tmp_path: Path
 ) -> None:
     shutil.copytree(models("llama"), tmp_path / "model")
     set_config(tmp_path / "model", quantization_config=settings)
-    assert len(opened(tmp_path / "model", tmp_path, train_type)) == (14 if train_type == "qlora" else 0)
+    assert len(opened(tmp_path / "model", tmp_path, train_type)) == (
+        14 if train_type == "qlora" else 0
+    )

@@ -1,4 +1,6 @@
-"""Models that bitsandbytes has quantized to 4 bits, as transformers saves them, trained without decoding them."""
+"""Models that bitsandbytes has quantized to 4 bits, as transformers saves them, trained without
+decoding them.
+"""
 
 import json
 import re
@@ -66,7 +68,11 @@ def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> dict[str, object]:
     ids=["nested uint8", "bf16", "nested fp32", "nested fp4"],
 )
 def test_a_saved_4bit_model_trains_like_quantizing_at_load(
-    options: dict[str, object], ranks: list[int], same: dict[str, object], models: Models, tmp_path: Path
+    options: dict[str, object],
+    ranks: list[int],
+    same: dict[str, object],
+    models: Models,
+    tmp_path: Path,
 ) -> None:
     source = models("llama", **UNEVEN)
     folder = save_4bit(source, tmp_path / "model", **options)
@@ -83,20 +89,30 @@ def test_a_saved_4bit_model_trains_like_quantizing_at_load(
         assert (theirs / adapter).read_bytes() == (ours / adapter).read_bytes()
         assert "bit-identical to its weight in the file" in output
         overruled = [f"--{name}" for name in same]
-        assert ("has no effect" in output) == bool(overruled) and all(flag in output for flag in overruled)
+        assert ("has no effect" in output) == bool(overruled) and all(
+            flag in output for flag in overruled
+        )
 
 
-def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(models: Models, tmp_path: Path) -> None:
-    folder = save_4bit(models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"])
+def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(
+    models: Models, tmp_path: Path
+) -> None:
+    folder = save_4bit(
+        models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"]
+    )
     reference = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    output = train_ok(2, tmp_path / "out", model_name=folder, dataset=data, allow_unquantized=True, **RUN)
+    output = train_ok(
+        2, tmp_path / "out", model_name=folder, dataset=data, allow_unquantized=True, **RUN
+    )
     quantized = sum(
         module.in_features * module.out_features
         for name, module in reference.named_modules()
         if type(module).__name__ == "Linear4bit" and "up_proj" not in name
     )
-    total = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(models()).parameters())
+    total = sum(
+        weight.numel() for weight in AutoModelForCausalLM.from_pretrained(models()).parameters()
+    )
     assert f"{100 * quantized / total:.1f}% quantized" in output
 
 
@@ -110,15 +126,23 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
     config = PretrainedConfig(quantization_config=REFUSED[name])
-    with pytest.raises(UserError, match=f"is quantized as {name}, which is not supported. Give the model with 16- or"):
+    with pytest.raises(
+        UserError,
+        match=f"is quantized as {name}, which is not supported. Give the model with 16- or",
+    ):
         take_packed(config, "m")
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("deepseek-v3", "FP8"), ("kimi-k2", "FP8"), ("minimax-m2", "FP8"), ("kimi-k2-thinking", "INT4"),
-     ("gpt-oss-20b", "MXFP4")],
-)  # fmt: skip
+    [
+        ("deepseek-v3", "FP8"),
+        ("kimi-k2", "FP8"),
+        ("minimax-m2", "FP8"),
+        ("kimi-k2-thinking", "INT4"),
+        ("gpt-oss-20b", "MXFP4"),
+    ],
+)
 def test_known_models_are_planned_in_their_published_format(name: str, form: str) -> None:
     config = known_config(name)
     found = take_packed(config, name) if config else None
@@ -130,7 +154,9 @@ FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole
 
 
 def save_fp8(source: Path, folder: Path, form: str) -> dict[str, torch.Tensor]:
-    """Write a model's linear layers in FP8 as they are published; returns all its weights as they are meant."""
+    """Write a model's linear layers in FP8 as they are published; returns all its weights as they
+    are meant.
+    """
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
     block = FP8_FORMS[form]
@@ -142,10 +168,14 @@ def save_fp8(source: Path, folder: Path, form: str) -> dict[str, torch.Tensor]:
             continue
         rows, columns = block or {"rows": (1, value.shape[1]), "whole": value.shape}[form]
         scales = F.max_pool2d(value.abs()[None], (rows, columns), ceil_mode=True)[0] / 448
-        grid = scales.repeat_interleave(rows, 0)[: value.shape[0]].repeat_interleave(columns, 1)[:, : value.shape[1]]
+        grid = scales.repeat_interleave(rows, 0)[: value.shape[0]].repeat_interleave(columns, 1)[
+            :, : value.shape[1]
+        ]
         stored[name] = (value / grid).to(torch.float8_e4m3fn)
         meant[name] = (stored[name].float() * grid).bfloat16()
-        stored[f"{name}_scale_inv" if block else f"{name}_scale"] = scales if form != "whole" else scales.view(())
+        stored[f"{name}_scale_inv" if block else f"{name}_scale"] = (
+            scales if form != "whole" else scales.view(())
+        )
     stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(())
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     about = {"quant_method": "fp8", **({"weight_block_size": list(block)} if block else {})}
@@ -162,8 +192,12 @@ def save_mxfp4(source: Path, folder: Path) -> dict[str, torch.Tensor]:
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, columns, rows = value.shape
             del stored[name]
-            stored[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16)).to(torch.uint8)
-            stored[f"{name}_scales"] = torch.randint(119, 123, (experts, rows, columns // 32)).to(torch.uint8)
+            stored[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16)).to(
+                torch.uint8
+            )
+            stored[f"{name}_scales"] = torch.randint(119, 123, (experts, rows, columns // 32)).to(
+                torch.uint8
+            )
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     set_config(folder, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
     return {}
@@ -182,13 +216,23 @@ def meta_model(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("qwen3_moe", "blocks"), ("qwen3", "uneven blocks"), ("llama", "rows"), ("llama", "whole"), ("gpt_oss", "mxfp4")],
+    [
+        ("qwen3_moe", "blocks"),
+        ("qwen3", "uneven blocks"),
+        ("llama", "rows"),
+        ("llama", "whole"),
+        ("gpt_oss", "mxfp4"),
+    ],
 )
-def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, models: Models, tmp_path: Path) -> None:
+def test_fp8_and_mxfp4_train_as_their_decoded_weights(
+    family: str, form: str, models: Models, tmp_path: Path
+) -> None:
     source = models(family, **FAMILIES.get(family, {}))
     folder = tmp_path / "model"
     decoded = tmp_path / "decoded"
-    meant = expected = save_fp8(source, folder, form) if form in FP8_FORMS else save_mxfp4(source, folder)
+    meant = expected = (
+        save_fp8(source, folder, form) if form in FP8_FORMS else save_mxfp4(source, folder)
+    )
     if form in ("blocks", "mxfp4"):  # what transformers decodes itself
         kind = (Mxfp4Config if form == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
         expected = AutoModelForCausalLM.from_pretrained(
@@ -196,7 +240,9 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
         ).state_dict()
     weight_files = WeightFiles(folder, stored := format_of(folder))
     sources = match_tensors(meta_model(source), weight_files).sources
-    expected = {name: value for name, value in expected.items() if name.endswith(("_proj", "_proj.weight"))}
+    expected = {
+        name: value for name, value in expected.items() if name.endswith(("_proj", "_proj.weight"))
+    }
     assert len(expected) > 3
     for name, value in expected.items():
         count = value.numel()
@@ -206,7 +252,10 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
     if form not in ("blocks", "mxfp4"):
         return
     if form == "mxfp4":
-        meant = {name: weight_files.read_rows(at, 0, weight_files.shape(at)[0]) for name, at in sources.items()}
+        meant = {
+            name: weight_files.read_rows(at, 0, weight_files.shape(at)[0])
+            for name, at in sources.items()
+        }
     shutil.copytree(source, decoded)
     save_file(meant, decoded / "model.safetensors", metadata={"format": "pt"})
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
@@ -238,7 +287,9 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
         ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit its shape"),
     ],
 )
-def test_wrong_fp8_scales_are_refused_by_name(scales: dict, words: str, models: Models, tmp_path: Path) -> None:
+def test_wrong_fp8_scales_are_refused_by_name(
+    scales: dict, words: str, models: Models, tmp_path: Path
+) -> None:
     save_fp8(models("llama"), tmp_path / "model", "blocks")
     file = tmp_path / "model" / "model.safetensors"
     name = "model.layers.1.mlp.up_proj.weight"
@@ -252,10 +303,21 @@ def test_wrong_fp8_scales_are_refused_by_name(scales: dict, words: str, models: 
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NF4_STATE = f"{UP}.quant_state.bitsandbytes__nf4"
-# How it was quantized, tensors that are replaced (None removes one), the run's options, and what is said.
+# How it was quantized, tensors that are replaced (None removes one), the run's options, and what is
+# said.
 UNUSABLE: list[tuple[dict, dict, dict, str]] = [
-    ({"llm_int8_skip_modules": ["norm"]}, {}, {}, "lm_head.weight is a 4-bit weight outside the decoder blocks"),
-    ({}, {}, {"train_type": "lora"}, "quantized to 4 bits, which train_type lora cannot train. Use --train"),
+    (
+        {"llm_int8_skip_modules": ["norm"]},
+        {},
+        {},
+        "lm_head.weight is a 4-bit weight outside the decoder blocks",
+    ),
+    (
+        {},
+        {},
+        {"train_type": "lora"},
+        "quantized to 4 bits, which train_type lora cannot train. Use --train",
+    ),
     (
         {},
         {f"{UP}.absmax": torch.zeros(9, dtype=torch.uint8)},
@@ -263,8 +325,18 @@ UNUSABLE: list[tuple[dict, dict, dict, str]] = [
         f"wrong shape: {UP}.absmax in model.safetensors is [9]",
     ),
     ({}, {f"{UP}.quant_map": torch.zeros(16)}, {}, f"{UP}.quant_map is not bitsandbytes' table"),
-    ({}, {f"{UP}.nested_absmax": torch.full([1], torch.nan)}, {}, f"Weight {UP}.nested_absmax has values that are not"),
-    ({}, {NF4_STATE: {"blocksize": 128}}, {}, f"{NF4_STATE} describes a 4-bit weight that cannot be used"),
+    (
+        {},
+        {f"{UP}.nested_absmax": torch.full([1], torch.nan)},
+        {},
+        f"Weight {UP}.nested_absmax has values that are not",
+    ),
+    (
+        {},
+        {NF4_STATE: {"blocksize": 128}},
+        {},
+        f"{NF4_STATE} describes a 4-bit weight that cannot be used",
+    ),
     ({}, {f"{UP}.nested_absmax": None}, {}, f"missing: {UP}.nested_absmax"),
 ]
 
@@ -280,8 +352,12 @@ def test_unsupported_4bit_models_are_refused_by_name(
         state = json.loads(bytes(load_file(file)[NF4_STATE].tolist())) | changed
         stored[NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     save_file({name: value for name, value in stored.items() if value is not None}, file)
-    argv = flags(model_name=folder, dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)), **options)
-    statuses, output = run_ranks(1, [*argv, "--output_dir", str(tmp_path / "out")], tmp_path / "logs")
+    argv = flags(
+        model_name=folder, dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)), **options
+    )
+    statuses, output = run_ranks(
+        1, [*argv, "--output_dir", str(tmp_path / "out")], tmp_path / "logs"
+    )
     assert statuses == [2] and "Traceback" not in output, output
     assert words in output.partition("error: ")[2]
 

@@ -1,5 +1,6 @@
-"""Models published in MXFP4, NVFP4 and FP8, as compressed-tensors, modelopt and transformers save them, trained as
-they are."""
+"""Models published in MXFP4, NVFP4 and FP8, as compressed-tensors, modelopt and transformers save
+them, trained as they are.
+"""
 
 import json
 import shutil
@@ -22,7 +23,12 @@ Models = Callable[..., Path]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 RUN = {"lr": 1e-2, "precision": "fp32", "lora_rank": 4, "num_epochs": 3}
 SCHEMES = {
-    "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn},
+    "nvfp4": {
+        "num_bits": 4,
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": torch.float8_e4m3fn,
+    },
     "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
     "fp8 whole": {"num_bits": 8, "strategy": "tensor"},
     "fp8 rows": {"num_bits": 8, "strategy": "channel"},
@@ -40,8 +46,12 @@ INTEGERS: dict[str, dict] = {
 LEFT_OUT = ("lm_head", "re:.*layers.1.mlp.down_proj")
 
 
-def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str] = LEFT_OUT) -> None:
-    """Quantize the blocks' linear layers but one with compressed-tensors, and save as people publish it."""
+def save_compressed(
+    source: Path, folder: Path, form: str, ignore: Sequence[str] = LEFT_OUT
+) -> None:
+    """Quantize the blocks' linear layers but one with compressed-tensors, and save as people
+    publish it.
+    """
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -53,7 +63,11 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    given = {"type": "int" if form in INTEGERS else "float", "symmetric": True, **(SCHEMES | INTEGERS)[form]}
+    given = {
+        "type": "int" if form in INTEGERS else "float",
+        "symmetric": True,
+        **(SCHEMES | INTEGERS)[form],
+    }
     arguments = QuantizationArgs(dynamic=False, **given)
     unpacked = {"format": "int-quantized"} if form.startswith("int8") else {}
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, **unpacked)
@@ -65,7 +79,9 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
         weight = module.weight.detach()
         block = given.get("block_structure")
         if block:
-            rows, columns = (-(-size // side) for size, side in zip(weight.shape, block, strict=True))
+            rows, columns = (
+                -(-size // side) for size, side in zip(weight.shape, block, strict=True)
+            )
             padded = torch.zeros(rows * block[0], columns * block[1])
             padded[: weight.shape[0], : weight.shape[1]] = weight
             groups = padded.view(rows, block[0], columns, block[1]).transpose(1, 2).flatten(2)
@@ -74,7 +90,9 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
             is_whole = given["strategy"] == "tensor"
             groups = weight.view(1, 1, -1) if is_whole else weight.view(weight.shape[0], -1, size)
         of_all = generate_gparam(weight.min(), weight.max()) if form == "nvfp4" else None
-        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, global_scale=of_all)
+        scale, zero_point = calculate_qparams(
+            groups.amin(-1), groups.amax(-1), arguments, global_scale=of_all
+        )
         module.weight_scale.data = scale.reshape(-1) if given["strategy"] == "tensor" else scale
         if not given["symmetric"]:
             module.weight_zero_point.data = zero_point.view_as(module.weight_scale)
@@ -99,17 +117,24 @@ def save_modelopt(source: Path, folder: Path) -> None:
             changed[name.replace("weight_scale_2", "input_scale")] = torch.ones(())
         changed[name.replace("weight_packed", "weight")] = value.contiguous()
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    group = {"input_activations": {"num_bits": 4}, "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    group = {
+        "input_activations": {"num_bits": 4},
+        "weights": {"num_bits": 4, "type": "float", "group_size": 16},
+    }
     about = {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "config_groups": {"group_0": group | {"targets": ["Linear"]}},
     }
-    set_config(folder, quantization_config=about | {"ignore": ["lm_head", "model.layers.1.mlp.down_proj*"]})
+    set_config(
+        folder, quantization_config=about | {"ignore": ["lm_head", "model.layers.1.mlp.down_proj*"]}
+    )
 
 
 def save_experts_in_nvfp4(source: Path, folder: Path) -> None:
-    """Save a mixture's linear layers and experts, each a matrix of its own, in compressed-tensors' NVFP4."""
+    """Save a mixture's linear layers and experts, each a matrix of its own, in compressed-tensors'
+    NVFP4.
+    """
     shutil.copytree(source, folder)
     stored = {}
     for name, value in load_file(source / "model.safetensors").items():
@@ -126,7 +151,11 @@ def save_experts_in_nvfp4(source: Path, folder: Path) -> None:
         stored |= {f"{base}.weight_scale": scale, f"{base}.weight_global_scale": of_all.view(1)}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
-    about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"0": group}}
+    about = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"0": group},
+    }
     set_config(folder, quantization_config=about | {"ignore": ["lm_head", "re:.*mlp.gate$"]})
 
 
@@ -136,23 +165,35 @@ def decode(folder: Path) -> dict[str, torch.Tensor]:
     decoded = {}
     for name, value in tensors.items():
         base = name.removesuffix("_packed")
-        scale = next((tensors[base + end] for end in ("_scale", "_scale_inv") if base + end in tensors), None)
+        scale = next(
+            (tensors[base + end] for end in ("_scale", "_scale_inv") if base + end in tensors), None
+        )
         if "_scale" in name or scale is None:
             decoded |= {} if "_scale" in name else {name: value.float()}
         elif value.dtype == torch.uint8:
             values = E2M1[torch.stack([value % 16, value // 16], dim=-1).long()].flatten(-2)
             scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-            scale = scale / tensors[f"{base}_global_scale"] if f"{base}_global_scale" in tensors else scale
+            scale = (
+                scale / tensors[f"{base}_global_scale"]
+                if f"{base}_global_scale" in tensors
+                else scale
+            )
             scale = scale * tensors[f"{base}_scale_2"] if f"{base}_scale_2" in tensors else scale
             decoded[base] = values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
         else:
             settings = json.loads((folder / "config.json").read_text())["quantization_config"]
             rows, columns = value.shape
             if "weight_block_size" in settings or (scale.dim() == 2 and scale.shape[1] > 1):
-                rows, columns = settings.get("weight_block_size") or SCHEMES["fp8 blocks"]["block_structure"]
+                rows, columns = (
+                    settings.get("weight_block_size") or SCHEMES["fp8 blocks"]["block_structure"]
+                )
             elif scale.numel() > 1:
                 rows = 1
-            grid = scale.view(-(-value.shape[0] // rows), -1).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            grid = (
+                scale.view(-(-value.shape[0] // rows), -1)
+                .repeat_interleave(rows, 0)
+                .repeat_interleave(columns, 1)
+            )
             decoded[name] = value.float() * grid[: value.shape[0], : value.shape[1]]
     return decoded
 
@@ -171,7 +212,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", all_slow_but("nvfp4", FORMS, nightly=["modelopt's nvfp4"]))
-def test_a_published_model_trains_as_its_decoded_weights(form: str, models: Models, tmp_path: Path) -> None:
+def test_a_published_model_trains_as_its_decoded_weights(
+    form: str, models: Models, tmp_path: Path
+) -> None:
     source = models("llama")
     folder = tmp_path / "model"
     FORMS[form](source, folder)
@@ -180,7 +223,8 @@ def test_a_published_model_trains_as_its_decoded_weights(form: str, models: Mode
     train_ok(1, tmp_path / "plain_out", model_name=plain, train_type="lora", **common, batch_size=6)
     for world_size in (1, 2, 3) if form == "nvfp4" else (3,):
         out = tmp_path / f"out{world_size}"
-        options = {"batch_size": 6 // world_size, "allow_unquantized": True, **common}  # one of 14 is left out
+        # one of 14 is left out
+        options = {"batch_size": 6 // world_size, "allow_unquantized": True, **common}
         output = train_ok(world_size, out, model_name=folder, **options)
         for key in ("loss", "grad_norm"):
             expected = read_metrics(tmp_path / "plain_out", key)
@@ -197,7 +241,9 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("case", all_slow_but("", MIXTURES))
-def test_a_published_mixture_trains_as_its_decoded_weights(case: str, models: Models, tmp_path: Path) -> None:
+def test_a_published_mixture_trains_as_its_decoded_weights(
+    case: str, models: Models, tmp_path: Path
+) -> None:
     (family, save) = MIXTURES[case]
     folder = tmp_path / "model"
     source = models(family, **FAMILIES[family])
@@ -205,13 +251,25 @@ def test_a_published_mixture_trains_as_its_decoded_weights(case: str, models: Mo
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6))}
     if family == "gpt_oss":  # as it is, decoded by transformers
         kind = Mxfp4Config(dequantize=True)
-        weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=kind)
+        weights = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, quantization_config=kind
+        )
         names = [*load_file(source / "model.safetensors")]
-        plain = save_plain(source, tmp_path / "plain", {name: weights.state_dict()[name] for name in names})
+        plain = save_plain(
+            source, tmp_path / "plain", {name: weights.state_dict()[name] for name in names}
+        )
     else:
         plain = save_plain(source, tmp_path / "plain", decode(folder))
     experts = {"lora_target_parameters": "experts.down_proj"}
-    train_ok(1, tmp_path / "plain_out", model_name=plain, train_type="lora", batch_size=6, **common, **experts)
+    train_ok(
+        1,
+        tmp_path / "plain_out",
+        model_name=plain,
+        train_type="lora",
+        batch_size=6,
+        **common,
+        **experts,
+    )
     for world_size, options in ((2, {}), (3, {"use_cpu_offload": True, "recompute": "all"})):
         out = tmp_path / f"out{world_size}"
         options = {**options, **common, **experts, "allow_unquantized": True}
@@ -222,20 +280,36 @@ def test_a_published_mixture_trains_as_its_decoded_weights(case: str, models: Mo
         assert "its weights are trained on as they are" in output
 
 
-def test_training_on_a_published_model_resumes_and_is_merged(models: Models, tmp_path: Path) -> None:
+def test_training_on_a_published_model_resumes_and_is_merged(
+    models: Models, tmp_path: Path
+) -> None:
     source = models("llama")
     folder = tmp_path / "model"
     out = tmp_path / "out"
     save_modelopt(source, folder)
-    common = {**RUN, "model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
-    common |= {"precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 2, "allow_unquantized": True}
+    common = {
+        **RUN,
+        "model_name": folder,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+    }
+    common |= {
+        "precision": "bf16",
+        "gradient_accumulation_steps": 2,
+        "batch_size": 2,
+        "allow_unquantized": True,
+    }
     train_ok(2, tmp_path / "whole", save_every=2, **common)
     (checkpoint,) = (tmp_path / "whole" / "checkpoints").glob("*2")
     train_ok(2, tmp_path / "resumed", resume=checkpoint, **common)
     adapters = [tmp_path / run / "adapter_model.safetensors" for run in ("whole", "resumed")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
-    assert "- Base: model, in NVFP4 as it is stored\n" in (tmp_path / "whole" / "README.md").read_text()
-    assert main(["merge", "--adapter", str(tmp_path / "whole"), "--out", str(out), "--dtype", "bf16"]) == 0
+    assert ("- Base: model, in NVFP4 as it is stored\n") in (
+        tmp_path / "whole" / "README.md"
+    ).read_text()
+    assert (
+        main(["merge", "--adapter", str(tmp_path / "whole"), "--out", str(out), "--dtype", "bf16"])
+        == 0
+    )
     stored = load_file(folder / "model.safetensors")
     decoded = {
         name: value.to(torch.bfloat16 if f"{name}_scale" in stored else value.dtype)

@@ -1,4 +1,6 @@
-"""The cache of quantized weights: the same run from it, on any number of ranks, and what happens when it breaks."""
+"""The cache of quantized weights: the same run from it, on any number of ranks, and what happens
+when it breaks.
+"""
 
 import json
 import os
@@ -25,7 +27,8 @@ from tests.tiny import all_slow_but, flags, make_rows, on_ranks, read_metrics, t
 
 Models = Callable[..., Path]
 Run = Callable[..., tuple[str, list[float]]]
-# Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of one.
+# Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of
+# one.
 SHAPE = {"hidden_size": 60, "head_dim": 10, "num_attention_heads": 6, "intermediate_size": 500}
 NAME = "model.layers.1.mlp.down_proj.weight"
 FROM_CACHE = "come from the cache"
@@ -38,7 +41,13 @@ class Runs:
     def __init__(self, model: Path, folder: Path) -> None:
         self.folder = folder
         self.rows = write_rows(folder / "rows.jsonl", make_rows(6))
-        self.common = {"model_name": model, "dataset": self.rows, "lr": 1e-3, "precision": "fp32", "lora_rank": 4}
+        self.common = {
+            "model_name": model,
+            "dataset": self.rows,
+            "lr": 1e-3,
+            "precision": "fp32",
+            "lora_rank": 4,
+        }
         self.common["verbose"] = True
         self._losses: dict[str, list[float]] = {}
         self._caches: dict[str, Path] = {}
@@ -52,7 +61,9 @@ class Runs:
         if key not in self._losses:
             output_dir = self.folder / f"without{len(self._losses)}"
             output, self._losses[key] = self.train(ranks, output_dir, **options, quant_cache="off")
-            assert FROM_CACHE not in output and KEPT not in output and len(set(self._losses[key])) > 1
+            assert (
+                FROM_CACHE not in output and KEPT not in output and len(set(self._losses[key])) > 1
+            )
         return self._losses[key]
 
     def cache(self, **options: object) -> Path:
@@ -61,7 +72,11 @@ class Runs:
             self._caches[key] = self.folder / f"cache{len(self._caches)}"
             output_dir = self.folder / f"writer{len(self._caches)}"
             output, losses = self.train(2, output_dir, **options, quant_cache=self._caches[key])
-            assert KEPT in output and FROM_CACHE not in output and names(self._caches[key]) == ["entry"]
+            assert (
+                KEPT in output
+                and FROM_CACHE not in output
+                and names(self._caches[key]) == ["entry"]
+            )
             self._losses.setdefault(f"2 {options}", losses)
         return self._caches[key]
 
@@ -77,14 +92,18 @@ def run(runs: Runs, tmp_path: Path) -> Run:
     number = iter(range(99))
 
     def run(ranks: int, **options: object) -> tuple[str, list[float]]:
-        return runs.train(ranks, tmp_path / f"out{next(number)}", **{"quant_cache": tmp_path / "cache", **options})
+        return runs.train(
+            ranks, tmp_path / f"out{next(number)}", **{"quant_cache": tmp_path / "cache", **options}
+        )
 
     return run
 
 
 def names(cache: Path) -> list[str]:
     """What a cache holds: "entry", and the ends of the names of everything else but locks."""
-    found = [path.name.partition(".")[2] or "entry" for path in cache.iterdir() if path.suffix != ".lock"]
+    found = [
+        path.name.partition(".")[2] or "entry" for path in cache.iterdir() if path.suffix != ".lock"
+    ]
     return sorted(found)
 
 
@@ -93,7 +112,8 @@ def entry(cache: Path) -> Path:
     return found
 
 
-# Weights that do not fill HQQ's groups, and whose rows int8 fills up to whole elements of fp32 (not of bf16).
+# Weights that do not fill HQQ's groups, and whose rows int8 fills up to whole elements of fp32 (not
+# of bf16).
 UNEVEN = {**SHAPE, "intermediate_size": 498}
 # Family, its sizes, the run's options, and on how many ranks the entry is read.
 CASES: dict[str, tuple[str, dict[str, int], dict[str, object], list[int]]] = {
@@ -124,29 +144,49 @@ def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_any_number(
 
 
 @pytest.mark.parametrize("case", ["nf4", "nf4, absmax in fp32"])
-def test_a_cache_entry_equals_bitsandbytes_own_quantization(case: str, runs: Runs, models: Models) -> None:
+def test_a_cache_entry_equals_bitsandbytes_own_quantization(
+    case: str, runs: Runs, models: Models
+) -> None:
     options = options_of(case, models)
     stored = load_file(entry(runs.cache(**options)) / "model.safetensors")
     weight = load_file(options["model_name"] / "model.safetensors")[NAME]  # type: ignore[operator]
-    parts = {name.removeprefix(f"{NAME}."): value for name, value in stored.items() if name.startswith(f"{NAME}.")}
+    parts = {
+        name.removeprefix(f"{NAME}."): value
+        for name, value in stored.items()
+        if name.startswith(f"{NAME}.")
+    }
     state = bnb.QuantState.from_dict(parts, torch.device("cpu"))
     double_quant = "double_quant" not in options
-    codes, expected = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=double_quant, quant_type="nf4")
+    codes, expected = bnb.quantize_4bit(
+        weight, blocksize=64, compress_statistics=double_quant, quant_type="nf4"
+    )
     assert torch.equal(stored[NAME], codes)
     assert torch.equal(bnb.dequantize_4bit(codes, state), bnb.dequantize_4bit(codes, expected))
 
 
 @pytest.mark.parametrize(
     ("case", "other", "is_same"),
-    [("hqq", {"n_bits": 2}, False), ("int8", {"precision": "bf16"}, False), ("int8", {"int8_threshold": 0}, True)],
+    [
+        ("hqq", {"n_bits": 2}, False),
+        ("int8", {"precision": "bf16"}, False),
+        ("int8", {"int8_threshold": 0}, True),
+    ],
 )
 def test_the_cache_key_covers_everything_that_changes_the_bytes(
-    case: str, other: dict[str, object], is_same: bool, runs: Runs, run: Run, models: Models, tmp_path: Path
+    case: str,
+    other: dict[str, object],
+    is_same: bool,
+    runs: Runs,
+    run: Run,
+    models: Models,
+    tmp_path: Path,
 ) -> None:
     options = options_of(case, models)
     shutil.copytree(runs.cache(**options), tmp_path / "cache")
     output, _ = run(1, **{**options, **other})
-    assert (FROM_CACHE in output) == is_same and names(tmp_path / "cache") == ["entry"] * (1 if is_same else 2)
+    assert (FROM_CACHE in output) == is_same and names(tmp_path / "cache") == ["entry"] * (
+        1 if is_same else 2
+    )
 
 
 def test_the_cache_key_covers_every_file_of_merged_experts(models: Models, tmp_path: Path) -> None:
@@ -156,7 +196,10 @@ def test_the_cache_key_covers_every_file_of_merged_experts(models: Models, tmp_p
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     experts = "model.layers.0.mlp.experts.gate_up_proj"
     origins = weight_files.origins(match_tensors(model, weight_files).sources[experts])
-    assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"] and set(origins) <= weight_files.files.keys()
+    assert (
+        len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"]
+        and set(origins) <= weight_files.files.keys()
+    )
 
 
 def _flip(file: Path) -> None:
@@ -189,20 +232,29 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_cache_entry_is_rebuilt_in_the_same_run(what: str, runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_a_damaged_cache_entry_is_rebuilt_in_the_same_run(
+    what: str, runs: Runs, run: Run, tmp_path: Path
+) -> None:
     damage, words, options = DAMAGES[what]
     shutil.copytree(runs.cache(), tmp_path / "cache")
     file = entry(tmp_path / "cache") / "model.safetensors"
     before = file.read_bytes()
     damage(file)
     output, losses = run(2, **options)
-    assert "is damaged (" in output and words in output and KEPT in output and FROM_CACHE not in output
+    assert (
+        ("is damaged (") in output
+        and words in output
+        and KEPT in output
+        and FROM_CACHE not in output
+    )
     assert losses == runs.without(2, **options) and names(tmp_path / "cache") == ["entry"]
     assert file.read_bytes() == before
 
 
 def _train_and_fail(argv: list[str], how: str) -> int:
-    """A run in which files cannot be as long as the cache, or whose last rank is killed half-way."""
+    """A run in which files cannot be as long as the cache,
+    or whose last rank is killed half-way.
+    """
     import train
     from fsdp_qlora.utils.safetensors_files import PackedFiles
 
@@ -228,10 +280,13 @@ def failing_run(how: str, runs: Runs, tmp_path: Path, *, ranks: int = 2) -> tupl
     return on_ranks(ranks, _train_and_fail, (argv, how), tmp_path / "failing_logs")
 
 
-def test_a_killed_writer_leaves_no_readable_cache_entry(runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_readable_cache_entry(
+    runs: Runs, run: Run, tmp_path: Path
+) -> None:
     statuses, _ = failing_run("kill", runs, tmp_path, ranks=1)
     assert statuses == [-signal.SIGKILL] and names(tmp_path / "cache") == ["writing"]
-    statuses, _ = failing_run("kill", runs, tmp_path)  # of the last rank: the first lives to clear up
+    # of the last rank: the first lives to clear up
+    statuses, _ = failing_run("kill", runs, tmp_path)
     assert -signal.SIGKILL in statuses and names(tmp_path / "cache") == []
     failing_run("kill", runs, tmp_path, ranks=1)
     for key in ("dead", "alive"):  # of other models
@@ -239,13 +294,18 @@ def test_a_killed_writer_leaves_no_readable_cache_entry(runs: Runs, run: Run, tm
     with FileLock(tmp_path / "cache" / "alive.lock"):
         output, losses = run(1)
     assert KEPT in output and FROM_CACHE not in output and losses == runs.without(1)
-    assert names(tmp_path / "cache") == ["entry", "writing"] and (tmp_path / "cache" / "alive.writing").is_dir()
+    assert (
+        names(tmp_path / "cache") == ["entry", "writing"]
+        and (tmp_path / "cache" / "alive.writing").is_dir()
+    )
 
 
 def test_training_continues_if_the_cache_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
     statuses, output = failing_run("file size limit", runs, tmp_path)
     assert statuses == [0, 0] and output.count("No quantized cache is") == 1, output
-    assert "cache cannot be written (File too large); give another folder with --quant_cache" in output
+    assert (
+        "cache cannot be written (File too large); give another folder with --quant_cache"
+    ) in output
     assert names(tmp_path / "cache") == []
     assert read_metrics(tmp_path / "failing") == runs.without(2)
 
@@ -256,12 +316,16 @@ def test_simultaneous_runs_write_one_cache_entry(runs: Runs, run: Run, tmp_path:
     assert first == second == runs.without(1) and names(tmp_path / "cache") == ["entry"]
 
 
-def test_a_cache_entry_that_another_run_writes_is_left_alone(runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_a_cache_entry_that_another_run_writes_is_left_alone(
+    runs: Runs, run: Run, tmp_path: Path
+) -> None:
     folder = tmp_path / "cache" / entry(runs.cache()).name
     folder.parent.mkdir()
     with FileLock(f"{folder}.lock"):
         output, _ = run(1)
-    assert "No quantized cache is written: another run is writing it." in output and not folder.exists()
+    assert (
+        "No quantized cache is written: another run is writing it."
+    ) in output and not folder.exists()
 
 
 def test_files_are_identified_by_content_or_blob_name(tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ def make_own(source: Path, folder: Path, marker: Path, *, model: bool) -> Path:
         write("own_config.py", "LlamaConfig", "OwnConfig", "    model_type = 'own'")
         body = "    from .own_config import OwnConfig as config_class"
         write("own_model.py", "LlamaForCausalLM", "OwnModel", body)
-        auto_map = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
+        auto_map = {
+            "AutoConfig": "own_config.OwnConfig",
+            "AutoModelForCausalLM": "own_model.OwnModel",
+        }
         edit("config.json", model_type="own", architectures=["OwnModel"], auto_map=auto_map)
     else:
         write("own_tokenizer.py", "PreTrainedTokenizerFast", "OwnTokenizer", "    pass")
@@ -45,13 +48,25 @@ def make_own(source: Path, folder: Path, marker: Path, *, model: bool) -> Path:
 
 
 @pytest.mark.parametrize("model", [True, False], ids=["model", "tokenizer"])
-def test_remote_code_runs_only_with_trust_remote_code(model: bool, models: Models, tmp_path: Path) -> None:
+def test_remote_code_runs_only_with_trust_remote_code(
+    model: bool, models: Models, tmp_path: Path
+) -> None:
     marker = tmp_path / "has_run"
     folder = make_own(models(), tmp_path / "model", marker, model=model)
-    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "lr": 1e-3, "precision": "fp32"}
-    statuses, output = run_ranks(1, flags(model_name=folder, output_dir=tmp_path / "out", **common), tmp_path / "logs")
+    common = {
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "lr": 1e-3,
+        "precision": "fp32",
+    }
+    statuses, output = run_ranks(
+        1, flags(model_name=folder, output_dir=tmp_path / "out", **common), tmp_path / "logs"
+    )
     if model:
-        assert statuses == [2] and "needs its own Python code" in output and "--trust_remote_code true" in output
+        assert (
+            statuses == [2]
+            and ("needs its own Python code") in output
+            and ("--trust_remote_code true") in output
+        )
     assert not marker.exists()
     output = train_ok(2, tmp_path / "own", model_name=folder, trust_remote_code=True, **common)
     assert marker.exists() and "The model's own code may run (--trust_remote_code)" in output
@@ -67,7 +82,13 @@ def test_a_results_config_cannot_enable_remote_code(
     run = tmp_path / "run"
     folder = make_own(models(), tmp_path / "model", marker, model=True)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(6))
-    options = {"model_name": folder, "dataset": rows, "max_steps": 1, "eval_fraction": 0.3, "trust_remote_code": True}
+    options = {
+        "model_name": folder,
+        "dataset": rows,
+        "max_steps": 1,
+        "eval_fraction": 0.3,
+        "trust_remote_code": True,
+    }
     train_ok(1, run, **options)  # config.yaml and state.json say all of this
     published = shutil.copytree(run / "best", tmp_path / "published")
     record = json.loads((published / "training.json").read_text())
@@ -87,4 +108,6 @@ def test_a_results_config_cannot_enable_remote_code(
     ):
         assert main(argv) == 2 and not marker.exists(), argv
         assert capsys.readouterr().err.count("error: ") == 1
-    assert main(["merge", *flags(adapter=run, trust_remote_code=True), *out]) == 0 and marker.exists()
+    assert (
+        main(["merge", *flags(adapter=run, trust_remote_code=True), *out]) == 0 and marker.exists()
+    )

@@ -39,16 +39,28 @@ ALL = Offload(4, embeddings=True)
 
 def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000, **heads}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "vocab_size": 1000,
+        **heads,
+    }
     lora = LoraOptions(rank=8, alpha=8, modules_to_save=in_full)
     layers = LayerOptions(lora=lora, quantizer={"quant_type": "nf4", "double_quant": False})
     config = AutoConfig.for_model("llama", **sizes)
     bf16 = PRECISIONS["bf16"]
-    return build_model(config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto")
+    return build_model(
+        config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto"
+    )
 
 
 def _memory(
-    train_type: str, *, on_gpu: bool = True, offload: Offload = NOTHING, in_full: tuple[str, ...] = ()
+    train_type: str,
+    *,
+    on_gpu: bool = True,
+    offload: Offload = NOTHING,
+    in_full: tuple[str, ...] = (),
 ) -> Memory:
     step = Step(
         precision=PRECISIONS["bf16"],
@@ -66,7 +78,12 @@ def _memory(
 def _needs(train_type: str, **options: Any) -> tuple[int, int]:
     """Bytes of weights, gradients and state on the device, and those on the host."""
     memory = _memory(train_type, **options)
-    on_device = {**memory.resident, **memory.phases["optimizer"], "workspaces": 0, "gathered blocks": 0}
+    on_device = {
+        **memory.resident,
+        **memory.phases["optimizer"],
+        "workspaces": 0,
+        "gathered blocks": 0,
+    }
     return sum(on_device.values()), sum(memory.host.values())
 
 
@@ -75,11 +92,15 @@ def test_a_dry_run_reports_the_memory_needed_of_the_visible_gpu() -> None:
 
     def first_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
         machine = SimpleNamespace(device=torch.device("cuda" if on_gpu else "cpu"), world_size=2)
-        placed: Any = SimpleNamespace(model=SimpleNamespace(machine=machine), memory=memory, placement=Placement("ddp"))
+        placed: Any = SimpleNamespace(
+            model=SimpleNamespace(machine=machine), memory=memory, placement=Placement("ddp")
+        )
         return next(PlanReport(placed, gpu_bytes).lines())
 
     line = first_line(24 * 2**30)
-    assert line.startswith("Memory: each rank needs 0.0 of 24 GiB of the GPU, 7 B of the host; 2 ranks on GPUs ")
+    assert line.startswith(
+        "Memory: each rank needs 0.0 of 24 GiB of the GPU, 7 B of the host; 2 ranks on GPUs "
+    )
     assert "each rank needs about " in first_line(None) and "GPU" not in first_line(1, on_gpu=False)
 
 
@@ -93,7 +114,8 @@ def test_estimated_memory_is_shards_plus_training_overhead() -> None:
     assert _needs("qlora") == (int(base + lora * 16) // 2, 7)
     on_device, on_host = _needs("qlora", offload=ALL)
     assert (on_device, on_host) == (lora * 16 // 2, base // 2 + 7)
-    # What trains in full beside the adapter is offloaded with its gradients and optimizer state, all in float32.
+    # What trains in full beside the adapter is offloaded with its gradients and optimizer state,
+    # all in float32.
     in_full = (base + 2 * 1000 * 512 * (16 - 2)) // 2 + 7
     assert _needs("qlora", offload=ALL, in_full=("embed_tokens", "lm_head")) == (on_device, in_full)
     assert _needs("qlora", on_gpu=False) == (0, int(base + lora * 16) // 2 + 7)
@@ -103,17 +125,25 @@ def test_estimated_memory_is_shards_plus_training_overhead() -> None:
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
     needs = partial(replace, _memory("qlora"), phases={"optimizer": {}})
-    placement.check_memory(needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True)
+    placement.check_memory(
+        needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True
+    )
     # What another program holds, such as a rank that was killed just now, a later start may have.
     for size, error in ((6, OutOfMemory), (30, UserError)):
         words = rf"need {size}.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"
         with pytest.raises(error, match=words):
-            placement.check_memory(needs(resident={"weights": size * GIB}), CUDA, ranks_on_host=1, can_offload=True)
+            placement.check_memory(
+                needs(resident={"weights": size * GIB}), CUDA, ranks_on_host=1, can_offload=True
+            )
     memory = SimpleNamespace(available=2 * GIB, total=8 * GIB)
     monkeypatch.setattr(placement.psutil, "virtual_memory", lambda: memory)
     for size, error in ((3, OutOfMemory), (5, UserError)):
-        with pytest.raises(error, match=f"needs {size}.0 GiB of host memory .* and 1.0 GiB are free"):
-            placement.check_memory(needs(host={"weights": size * GIB}), CPU, ranks_on_host=2, can_offload=True)
+        with pytest.raises(
+            error, match=f"needs {size}.0 GiB of host memory .* and 1.0 GiB are free"
+        ):
+            placement.check_memory(
+                needs(host={"weights": size * GIB}), CPU, ranks_on_host=2, can_offload=True
+            )
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
@@ -122,7 +152,9 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
 ) -> None:
     config = AutoConfig.from_pretrained(models())
     layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
-    meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, layers, attn_implementation="auto")
+    meta = build_model(
+        config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, layers, attn_implementation="auto"
+    )
     size = placement.result_bytes(meta.model, dtype=torch.bfloat16)
     if train_type == "qlora":
         adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
@@ -132,7 +164,11 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
         assert size == 2 * sum(tensor.numel() for tensor in tensors)
     monkeypatch.setattr(placement, "free_disk", lambda folder: size)
     placement.check_disk(tmp_path / "out", size)
-    with pytest.raises(UserError, match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
+    with pytest.raises(
+        UserError,
+        match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a "
+        r"larger",
+    ):
         placement.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 
@@ -151,13 +187,16 @@ def _train_within(argv: list[str], extra_bytes: int) -> int:
 
     import train
 
-    os.environ[BUFFER] = "4096"  # here: the server that forks the ranks keeps the environment that it started with
+    # here: the server that forks the ranks keeps the environment that it started with
+    os.environ[BUFFER] = "4096"
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + extra_bytes, resource.RLIM_INFINITY))
     return train.main(argv)
 
 
-def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_too_little_host_memory_ends_every_rank_with_the_numbers(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     argv = flags(
         model_name=models(),
         dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
@@ -184,19 +223,29 @@ def _shards(folder: Path) -> int:
         config = models.load_config(folder, "tiny")
         bf16 = PRECISIONS["bf16"]
         layers = LayerOptions(**LAYERS)
-        meta = build_model(config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto")
+        meta = build_model(
+            config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto"
+        )
         host = [meta.model]
-        parallelize.shard_model(meta.parts, mesh, sharding_strategy="full_shard", precision=bf16, on_host=host)
+        parallelize.shard_model(
+            meta.parts, mesh, sharding_strategy="full_shard", precision=bf16, on_host=host
+        )
         parallelize.materialize(meta.parts, CPU, on_host=host)
-        based = [parameter for name, parameter in meta.model.named_parameters() if "lora_" not in name]
+        based = [
+            parameter for name, parameter in meta.model.named_parameters() if "lora_" not in name
+        ]
         shards = [local_part(parameter.detach()).fill_(1) for parameter in based]
         assert len({shard.untyped_storage().data_ptr() for shard in shards}) == 1
         spans = sorted((shard.data_ptr(), shard.data_ptr() + shard.nbytes) for shard in shards)
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
         rows = [-(-parameter.shape[0] // ranks.world_size) for parameter in based]
-        padded = sum(number * each.shape[1:].numel() * each.itemsize for number, each in zip(rows, based, strict=True))
+        padded = sum(
+            number * each.shape[1:].numel() * each.itemsize
+            for number, each in zip(rows, based, strict=True)
+        )
         assert padded <= shards[0].untyped_storage().nbytes() < padded + 64 * len(spans)
-        for module in parallelize.fsdp_modules(meta.model):  # FSDP2 gathers from the arena: what was written above
+        # FSDP2 gathers from the arena: what was written above
+        for module in parallelize.fsdp_modules(meta.model):
             module.unshard()
         named = meta.model.named_parameters()
         assert all((local_part(each) == 1).all() for name, each in named if "lora_" not in name)
@@ -204,10 +253,15 @@ def _shards(folder: Path) -> int:
     return 0
 
 
-LAYERS = {"quantizer": {"quant_type": "nf4", "double_quant": True}, "lora": LoraOptions(rank=4, alpha=4)}
+LAYERS = {
+    "quantizer": {"quant_type": "nf4", "double_quant": True},
+    "lora": LoraOptions(rank=4, alpha=4),
+}
 
 
-def test_offloaded_shards_share_one_padded_allocation(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_offloaded_shards_share_one_padded_allocation(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     uneven = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
     statuses, output = on_ranks(3, _shards, (models("llama", **uneven),), tmp_path / "logs")
     assert statuses == [0] * 3, output

@@ -1,4 +1,6 @@
-"""A quantization_config of compressed-tensors, GPTQ and modelopt: what is one format, and what is said of others."""
+"""A quantization_config of compressed-tensors, GPTQ and modelopt: what is one format, and what is
+said of others.
+"""
 
 import json
 from collections.abc import Callable
@@ -23,7 +25,12 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
 
 def compressed(layout: str, *groups: dict[str, Any], **others: Any) -> dict[str, Any]:
     named = {f"group_{index}": group for index, group in enumerate(groups)}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": named, **others}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": named,
+        **others,
+    }
 
 
 def group(weights: dict[str, Any] | None, *targets: str, **others: Any) -> dict[str, Any]:
@@ -32,13 +39,43 @@ def group(weights: dict[str, Any] | None, *targets: str, **others: Any) -> dict[
 
 ONE_SCHEME: list[tuple[dict[str, Any], str]] = [
     (compressed("nvfp4-pack-quantized", group(NVFP4, "re:.*self_attn.*", "re:.*mlp.*")), "NVFP4"),
-    (compressed("nvfp4-pack-quantized", group(NVFP4, "re:.*self_attn.*"), group(NVFP4, "re:.*mlp.*")), "NVFP4"),
-    (compressed("float-quantized", group(CHANNEL, "model.layers.0.mlp.up_proj"), group(CHANNEL, "Linear")), "FP8"),
-    (compressed("float-quantized", group({**CHANNEL, "strategy": "tensor"}, "a"), group(CHANNEL, "b")), "FP8"),
-    (compressed("pack-quantized", group(INT4, "re:.*q_proj"), group({**INT4, "group_size": 128}, "Linear")), "INT4"),
+    (
+        compressed(
+            "nvfp4-pack-quantized", group(NVFP4, "re:.*self_attn.*"), group(NVFP4, "re:.*mlp.*")
+        ),
+        "NVFP4",
+    ),
+    (
+        compressed(
+            "float-quantized",
+            group(CHANNEL, "model.layers.0.mlp.up_proj"),
+            group(CHANNEL, "Linear"),
+        ),
+        "FP8",
+    ),
+    (
+        compressed(
+            "float-quantized", group({**CHANNEL, "strategy": "tensor"}, "a"), group(CHANNEL, "b")
+        ),
+        "FP8",
+    ),
+    (
+        compressed(
+            "pack-quantized",
+            group(INT4, "re:.*q_proj"),
+            group({**INT4, "group_size": 128}, "Linear"),
+        ),
+        "INT4",
+    ),
     (compressed("mixed-precision", group(NVFP4, "Linear", format="nvfp4-pack-quantized")), "NVFP4"),
-    (compressed("nvfp4-pack-quantized", group(NVFP4, "Linear"), group(None, "LlamaAttention")), "NVFP4"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}, "+:.*up.*": {"bits": 8}}}, "GPTQ"),
+    (
+        compressed("nvfp4-pack-quantized", group(NVFP4, "Linear"), group(None, "LlamaAttention")),
+        "NVFP4",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}, "+:.*up.*": {"bits": 8}}},
+        "GPTQ",
+    ),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "FP8"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
 ]
@@ -54,28 +91,48 @@ def test_one_scheme_with_several_targets_is_read(settings: dict[str, Any], name:
 OTHERS: list[tuple[dict[str, Any], str]] = [
     (
         compressed("mixed-precision", group(NVFP4, "re:.*mlp.*"), group(CHANNEL, "re:.*attn.*")),
-        "its layers are in several formats: NVFP4 (group_0), FP8 (group_1). Give the model with 16- or 32-bit",
+        "its layers are in several formats: NVFP4 (group_0), FP8 (group_1). Give the model with "
+        "16- or 32-bit",
     ),
     (
         compressed("pack-quantized", group(INT4, "a"), group({**INT4, "num_bits": 8}, "b")),
         "its layers are in several formats: INT4 (group_0), INT8 (group_1)",
     ),
     (
-        compressed("float-quantized", group({**CHANNEL, "group_size": 32, "strategy": "group"}, "Linear")),
+        compressed(
+            "float-quantized", group({**CHANNEL, "group_size": 32, "strategy": "group"}, "Linear")
+        ),
         "group_0 has weights of type float, num_bits 8, group_size 32",
     ),
-    (compressed("pack-quantized", group(INT4, "a"), transform_config={"a": 1}), "transform_config says"),
-    (compressed("marlin-24", group(INT4, "a")), "group_0 has integers in another format than pack-quantized"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:a": {"format": "marlin"}}}, "dynamic gives the layers '+:a'"),
+    (
+        compressed("pack-quantized", group(INT4, "a"), transform_config={"a": 1}),
+        "transform_config says",
+    ),
+    (
+        compressed("marlin-24", group(INT4, "a")),
+        "group_0 has integers in another format than pack-quantized",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:a": {"format": "marlin"}}},
+        "dynamic gives the layers '+:a'",
+    ),
     ({"quant_method": "gptq"}, "bits must be 2 or 3 or 4 or 8, and config.json has none"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ changes activations too"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo FP8_PB_WO is not one of FP8, "),
+    (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo W4A8_AWQ changes activations too",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        "quant_algo FP8_PB_WO is not one of FP8, ",
+    ),
     ({"quant_method": "modelopt"}, "quant_algo none is not one of FP8, "),
 ]
 
 
 @pytest.mark.parametrize(("settings", "words"), OTHERS)
-def test_what_cannot_be_read_is_said_and_not_recommended(settings: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_read_is_said_and_not_recommended(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError) as error:
         take_packed(PretrainedConfig(quantization_config=settings), "m")
     assert words in str(error.value)
@@ -88,12 +145,17 @@ def to_modelopt_file(folder: Path, algorithm: str, excluded: list[str]) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": excluded}}
+    content = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": algorithm, "exclude_modules": excluded},
+    }
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", pytest.param("FP8", marks=pytest.mark.nightly)])
-def test_modelopts_own_file_alone_tells_the_format(algorithm: str, models: Models, tmp_path: Path) -> None:
+def test_modelopts_own_file_alone_tells_the_format(
+    algorithm: str, models: Models, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     source = models("llama")
     if algorithm == "NVFP4":
@@ -109,11 +171,17 @@ def test_modelopts_own_file_alone_tells_the_format(algorithm: str, models: Model
     train_ok(1, tmp_path / "plain_out", model_name=plain, train_type="lora", **common)
     output = train_ok(1, tmp_path / "out", model_name=folder, allow_unquantized=True, **common)
     assert f"The model is stored in {algorithm}: its weights are trained on as they are" in output
-    assert read_metrics(tmp_path / "out") == pytest.approx(read_metrics(tmp_path / "plain_out"), rel=1e-5)
+    assert read_metrics(tmp_path / "out") == pytest.approx(
+        read_metrics(tmp_path / "plain_out"), rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '"x"', '{"quantization": []}', '{"quantization": {"quant_algo": 8}}'])
-def test_a_damaged_file_of_modelopt_is_refused_by_name(content: str, models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '"x"', '{"quantization": []}', '{"quantization": {"quant_algo": 8}}']
+)
+def test_a_damaged_file_of_modelopt_is_refused_by_name(
+    content: str, models: Models, tmp_path: Path
+) -> None:
     (tmp_path / "hf_quant_config.json").write_text(content)
     with pytest.raises(UserError, match=r"hf_quant_config\.json"):
         take_packed(PretrainedConfig(), "m", tmp_path)

@@ -18,12 +18,18 @@ from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.utils.errors import UserError
 
 
-def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:
+def open_log(
+    tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object
+) -> metrics.MetricLog:
     is_rank_0 = bool(more.pop("is_rank_0", True))
     options = {
         "output_dir": tmp_path / "out",
         "total_steps": total_steps,
-        "config": {"lr": 2e-4, "output_dir": Path("some/where"), "lora_target_modules": ("q_proj", "v_proj")},
+        "config": {
+            "lr": 2e-4,
+            "output_dir": Path("some/where"),
+            "lora_target_modules": ("q_proj", "v_proj"),
+        },
     }
     return open_metric_log(sinks, SinkOptions(**{**options, **more}), is_rank_0=is_rank_0)  # type: ignore[arg-type]
 
@@ -52,7 +58,8 @@ def read_jsonl(tmp_path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-# --- the record ----------------------------------------------------------------------------------------
+# --- the record
+# ----------------------------------------------------------------------------------------
 
 
 def test_metrics_jsonl_is_always_written_and_holds_each_record_at_once(tmp_path, lines):
@@ -68,16 +75,36 @@ def test_metrics_jsonl_is_always_written_and_holds_each_record_at_once(tmp_path,
 
 def test_metrics_jsonl_has_null_for_numbers_that_json_does_not_have(tmp_path):
     log = open_log(tmp_path)
-    values = {"loss": float("nan"), "grad_norm": np.float32("inf"), "lr": np.float64(0.25), "num_tokens": np.int64(7)}
+    values = {
+        "loss": float("nan"),
+        "grad_norm": np.float32("inf"),
+        "lr": np.float64(0.25),
+        "num_tokens": np.int64(7),
+    }
     log.step(record(1, **values, memory_gib=[np.float32(1.5), float("-inf")]))
     log.close()
     (written,) = read_jsonl(tmp_path)
-    assert {key: written[key] for key in values} == {"loss": None, "grad_norm": None, "lr": 0.25, "num_tokens": 7}
+    assert {key: written[key] for key in values} == {
+        "loss": None,
+        "grad_norm": None,
+        "lr": 0.25,
+        "num_tokens": 7,
+    }
     assert written["memory_gib"] == [1.5, None]
 
 
 def test_resume_cuts_damaged_lines_and_steps_after_the_checkpoint(tmp_path, lines):
-    bad = [b"\0\0\0", b"", b"{}", b'{"loss": 1.0}', b'\xff{"step": 2}', b"[1]", b'{"step": "2"}', b"step", b"[" * 5000]
+    bad = [
+        b"\0\0\0",
+        b"",
+        b"{}",
+        b'{"loss": 1.0}',
+        b'\xff{"step": 2}',
+        b"[1]",
+        b'{"step": "2"}',
+        b"step",
+        b"[" * 5000,
+    ]
     with open_log(tmp_path) as log:
         log.evaluation({"step": 0, "eval_loss": 3.0})
         for step in range(1, 6):
@@ -112,7 +139,8 @@ def test_lines_that_a_full_disk_does_not_take_come_later_and_in_order(tmp_path, 
             log.step(record(step))
     assert [one["step"] for one in read_jsonl(tmp_path)] == [1, 2, 3, 4]
     assert [line for line in lines if "metrics.jsonl" in line] == [
-        "metrics.jsonl cannot be written (No space left on device). Its lines are held and written when possible."
+        "metrics.jsonl cannot be written (No space left on device). Its lines are held and "
+        "written when possible."
     ]
 
 
@@ -128,18 +156,29 @@ def test_ranks_other_than_0_write_and_print_nothing(tmp_path, lines, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# --- for people ----------------------------------------------------------------------------------------
+# --- for people
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("save_seconds", "said"),
     [
-        (0.0, "0:05:10 in total, 0:03:50 left (100 steps of 2.00 s, 3 evaluations of 10 s; without saving)."),
+        (
+            0.0,
+            "0:05:10 in total, 0:03:50 left (100 steps of 2.00 s, 3 evaluations of 10 s; without "
+            "saving).",
+        ),
         # Saves after steps 40, 80 and 103, and one after two minutes.
-        (6.0, "0:05:34 in total, 0:04:14 left (100 steps of 2.00 s, 3 evaluations of 10 s, 4 saves of 6.0 s)."),
+        (
+            6.0,
+            "0:05:34 in total, 0:04:14 left (100 steps of 2.00 s, 3 evaluations of 10 s, 4 saves "
+            "of 6.0 s).",
+        ),
     ],
 )
-def test_total_time_counts_steps_evaluations_and_saves(save_seconds, said, tmp_path, lines, monkeypatch):
+def test_total_time_counts_steps_evaluations_and_saves(
+    save_seconds, said, tmp_path, lines, monkeypatch
+):
     now = iter([0.0, 70.0, 80.0])  # opened, after the first step of 60 s, when it is said
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
     log = open_log(tmp_path, total_steps=103, config={"eval_steps": 50, "save_every": ["40", "2m"]})
@@ -149,7 +188,8 @@ def test_total_time_counts_steps_evaluations_and_saves(save_seconds, said, tmp_p
         log.step(record(step))
         assert len(lines) == 1 + (step >= 3)
     log.close()
-    # 80 s have passed, 100 steps of 2 s are left, and evaluations of 10 s after steps 50, 100 and 103
+    # 80 s have passed, 100 steps of 2 s are left, and evaluations of 10 s after steps 50, 100 and
+    # 103
     assert lines[1] == f"Estimated time: {said}"
 
 
@@ -159,7 +199,11 @@ def test_stdout_has_one_aligned_line_per_step(tmp_path, capsys):
         log.step(record(step, loss=loss, tokens_per_second=10.0**step))
     log.close()
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split("  epoch")[0] for line in printed] == ["step    9/1000", "step   10/1000", "step   11/1000"]
+    assert [line.split("  epoch")[0] for line in printed] == [
+        "step    9/1000",
+        "step   10/1000",
+        "step   11/1000",
+    ]
     assert len({line.index("grad_norm") for line in printed}) == 1
     assert "loss 12.2500" in printed[1] and "2.50 GiB" in printed[1]
     assert printed[1].endswith("ETA 0:33:00")  # 990 steps of 2 s
@@ -175,11 +219,14 @@ def test_progress_bar_does_not_fill_a_log_file_and_starts_where_the_run_is(first
     assert "402/500" in printed.splitlines()[-1] and "loss 0.0050" in printed.splitlines()[-1]
 
 
-# --- read back by their own readers --------------------------------------------------------------------
+# --- read back by their own readers
+# --------------------------------------------------------------------
 
 
 def log_in_three_starts(tmp_path: Path, sink: str) -> dict[tuple[str, int], float]:
-    """Steps 1 to 9, killed after 6 and resumed from 4, the first two without the sink; (name, step) -> what is due."""
+    """Steps 1 to 9, killed after 6 and resumed from 4, the first two without the sink; (name, step)
+    -> what is due.
+    """
     run = {"run_id": "0123456789", "total_steps": 9}
     with open_log(tmp_path, "jsonl", **run) as log:
         log.evaluation({"step": 0, "epoch": 0.0, "eval_loss": 3.0})
@@ -195,15 +242,26 @@ def log_in_three_starts(tmp_path: Path, sink: str) -> dict[tuple[str, int], floa
             log.step(record(step))
         log.evaluation({"step": 9, "epoch": 1.0, "eval_loss": 1.0 / 3})
     rows = [(row["step"], named_numbers(row).items()) for row in read_jsonl(tmp_path)]
-    return {(name, step): number for step, numbers in rows for name, number in numbers if not name.endswith("step")}
+    return {
+        (name, step): number
+        for step, numbers in rows
+        for name, number in numbers
+        if not name.endswith("step")
+    }
 
 
 def test_tensorboard_reads_what_metrics_jsonl_has(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     due = log_in_three_starts(tmp_path, "tensorboard")
-    reader = accumulator.EventAccumulator(str(tmp_path / "out" / "tensorboard"), size_guidance={"scalars": 0})
+    reader = accumulator.EventAccumulator(
+        str(tmp_path / "out" / "tensorboard"), size_guidance={"scalars": 0}
+    )
     reader.Reload()
-    found = [(name, event.step, event.value) for name in reader.Tags()["scalars"] for event in reader.Scalars(name)]
+    found = [
+        (name, event.step, event.value)
+        for name in reader.Tags()["scalars"]
+        for event in reader.Scalars(name)
+    ]
     assert len(found) == len(due)
     assert {(name, step): value for name, step, value in found} == {
         key: np.float32(value) for key, value in due.items()
@@ -221,15 +279,25 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, lines):
     assert len(read_jsonl(tmp_path)) == 2
 
 
-# --- what cannot work is said before anything starts ---------------------------------------------------
+# --- what cannot work is said before anything starts
+# ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("sink", "wandb", "said"),
     [
         ("wandb", None, r"wandb is not installed\. Run `pip install 'wandb>=0\.31'`"),
-        ("wandb", "0.9.7rc1", r"wandb 0\.9\.7rc1 is installed and is too old.*pip install 'wandb>=0\.31'"),
-        ("tensorboard", None, "tensorboard is not installed. Run `pip install tensorboard`, or take it out"),
+        (
+            "wandb",
+            "0.9.7rc1",
+            r"wandb 0\.9\.7rc1 is installed and is too old.*pip install "
+            r"'wandb>=0\.31'",
+        ),
+        (
+            "tensorboard",
+            None,
+            "tensorboard is not installed. Run `pip install tensorboard`, or take it out",
+        ),
     ],
 )
 def test_a_missing_or_old_package_is_an_error_before_the_model(

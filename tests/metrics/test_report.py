@@ -1,4 +1,6 @@
-"""The report: it shows what a run has left, whatever that is, and nothing in it is more than text."""
+"""The report: it shows what a run has left, whatever that is,
+and nothing in it is more than text.
+"""
 
 import base64
 import dataclasses
@@ -29,22 +31,47 @@ from fsdp_qlora.planning.search import GpuOffer
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 
-EVIL = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&amp;\u2028'\"<b>"
+EVIL = (
+    "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&amp;\u2028'\"<b>"
+)
 
 
 def make_run(folder: Path, *, steps: int = 12, text: str = "an answer") -> Path:
     folder.mkdir(parents=True)
-    records: list[dict[str, object]] = [{"step": 0, "epoch": 0.0, "eval_loss": 3.0, "num_target_tokens": 9}]
+    records: list[dict[str, object]] = [
+        {"step": 0, "epoch": 0.0, "eval_loss": 3.0, "num_target_tokens": 9}
+    ]
     for step in range(1, steps + 1):
         loss = 2.0 if step != steps // 2 else 9.0  # a spike
-        values = {"grad_norm": 1.0, "lr": 1e-4, "num_tokens": 100, "num_target_tokens": 10, "step_seconds": 0.5}
+        values = {
+            "grad_norm": 1.0,
+            "lr": 1e-4,
+            "num_tokens": 100,
+            "num_target_tokens": 10,
+            "step_seconds": 0.5,
+        }
         memory = {"memory_gib": {"reserved": [1.0, 2.0 + step / 1000]}}
-        records.append({"step": step, "epoch": step / 10, "loss": loss, **values, "tokens_per_second": 200.0, **memory})
+        records.append(
+            {
+                "step": step,
+                "epoch": step / 10,
+                "loss": loss,
+                **values,
+                "tokens_per_second": 200.0,
+                **memory,
+            }
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "run.json").write_text(json.dumps({"options": {"lr": 0.1, "model_name": text}}))
-    (folder / "status.json").write_text(json.dumps({"state": "finished", "total_steps": steps, "reason": text}))
-    (folder / "facts.json").write_text(json.dumps({"environment": {"machine": {text: text}}, "starts": []}))
-    (folder / "samples.jsonl").write_text(json.dumps({"step": 3, "prompt": text, "text": text}) + "\n")
+    (folder / "status.json").write_text(
+        json.dumps({"state": "finished", "total_steps": steps, "reason": text})
+    )
+    (folder / "facts.json").write_text(
+        json.dumps({"environment": {"machine": {text: text}}, "starts": []})
+    )
+    (folder / "samples.jsonl").write_text(
+        json.dumps({"step": 3, "prompt": text, "text": text}) + "\n"
+    )
     return folder
 
 
@@ -76,26 +103,45 @@ def test_report_escapes_run_content_and_loads_nothing(tmp_path: Path) -> None:
     content = json.loads(data)
     assert [run["name"] for run in content["runs"]] == names
     assert content["runs"][0]["samples"] == [{"step": 3, "prompt": EVIL, "text": EVIL}]
-    assert content["runs"][1]["settings"]["model_name"] == EVIL == content["runs"][1]["status"]["reason"]
+    assert (
+        content["runs"][1]["settings"]["model_name"]
+        == EVIL
+        == content["runs"][1]["status"]["reason"]
+    )
     # The policy of the page lets this one script run, and no address be asked.
-    (policy,) = [attributes["content"] for tag, attributes in found.tags if attributes.get("http-equiv")]
+    (policy,) = [
+        attributes["content"] for tag, attributes in found.tags if attributes.get("http-equiv")
+    ]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy is not None and "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
-    assert not [value for _, attributes in found.tags for name, value in attributes.items() if name == "src"]
-    assert "innerHTML" not in script and "http" not in script.replace("http://www.w3.org/2000/svg", "")
+    assert (
+        policy is not None
+        and ("default-src 'none'") in policy
+        and (f"script-src 'sha256-{digest}'") in policy
+    )
+    assert not [
+        value for _, attributes in found.tags for name, value in attributes.items() if name == "src"
+    ]
+    assert "innerHTML" not in script and "http" not in script.replace(
+        "http://www.w3.org/2000/svg", ""
+    )
 
 
 def test_the_page_says_which_loss_and_which_memory_it_means(tmp_path: Path) -> None:
     page = make_page([read_run(make_run(tmp_path / "one"))])
     assert '"lowest held-out loss"' in page and "lowest trained" not in page
-    assert "What stays allocated in every step" in page and "activations of the longest rows" in page
+    assert ("What stays allocated in every step") in page and (
+        "activations of the longest rows"
+    ) in page
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_the_lowest_held_out_loss_is_one_after_the_first_step(tmp_path: Path) -> None:
     script = Tags(make_page([read_run(make_run(tmp_path / "one"))])).scripts[1]
     # The page draws itself when it is loaded, so what counts is taken out of it.
-    wanted = r"^const (?:lowest|isNumber|whole|trim) = [^\n]*;$|^function (?:short|lowestHeldOut)\(.*?^}$"
+    wanted = (
+        r"^const (?:lowest|isNumber|whole|trim) = [^\n]*;$|^function "
+        r"(?:short|lowestHeldOut)\(.*?^}$"
+    )
     functions = "\n".join(re.findall(wanted, script, re.M | re.S))
     losses = {"evaluations": {"step": [0, 10, 20], "eval_loss": [1.0, 3.0, 2.5]}}
     code = f"{functions}; console.log(lowestHeldOut({json.dumps(losses)}))"
@@ -123,11 +169,17 @@ def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path: Path) ->
 def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "loss": null, "grad_norm": 1e999}\n[1]\n{"loss": 1}\n\0\n{"step": 14, "lo')
+        file.write(
+            '{"step": 13, "loss": null, "grad_norm": 1e999}\n[1]\n{"loss": 1}\n\0\n{"step": 14, "lo'
+        )
     for name in ("run.json", "status.json", "facts.json", "samples.jsonl"):
         (folder / name).write_text('{"a": [')
     run = read_run(folder)
-    assert run["steps"]["step"][-1] == 13 and run["steps"]["loss"][-1] is None and run["steps"]["grad_norm"][-1] is None
+    assert (
+        run["steps"]["step"][-1] == 13
+        and run["steps"]["loss"][-1] is None
+        and run["steps"]["grad_norm"][-1] is None
+    )
     assert (run["settings"], run["status"], run["facts"], run["samples"]) == ({}, {}, {}, [])
     assert Tags(make_page([run])).scripts
     with pytest.raises(UserError, match=r"is not the folder of a run: it has no metrics\.jsonl"):
@@ -154,7 +206,8 @@ def test_report_counts_padding_as_in_the_micro_batches() -> None:
     rows = TokenizedRows(np.zeros(18, np.int32), learned, offsets, np.arange(4))
     schedule = Schedule(4, 2, 4, data_size=1, num_epochs=1, max_steps=-1, seed=0, batching="padded")
     facts = data_facts(RunData(rows, np.arange(4)), schedule)
-    assert facts["padding_share"] == pytest.approx(1 - 18 / (2 * 8 + 2 * 3))  # 8 and 5 together, 3 and 2
+    # 8 and 5 together, 3 and 2
+    assert facts["padding_share"] == pytest.approx(1 - 18 / (2 * 8 + 2 * 3))
     assert facts["tokens"] == 18 and facts["learned"] == 14 and facts["longest"] == 8
     assert facts["lengths"]["counts"] == [0, 0, 1, 1, 0, 1, 0, 1]
 
@@ -167,9 +220,16 @@ def test_every_way_a_run_ends_leaves_a_report(models: Callable[..., Path], tmp_p
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
     output = tmp_path / "output"
     options = {
-        "model_name": models(), "dataset": rows, "batch_size": 4, "eval_fraction": 0.25, "eval_steps": 2,
-        "context_length": 150, "max_bad_rows": 0.5, "lr": 1e-3, "output_dir": output,
-    }  # fmt: skip
+        "model_name": models(),
+        "dataset": rows,
+        "batch_size": 4,
+        "eval_fraction": 0.25,
+        "eval_steps": 2,
+        "context_length": 150,
+        "max_bad_rows": 0.5,
+        "lr": 1e-3,
+        "output_dir": output,
+    }
     argv = flags(**options, log_to="stdout", quant_cache="off", max_hours=1e-6)
     statuses, said = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [3], said[-2000:]
@@ -181,12 +241,16 @@ def test_every_way_a_run_ends_leaves_a_report(models: Callable[..., Path], tmp_p
     run = facts_of(output / "report.html")
     data = run["facts"]["data"]
     assert data["rows"] + data["held_out"] + data["rejected"] == 24 and data["rejected"] > 0
-    assert run["status"]["state"] == "finished" and run["steps"]["step"] == list(range(1, -(-data["rows"] // 4) + 1))
+    assert run["status"]["state"] == "finished" and run["steps"]["step"] == list(
+        range(1, -(-data["rows"] // 4) + 1)
+    )
     assert sum(data["lengths"]["counts"]) == data["rows"] and data["longest"] <= 150
     _, second = run["facts"]["starts"]
     assert second["step"] == (stopped["steps"]["step"][-1] if stopped["steps"] else 0)
     assert {"planning", "loading", "steps", "evaluation", "saving"} <= second["seconds"].keys()
-    assert run["facts"]["memory"]["optimizer state"] == 2 * run["facts"]["memory"]["their gradients"]
+    assert (
+        run["facts"]["memory"]["optimizer state"] == 2 * run["facts"]["memory"]["their gradients"]
+    )
     assert "torch" in run["facts"]["environment"]["versions"]
 
 
@@ -198,20 +262,32 @@ def test_report_renders_in_a_browser_without_errors(tmp_path: Path) -> None:
     write_report([make_run(tmp_path / "one", text=EVIL), make_run(tmp_path / "two")], out)
     command = (
         f"{chromium} --headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-        f"--disable-background-networking --user-data-dir={tmp_path / 'profile'} --enable-logging=stderr --dump-dom"
+        f"--disable-background-networking --user-data-dir={tmp_path / 'profile'} "
+        "--enable-logging=stderr --dump-dom"
     )
-    done = subprocess.run([*command.split(), f"file://{out}"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*command.split(), f"file://{out}"], capture_output=True, text=True, timeout=100
+    )
     assert "CONSOLE" not in done.stderr
-    assert len(re.findall("<polyline", done.stdout)) >= 10 and "<title>one · two</title>" in done.stdout
+    assert (
+        len(re.findall("<polyline", done.stdout)) >= 10
+        and ("<title>one · two</title>") in done.stdout
+    )
     assert len(re.findall("<script", done.stdout)) == 2 and "<img" not in done.stdout
 
 
 def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     gib = 2**30
     memory = Memory(
-        weights={}, resident={"weights": 8 * gib}, phases={"backward": {"inputs": gib}}, allocated=9 * gib, host={},
-        recomputing=4, block=1, overhead=gib,
-    )  # fmt: skip
+        weights={},
+        resident={"weights": 8 * gib},
+        phases={"backward": {"inputs": gib}},
+        allocated=9 * gib,
+        host={},
+        recomputing=4,
+        block=1,
+        overhead=gib,
+    )
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
     found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).planned()
     placed = dataclasses.replace(found.placed, memory=memory)
@@ -221,15 +297,23 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
             num_rows=len(lengths), batch_size=2, global_batch_size=4, data_size=2, num_epochs=1,
             max_steps=-1, seed=0, batching=batching, context_length=512,
         )  # fmt: skip
-        rows = TokenizedRows(*np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths))
+        rows = TokenizedRows(
+            *np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths)
+        )
         data = RunData(rows, np.arange(len(lengths)))
         return SimpleNamespace(placed=placed, data=data, schedule=schedule)
 
     speeds = [
         planned_speed(config, plan, placed, GPUS["RTX 3090"])
-        for plan in (planned([512] * 8), planned([512, *[64] * 7]), planned([512, *[64] * 7], "padded"))
+        for plan in (
+            planned([512] * 8),
+            planned([512, *[64] * 7]),
+            planned([512, *[64] * 7], "padded"),
+        )
     ]
-    assert speeds[0] == pytest.approx(found.tokens_per_second) and speeds == sorted(speeds, reverse=True)
+    assert speeds[0] == pytest.approx(found.tokens_per_second) and speeds == sorted(
+        speeds, reverse=True
+    )
     measured = Measured(config, planned([512] * 8), GPUS["RTX 3090"])
 
     def stepped(reserved: float, seconds: float) -> dict[str, Any]:
@@ -250,4 +334,6 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
     for _ in range(2):
         stepped(10.6, seconds=4.0)
     [record] = caplog.records
-    assert "The plan said 10.0 GiB" in record.getMessage() and "reserved 10.6" in record.getMessage()
+    assert ("The plan said 10.0 GiB") in record.getMessage() and (
+        "reserved 10.6"
+    ) in record.getMessage()

@@ -20,11 +20,16 @@ from tests.tiny import ROOT, flags, make_rows, train_ok, write_rows
 
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-BAR = re.compile(r"[\w' ]*:? *\d+%\|[^|]*\| +\S+/\S+ ?(loss +\S+ lr \S+ +[\d,]+ tokens/s )?\[[\d:]+<[\d:?]+.*\]")
+BAR = re.compile(
+    r"[\w' ]*:? *\d+%\|[^|]*\| +\S+/\S+ ?(loss +\S+ lr \S+ +[\d,]+ tokens/s "
+    r")?\[[\d:]+<[\d:?]+.*\]"
+)
 
 
 class Screen:
-    """As much of a terminal as a progress bar needs: all rows that ever were, and where the cursor is."""
+    """As much of a terminal as a progress bar needs: all rows that ever were, and where the cursor
+    is.
+    """
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -60,7 +65,9 @@ def on_terminal(command: list[str], *, width: int, cwd: Path) -> tuple[int, list
     """Run a command on a terminal of that width; its exit status and all rows that it left."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=clean_environment(), cwd=cwd)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=clean_environment(), cwd=cwd
+    )
     os.close(theirs)
     output = b""
     while True:
@@ -78,7 +85,12 @@ def into_pipe(command: list[str], *, width: int, cwd: Path) -> tuple[int, list[s
     """Run a command whose output is a pipe; its exit status and all lines."""
     environment = clean_environment() | {"COLUMNS": str(width)}
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=cwd
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=cwd,
     )
     assert "\x1b" not in done.stdout
     return done.returncode, [row.rstrip() for row in re.split(r"[\r\n]+", done.stdout)]
@@ -104,7 +116,8 @@ OFTEN = ("python 80", "two ranks that fail 120", "torchrun 120, pipe")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.nightly) for case in CASES]
+    "case",
+    [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.nightly) for case in CASES],
 )
 def test_failure_reason_is_the_last_text_below_the_progress_bar(
     case: str, models: Callable[..., Path], tmp_path: Path
@@ -122,7 +135,11 @@ def test_failure_reason_is_the_last_text_below_the_progress_bar(
         warmup=0,
     )
     count = flags(nproc_per_node=ranks)
-    words = [str(ROOT / "train.py"), *argv, *count] if launcher is PYTHON else [*count, str(ROOT / "train.py"), *argv]
+    words = (
+        [str(ROOT / "train.py"), *argv, *count]
+        if launcher is PYTHON
+        else [*count, str(ROOT / "train.py"), *argv]
+    )
     status, rows = show([*launcher, *words], width=width, cwd=tmp_path)
     text = "\n".join(rows)
     bars = [row for row in rows if "%|" in row]
@@ -139,7 +156,9 @@ def test_failure_reason_is_the_last_text_below_the_progress_bar(
         assert 1 <= len(said) <= ranks, text
 
 
-def test_startup_output_is_eight_lines_of_100_columns(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_startup_output_is_eight_lines_of_100_columns(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = tmp_path / ("a_long_name_" * 12)
     shutil.copytree(models(), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(
@@ -147,12 +166,27 @@ def test_startup_output_is_eight_lines_of_100_columns(models: Callable[..., Path
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     rows = write_rows(folder / "rows.jsonl", make_rows(12))
-    said = train_ok(1, folder / "out", model_name=folder / "model", dataset=rows, max_steps=1, context_length=128)
-    start = [line for line in said.partition("step 1/1")[0].splitlines() if line and "rows/s]" not in line]
+    said = train_ok(
+        1,
+        folder / "out",
+        model_name=folder / "model",
+        dataset=rows,
+        max_steps=1,
+        context_length=128,
+    )
+    start = [
+        line
+        for line in said.partition("step 1/1")[0].splitlines()
+        if line and "rows/s]" not in line
+    ]
     kinds = [re.split("[:,]", line)[0] for line in start]
-    assert kinds == ["Model", "Rows", "Prompts", "Sample", "Steps", "Memory", "Output", "Proof"], said
+    assert kinds == ["Model", "Rows", "Prompts", "Sample", "Steps", "Memory", "Output", "Proof"], (
+        said
+    )
     assert max(map(len, start)) <= 100
-    assert start[1].startswith("Rows: 12 of 12 rows, ") and start[1].endswith("_long_name_/rows.jsonl")
+    assert start[1].startswith("Rows: 12 of 12 rows, ") and start[1].endswith(
+        "_long_name_/rows.jsonl"
+    )
     assert "the chat template" in start[2] and start[6].endswith("_/out")
 
 

@@ -80,7 +80,9 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
     return add
 
 
-def test_a_new_machine_resumes_from_the_mirror(store: Store, add_step: Callable[[int], None], tmp_path: Path) -> None:
+def test_a_new_machine_resumes_from_the_mirror(
+    store: Store, add_step: Callable[[int], None], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     assert store.run() == {} and store.steps() == []
     (run / "samples.jsonl").write_text("of another run\n")
@@ -90,7 +92,8 @@ def test_a_new_machine_resumes_from_the_mirror(store: Store, add_step: Callable[
         (run / "samples.jsonl").unlink(missing_ok=True)
     checkpoint.remove(checkpoint.step_folder(run / CHECKPOINTS, 1))
     add_step(3)
-    # Cut off before its manifest, the copy of a checkpoint is none, and is completed by the next update.
+    # Cut off before its manifest, the copy of a checkpoint is none, and is completed by the next
+    # update.
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / checkpoint.STATE).write_text("{}")
     store.put_all({f"{CHECKPOINTS}/step_000003": tmp_path / "part"}, [], "cut off")
@@ -102,7 +105,12 @@ def test_a_new_machine_resumes_from_the_mirror(store: Store, add_step: Callable[
     assert list(found) == [3] and checkpoint.verify(found[3])  # no more than is needed
     assert (tmp_path / "box" / "metrics.jsonl").read_text() == "3\n"
     assert json.loads((tmp_path / "box" / "status.json").read_text())["state"] == "running"
-    assert {path.name for path in (tmp_path / "box").iterdir()} == {CHECKPOINTS, "metrics.jsonl", "run.json", STATUS}
+    assert {path.name for path in (tmp_path / "box").iterdir()} == {
+        CHECKPOINTS,
+        "metrics.jsonl",
+        "run.json",
+        STATUS,
+    }
     (run / "samples.jsonl").write_text('{"step": 3}\n')
     store.update(run)
     fetch(store, tmp_path / "next_box")
@@ -124,15 +132,26 @@ def test_a_killed_fetch_is_completed_by_the_next_one(
         add_step(step)
     store = open_store(str(tmp_path / "run"))
     box = tmp_path / "box"
-    for place in (f"{CHECKPOINTS}/.step_000002.fetching/{checkpoint.STATE}", "status.json", "run.json"):
+    for place in (
+        f"{CHECKPOINTS}/.step_000002.fetching/{checkpoint.STATE}",
+        "status.json",
+        "run.json",
+    ):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))
+            patch.setattr(
+                Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace)
+            )
             fetch(store, box)
         assert not (box / "run.json").exists()
         check_usable(box, overwrite=False)
     fetch(store, box)
     assert list(checkpoint.published(box / CHECKPOINTS))[-1] == 2
-    assert sorted(path.name for path in box.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
+    assert sorted(path.name for path in box.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "run.json",
+        "status.json",
+    ]
 
 
 def _die_before(self: Path, place: Path, original: Callable[..., Path], target: Path) -> Path:
@@ -147,7 +166,9 @@ def test_a_mirror_that_needs_a_missing_package_is_refused(monkeypatch: pytest.Mo
         open_store("s3://bucket/run")
 
 
-def test_errors_of_a_store_become_one_line_os_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_become_one_line_os_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise LookupError("no route\nmore")
 
@@ -162,4 +183,5 @@ def test_invalid_mirrors_are_refused_and_unreachable_ones_explained(
     with pytest.raises(UserError, match="hf:OWNER/NAME"):
         open_store("hf:run")
     (tmp_path / "file").write_text("")
-    assert open_store(str(tmp_path / "file")).run() == {}  # nobody's; the first copy tells that none can be made
+    # nobody's; the first copy tells that none can be made
+    assert open_store(str(tmp_path / "file")).run() == {}

@@ -22,7 +22,11 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     # Options.
     "several at once": (
         {"context_length": 0, "batch_size": 0, "dataset_samples": 0, "seed": -1},
-        ["4 options are wrong", "--context_length must be 2 or more, but is 0", "--batch_size must be 1 or more"],
+        [
+            "4 options are wrong",
+            "--context_length must be 2 or more, but is 0",
+            "--batch_size must be 1 or more",
+        ],
     ),
     # The model's folder.
     "hub model without a network": (
@@ -44,10 +48,21 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "unknown model type": (
         {"model_name": "unknown_type"},
-        ["unknown_type/config.json", "model_type 'lllama'", "does not support", "pip install --upgrade transformers"],
+        [
+            "unknown_type/config.json",
+            "model_type 'lllama'",
+            "does not support",
+            "pip install --upgrade transformers",
+        ],
     ),
-    "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
-    "model without a record of new blocks": ({"train_type": "bnb_llama_pro"}, ["does not list the added blocks"]),
+    "encoder-decoder model": (
+        {"model_name": "t5"},
+        ["model_name t5", "'t5'", "not a decoder-only", "llama"],
+    ),
+    "model without a record of new blocks": (
+        {"train_type": "bnb_llama_pro"},
+        ["does not list the added blocks"],
+    ),
     "target modules that match nothing": (
         {"lora_target_modules": "q_proj,query"},
         ["lora_target_modules", "is named query", "k_proj", "q_proj", "up_proj"],
@@ -59,7 +74,11 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "tensor under another name": (
         {"model_name": "other_name"},
-        ["other_name", f"missing: {NORM}", "not in this architecture: model.extra.weight (in model.safetensors)"],
+        [
+            "other_name",
+            f"missing: {NORM}",
+            "not in this architecture: model.extra.weight (in model.safetensors)",
+        ],
     ),
     "wrongly shaped tensor": (
         {"model_name": "wrong_shape"},
@@ -67,7 +86,11 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "weight of whole numbers": (
         {"model_name": "integers"},
-        ["integers", f"wrong type: {NORM} in model.safetensors is int32, and weights must be 16- or 32-bit floats"],
+        [
+            "integers",
+            f"wrong type: {NORM} in model.safetensors is int32, and weights must be 16- "
+            "or 32-bit floats",
+        ],
     ),
     "truncated file": (
         {"model_name": "truncated"},
@@ -75,25 +98,53 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "index that names an absent file": (
         {"model_name": "absent_file"},
-        ["absent_file/model.safetensors.index.json", "names missing files: model-00002-of-00002.safe", "Download"],
+        [
+            "absent_file/model.safetensors.index.json",
+            "names missing files: model-00002-of-00002.safe",
+            "Download",
+        ],
     ),
     "index that leads out of the folder": (
         {"model_name": "outside"},
-        ["outside/model.safetensors.index.json names '../model/model.safetensors'", "not a file of its folder"],
+        [
+            "outside/model.safetensors.index.json names '../model/model.safetensors'",
+            "not a file of its folder",
+        ],
     ),
     "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
-    "config.json of endless nesting": ({"model_name": "nested_config"}, ["nested_config/config.json is not valid"]),
-    "too many layers": ({"model_name": "layers"}, ["num_hidden_layers 2147483648, and at most 1000"]),
-    "too many heads": ({"model_name": "many_heads"}, ["has weights of size 1024000000000000", "k_proj", "Download"]),
-    "too wide layers": ({"model_name": "wide"}, ["has weights of size 64000000000000", "gate_proj", "Download"]),
-    "unknown activation": ({"model_name": "activation"}, ["described by config.json cannot be built: 'nope'"]),
+    "config.json of endless nesting": (
+        {"model_name": "nested_config"},
+        ["nested_config/config.json is not valid"],
+    ),
+    "too many layers": (
+        {"model_name": "layers"},
+        ["num_hidden_layers 2147483648, and at most 1000"],
+    ),
+    "too many heads": (
+        {"model_name": "many_heads"},
+        ["has weights of size 1024000000000000", "k_proj", "Download"],
+    ),
+    "too wide layers": (
+        {"model_name": "wide"},
+        ["has weights of size 64000000000000", "gate_proj", "Download"],
+    ),
+    "unknown activation": (
+        {"model_name": "activation"},
+        ["described by config.json cannot be built: 'nope'"],
+    ),
     "size that is a text": (
         {"model_name": "text_size"},
-        ["model_name text_size: its config.json cannot be used", "'intermediate_size' expected int, got str"],
+        [
+            "model_name text_size: its config.json cannot be used",
+            "'intermediate_size' expected int, got str",
+        ],
     ),
     "heads that are not the weights'": (
         {"model_name": "heads"},
-        ["wrong shape: model.layers.0.self_attn.k_proj.weight in model.safetensors is [32, 64], the model's is [48"],
+        [
+            "wrong shape: model.layers.0.self_attn.k_proj.weight in model.safetensors is [32, 64], "
+            "the model's is [48"
+        ],
     ),
     "index that names an absent tensor": (
         {"model_name": "absent_tensor"},
@@ -112,7 +163,10 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"dataset": "data/malformed.jsonl"},
         ["data/malformed.jsonl:3:", "(column ", "one JSON object"],
     ),
-    "empty held-out dataset": ({"eval_dataset": "data/empty.jsonl"}, ["data/empty.jsonl", "the dataset is empty"]),
+    "empty held-out dataset": (
+        {"eval_dataset": "data/empty.jsonl"},
+        ["data/empty.jsonl", "the dataset is empty"],
+    ),
     # The output folder.
     "output_dir of another run": (
         {"output_dir": "other_run"},
@@ -125,7 +179,8 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
 }
 
 
-# Each kind of it once on two ranks; the others are decided alike before ranks meet, or by the same code.
+# Each kind of it once on two ranks; the others are decided alike before ranks meet, or by the same
+# code.
 ON_TWO_RANKS = {
     "several at once",
     "hub model without a network",
@@ -137,9 +192,13 @@ ON_TWO_RANKS = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_every_rank_says_what_is_wrong_and_nothing_is_left(case: str, inputs: Path, tmp_path: Path) -> None:
+def test_every_rank_says_what_is_wrong_and_nothing_is_left(
+    case: str, inputs: Path, tmp_path: Path
+) -> None:
     options, words = BAD_INPUT[case]
-    argv = flags(**{"model_name": "model", "dataset": "data/good.jsonl", "output_dir": "output", **options})
+    argv = flags(
+        **{"model_name": "model", "dataset": "data/good.jsonl", "output_dir": "output", **options}
+    )
     before = snapshot(inputs)
     ranks = 2 if case in ON_TWO_RANKS else 1
     statuses, output = on_ranks(ranks, train_offline, (inputs, argv), tmp_path)
@@ -148,14 +207,17 @@ def test_every_rank_says_what_is_wrong_and_nothing_is_left(case: str, inputs: Pa
         own = (tmp_path / f"rank{rank}.log").read_text()
         _, found, message = own.partition(f"[rank {rank}] error: " if ranks > 1 else "error: ")
         assert found and not [word for word in words if word not in message], own
-        assert message.count("error: ") == 0 and len(message) < 1500, own  # once, and not a screenful
+        # once, and not a screenful
+        assert message.count("error: ") == 0 and len(message) < 1500, own
         assert "Traceback" not in own
         assert own.count("[no network]") <= 2  # nothing is tried again and again
     assert snapshot(inputs) == before
 
 
 def train_offline(folder: Path, argv: list[str]) -> int:
-    """train.py's main, started in `folder`, on a machine that can resolve no other machine's name."""
+    """train.py's main, started in `folder`, on a machine that can resolve no other
+    machine's name.
+    """
     import train
 
     os.chdir(folder)
@@ -176,7 +238,8 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-# ---- the inputs -----------------------------------------------------------------------------------------
+# ---- the inputs
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +251,15 @@ def inputs(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
         shutil.copytree(models(), folder / name)
         damage(folder / name)
     (folder / "t5").mkdir()
-    (folder / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    (folder / "t5" / "config.json").write_text(
+        json.dumps({"model_type": "t5", "architectures": ["T5Model"]})
+    )
     make_tokenizer(folder / "t5")
     _write_datasets(folder / "data")
     (folder / "other_run").mkdir()
     (folder / "other_run" / "adapter_config.json").write_text("{}")
-    on_ranks(1, train_offline, (folder, ["--help"]), folder / "logs")  # the first start pays for the imports
+    # the first start pays for the imports
+    on_ranks(1, train_offline, (folder, ["--help"]), folder / "logs")
     return folder
 
 
@@ -257,7 +323,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "broken_config": _break_config,
     "unknown_type": _edit_config(model_type="lllama"),
     "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
-    "other_name": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": tensors.pop(NORM)})),
+    "other_name": _edit_tensors(
+        lambda tensors: tensors.update({"model.extra.weight": tensors.pop(NORM)})
+    ),
     "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
     "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
     "truncated": _truncate,

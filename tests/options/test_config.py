@@ -43,10 +43,19 @@ def yaml_file(tmp_path):
 
 
 def test_flags_win_over_yaml_and_yaml_over_the_defaults(yaml_file):
-    path = yaml_file("lr: 2e-4\nsave_model: no\nlora_target_modules: [q_proj, v_proj]\nseed: 7\nmirror: null\n")
-    config = parse_train_config(["--seed", "8", "--config", path, "--batch-size=3", "--max_steps", "-1"])
+    path = yaml_file(
+        "lr: 2e-4\nsave_model: no\nlora_target_modules: [q_proj, v_proj]\nseed: 7\nmirror: null\n"
+    )
+    config = parse_train_config(
+        ["--seed", "8", "--config", path, "--batch-size=3", "--max_steps", "-1"]
+    )
     assert config == TrainConfig(
-        lr=2e-4, save_model=False, lora_target_modules=("q_proj", "v_proj"), seed=8, batch_size=3, max_steps=-1
+        lr=2e-4,
+        save_model=False,
+        lora_target_modules=("q_proj", "v_proj"),
+        seed=8,
+        batch_size=3,
+        max_steps=-1,
     )
 
 
@@ -92,9 +101,10 @@ def test_new_tokens_that_are_named_twice_are_added_once(tmp_path):
 
 def test_the_command_of_the_2024_readme_is_accepted():
     command = (
-        "--model_name meta-llama/Llama-2-70b-hf --batch_size 2 --context_length 512 --precision bf16 "
-        "--train_type qlora --use_gradient_checkpointing true --use_cpu_offload true --dataset alpaca "
-        "--reentrant_checkpointing true --log_to wandb --master_port 12355 --world_size -1"
+        "--model_name meta-llama/Llama-2-70b-hf --batch_size 2 --context_length 512 --precision "
+        "bf16 --train_type qlora --use_gradient_checkpointing true --use_cpu_offload true "
+        "--dataset alpaca --reentrant_checkpointing true --log_to wandb --master_port 12355 "
+        "--world_size -1"
     )
     notes: list[str] = []
     config = parse_train_config(command.split(), notes=notes)
@@ -110,17 +120,29 @@ OLDER_OPTIONS = {
     "--warmup_steps -1 --world_size -1": ({}, []),
     "--world_size 2": ({"nproc_per_node": 2}, ["--world_size is now --nproc_per_node 2."]),
     "--use_gradient_checkpointing off": ({"recompute": "none"}, ["is now --recompute none."]),
-    "--profile --with_stack": ({}, ["--profile is no longer needed", "--with_stack is no longer needed"]),
+    "--profile --with_stack": (
+        {},
+        ["--profile is no longer needed", "--with_stack is no longer needed"],
+    ),
     "--warmup_steps 1": ({"warmup": 1}, ["--warmup_steps is now --warmup 1."]),
     "--apply_gradient_clipping true --grad_norm 2": ({"grad_norm": 2.0}, []),
-    "--apply_gradient_clipping no": ({"grad_norm": 0.0}, ["--apply_gradient_clipping is now --grad_norm 0."]),
+    "--apply_gradient_clipping no": (
+        {"grad_norm": 0.0},
+        ["--apply_gradient_clipping is now --grad_norm 0."],
+    ),
     "--log_to wandb --project_name a --name b,c --entity d": (
         {"log_to": ("wandb", "project=a", "name=b c", "entity=d")},
         ["--project_name is now --log_to project=a.", "--log_to name=b c.", "--log_to entity=d."],
     ),
     "--profile_memory": ({"verbose": True}, ["--profile_memory is now --verbose true."]),
-    "--use_activation_cpu_offload true --recompute auto": ({"recompute": "offload"}, ["is now --recompute offload."]),
-    "--master_addr 10.0.0.1 --master_port 1": ({}, ["--master_addr is no longer needed", "--master_port is no"]),
+    "--use_activation_cpu_offload true --recompute auto": (
+        {"recompute": "offload"},
+        ["is now --recompute offload."],
+    ),
+    "--master_addr 10.0.0.1 --master_port 1": (
+        {},
+        ["--master_addr is no longer needed", "--master_port is no"],
+    ),
 }
 
 
@@ -132,8 +154,12 @@ def test_older_names_of_options_are_read_as_what_they_mean_now(given, yaml_file)
     for argv in (given.split(), ["--config", yaml_file(as_yaml)]):
         notes: list[str] = []
         assert parse_train_config(argv, notes=notes) == TrainConfig(**options)
-        assert len(notes) == len(lines) and all(line in note for line, note in zip(lines, notes, strict=True))
-    assert make_train_config(None, {name: " ".join(value) or True for name, *value in pairs}) == TrainConfig(**options)
+        assert len(notes) == len(lines) and all(
+            line in note for line, note in zip(lines, notes, strict=True)
+        )
+    assert make_train_config(
+        None, {name: " ".join(value) or True for name, *value in pairs}
+    ) == TrainConfig(**options)
 
 
 def test_flags_win_over_older_names_in_a_file(yaml_file):
@@ -145,14 +171,27 @@ def test_flags_win_over_older_names_in_a_file(yaml_file):
 
 def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
     of_grpo = "--objective grpo --rewards exact_match"
-    for argv, beta, loss_type in (("", 0.1, "sigmoid"), ("--objective kto", 0.1, "sigmoid"), (of_grpo, 0.0, "dapo")):
+    for argv, beta, loss_type in (
+        ("", 0.1, "sigmoid"),
+        ("--objective kto", 0.1, "sigmoid"),
+        (of_grpo, 0.0, "dapo"),
+    ):
         config = parse_train_config(argv.split())
         request = StartRequest(resolved_options(config), names_marked(MAY_DIFFER))
         stored = request.options | {"beta": beta, "loss_type": loss_type}
         assert find_differences({"options": stored}, {}, request) == []
-        assert resolved_options(parse_train_config(["--config", yaml_file(resolved_yaml(config))])) == stored
-    assert not TrainConfig(objective="grpo").has_reference and TrainConfig(objective="grpo", beta=0.04).has_reference
-    assert TrainConfig(objective="dpo").has_reference and not TrainConfig(objective="simpo").has_reference
+        assert (
+            resolved_options(parse_train_config(["--config", yaml_file(resolved_yaml(config))]))
+            == stored
+        )
+    assert (
+        not TrainConfig(objective="grpo").has_reference
+        and TrainConfig(objective="grpo", beta=0.04).has_reference
+    )
+    assert (
+        TrainConfig(objective="dpo").has_reference
+        and not TrainConfig(objective="simpo").has_reference
+    )
 
 
 @pytest.mark.parametrize("word", ["off", "no", "False", "off:replace"])
@@ -169,10 +208,15 @@ def test_the_resolved_options_are_accepted_back(yaml_file):
     assert parse_train_config(["--config", yaml_file(text)]) == config
     of_2024 = text.replace("nproc_per_node: -1\n", "world_size: 2\n")
     assert parse_train_config(["--config", yaml_file(of_2024)]).nproc_per_node == 2
-    assert parse_train_config(["--world_size", "3", "--config", yaml_file(of_2024)]).nproc_per_node == 3
+    assert (
+        parse_train_config(["--world_size", "3", "--config", yaml_file(of_2024)]).nproc_per_node
+        == 3
+    )
 
 
-@pytest.mark.parametrize(("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)])
+@pytest.mark.parametrize(
+    ("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)]
+)
 def test_the_learning_rate_follows_the_train_type_and_is_recorded(train_type, rate, yaml_file):
     config = parse_train_config(["--train_type", train_type])
     assert config.learning_rate == rate
@@ -200,7 +244,10 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--resume", "--resume: expected a value"),
         ("--no-save_model", "Unknown option --no_save_model; give --save_model false."),
         ("--load_in_4bit true", "did you mean --train_type qlora?"),
-        ("--sample_packing true", "Unknown option --sample_packing; did you mean --batching packed?"),
+        (
+            "--sample_packing true",
+            "Unknown option --sample_packing; did you mean --batching packed?",
+        ),
         ("--max_steps 0", "--max_steps must be -1"),
         ("--wd nan", "--wd must be a finite number, 0 or more"),
         ("--recompute -1", "--recompute must be 0 or more if it is a number"),
@@ -208,15 +255,33 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--lora_target_modules none", "--lora_target_modules must be given"),
         ("--lora_target_modules all q_proj", "all cannot be combined"),
         ("--train_type full --lora_rank 8", "leave out --lora_rank"),
-        ("--train_type lora --quant_type fp4", "lora does not take --quant_type, which is for qlora, bnb_dora"),
+        (
+            "--train_type lora --quant_type fp4",
+            "lora does not take --quant_type, which is for qlora, bnb_dora",
+        ),
         ("--train_type lora --allow_unquantized true", "leave out --allow_unquantized"),
         ("--n_bits 3", "qlora does not take --n_bits, which is for hqq_lora"),
-        ("--objective simpo --precompute_reference true", "simpo has no reference model: leave out"),
-        ("--objective dpo --loss_type dapo", "--objective dpo has no --loss_type dapo, but sigmoid, hinge, robust,"),
+        (
+            "--objective simpo --precompute_reference true",
+            "simpo has no reference model: leave out",
+        ),
+        (
+            "--objective dpo --loss_type dapo",
+            "--objective dpo has no --loss_type dapo, but sigmoid, hinge, robust,",
+        ),
         ("--objective dpo --beta 0", "--beta must be above 0 for --objective dpo"),
-        ("--objective dpo --num_generations 4", "dpo does not take --num_generations, which is for grpo"),
-        ("--objective grpo", "--objective grpo needs --rewards: functions that score the completions"),
-        ("--objective grpo --rewards exact_match --label_smoothing 0.1", "does not take --label_smoothing"),
+        (
+            "--objective dpo --num_generations 4",
+            "dpo does not take --num_generations, which is for grpo",
+        ),
+        (
+            "--objective grpo",
+            "--objective grpo needs --rewards: functions that score the completions",
+        ),
+        (
+            "--objective grpo --rewards exact_match --label_smoothing 0.1",
+            "does not take --label_smoothing",
+        ),
         (
             "--objective grpo --rewards exact_match --rollout_url localhost:8000",
             "give one such as http://localhost:8000",
@@ -225,25 +290,49 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
             "--objective grpo --rewards number --rollout_url http://a --train_type dora",
             "servers take LoRA adapters alone",
         ),
-        ("--objective grpo --rewards exact_match --eval_fraction 0.1", "cannot be used with --eval_fraction"),
-        ("--objective grpo --rewards exact_match --train_type full", "it cannot be used with --train_type full"),
+        (
+            "--objective grpo --rewards exact_match --eval_fraction 0.1",
+            "cannot be used with --eval_fraction",
+        ),
+        (
+            "--objective grpo --rewards exact_match --train_type full",
+            "it cannot be used with --train_type full",
+        ),
         ("--train_type hqq_lora --n_bits 5", "--n_bits must be 8, 4, 3 or 2, but is 5"),
-        ("--train_type hqq_lora --group_size 48", "--group_size must be a multiple of 32, but is 48"),
+        (
+            "--train_type hqq_lora --group_size 48",
+            "--group_size must be a multiple of 32, but is 48",
+        ),
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
         ("--eval_steps 5", "--eval_steps needs rows"),
-        ("--eval_tasks arc_easy", "--eval_tasks are measured at each evaluation: give --eval_fraction"),
+        (
+            "--eval_tasks arc_easy",
+            "--eval_tasks are measured at each evaluation: give --eval_fraction",
+        ),
         ("--packing true", "Unknown option --packing; did you mean --batching packed?"),
-        ("--grad_norm 2 --apply_gradient_clipping false", "is the older name of grad_norm, which is given too"),
+        (
+            "--grad_norm 2 --apply_gradient_clipping false",
+            "is the older name of grad_norm, which is given too",
+        ),
         ("--save_steps 500", "Unknown option --save_steps; did you mean --save_every?"),
         ("--overwrite_output_dir true", "did you mean --resume auto:replace?"),
         ("--kto_desirable_weight 2", "kto_weights takes both weights, the desirable one first."),
         ("--dry_run samples=x", "--dry_run must be true, false, samples or samples=NUMBER"),
-        ("--save_every 15s", "--save_every must be minutes such as 15m, steps such as 500, both, or none, but is"),
+        (
+            "--save_every 15s",
+            "--save_every must be minutes such as 15m, steps such as 500, both, or none, but is",
+        ),
         ("--epsilon 0.1,0.2,0.3", "--epsilon must be one or two finite numbers"),
         ("--kto_weights -1", "--kto_weights must be one or two finite numbers"),
-        ("--warmup 1.5", "--warmup must be a share from 0.0 to 1.0, or a number of steps, but is 1.5"),
+        (
+            "--warmup 1.5",
+            "--warmup must be a share from 0.0 to 1.0, or a number of steps, but is 1.5",
+        ),
         ("--log_to wandb,run=1", "'run=1' is not a choice"),
-        ("--use_gradient_checkpointing maybe", "--use_gradient_checkpointing: expected true or false, got 'maybe'"),
+        (
+            "--use_gradient_checkpointing maybe",
+            "--use_gradient_checkpointing: expected true or false, got 'maybe'",
+        ),
         ("--recompute 3 --use_gradient_checkpointing true", "Give one"),
         ("--recompute some", "--recompute: expected auto|all|none|offload|INT, got 'some'"),
         ("--use_cpu_offload maybe", "--use_cpu_offload: expected auto|true|false|INT, got 'maybe'"),
@@ -270,8 +359,20 @@ def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
 @pytest.mark.parametrize(
     "place",
     [
-        *("s3://bucket/run", "https://user:PaSs@host/run", "sftp:/host/run", "file:///data/run", "s3:bucket/run"),
-        *(":sftp,host=box,user=me,pass=PaSs:run", "me:PaSs@box:run", "box:/data/run", "gs:", ":local:/data"),
+        *(
+            "s3://bucket/run",
+            "https://user:PaSs@host/run",
+            "sftp:/host/run",
+            "file:///data/run",
+            "s3:bucket/run",
+        ),
+        *(
+            ":sftp,host=box,user=me,pass=PaSs:run",
+            "me:PaSs@box:run",
+            "box:/data/run",
+            "gs:",
+            ":local:/data",
+        ),
     ],
 )
 def test_urls_are_not_taken_for_folders_and_hide_passwords(place, tmp_path, monkeypatch):
@@ -301,7 +402,10 @@ def test_urls_are_not_taken_for_folders_and_hide_passwords(place, tmp_path, monk
         ("\nlr: abc", "line 2: lr: expected a number, got 'abc'"),
         ("seed: [1, 2]", "line 1: seed: expected one value, got 2: 1 2"),
         ("seed: 1\nseed: 2", "line 2: seed is already given in line 1"),
-        ("lr:\n  peak: 1", "line 1: lr expects a value or a list of values; options are not nested"),
+        (
+            "lr:\n  peak: 1",
+            "line 1: lr expects a value or a list of values; options are not nested",
+        ),
         ("- seed", "expected lines of the form `option: value`"),
         ("seed: 1\nname: [a, b\n", "line 3: not valid YAML"),
         ("seed: " + "[" * 900 + "]" * 900, "options are not nested"),
@@ -350,32 +454,47 @@ def test_settings_of_other_programs_are_answered_with_ours(other, value, here):
 
 
 def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
-    argv = "--use_cpu_offload --deterministic --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
+    argv = (
+        "--use_cpu_offload --deterministic --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit "
+        "--log_to STDOUT"
+    )
     config = parse_train_config(argv.split())
     assert config.use_cpu_offload and config.deterministic
-    assert (config.train_type, config.optimizer, config.log_to) == ("hqq_lora", "paged_adamw_8bit", ("stdout",))
+    assert (config.train_type, config.optimizer, config.log_to) == (
+        "hqq_lora",
+        "paged_adamw_8bit",
+        ("stdout",),
+    )
 
 
 def test_yaml_takes_dashes_in_names_and_null_for_the_default(yaml_file):
-    config = parse_train_config(["--config", yaml_file("lora-rank: 8\nmax_steps: null\noutput_dir:\nlr: ~\n")])
+    config = parse_train_config(
+        ["--config", yaml_file("lora-rank: 8\nmax_steps: null\noutput_dir:\nlr: ~\n")]
+    )
     assert config == TrainConfig(lora_rank=8)
 
 
 def test_wrong_values_ranges_and_combinations_are_reported_together(yaml_file):
     argv = "--batch_size -1 --lora_rank 0 --lr abc --eval_fraction 2 --lrr 3"
     message = error_of(*argv.split())
-    assert all(f"--{name}" in message for name in ("batch_size", "lora_rank", "lr", "eval_fraction", "lrr"))
+    assert all(
+        f"--{name}" in message for name in ("batch_size", "lora_rank", "lr", "eval_fraction", "lrr")
+    )
     assert message.startswith("5 options are wrong")
     argv = "--batch_size 0 --num_epochs 0 --train_type full --lora_rank 8 --eval_steps 3"
     message = error_of(*argv.split())
     assert all(name in message for name in ("batch_size", "num_epochs", "lora_rank", "eval_steps"))
     # Even where a flag wins.
-    assert "line 1: lr: expected a number" in error_of("--config", yaml_file("lr: abc"), "--lr", "1e-4")
+    assert ("line 1: lr: expected a number") in error_of(
+        "--config", yaml_file("lr: abc"), "--lr", "1e-4"
+    )
 
 
 def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "hqq" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "hqq" else find(name)
+    )
     assert "hqq_lora needs the package hqq: pip install hqq" in error_of("--train_type", "hqq_lora")
 
 
@@ -383,13 +502,24 @@ def test_help_lists_all_options_and_group_help_its_own(capsys):
     groups = option_help()
     helps = {name: text for group in groups.values() for name, text in group.items()}
     assert list(helps) == NAMES and all(text.endswith(".") for text in helps.values())
-    assert not [text for text in helps.values() if re.match("(Of|As of|What|Those|Where|How) ", text)]
+    assert not [
+        text for text in helps.values() if re.match("(Of|As of|What|Those|Where|How) ", text)
+    ]
     for words, names in (([], helps), (["data"], groups["data"])):
         with pytest.raises(SystemExit):
             parse_train_config(["--help", *words])
         shown = capsys.readouterr().out
         # Since 3.13 Python names an option's value once, behind all its names.
-        assert [name for name in NAMES if re.search(rf"^  --{name}[ ,]", shown, re.MULTILINE)] == list(names)
+        assert [
+            name
+            for name in NAMES
+            if re.search(
+                rf"^  --{name}[ "
+                r",]",
+                shown,
+                re.MULTILINE,
+            )
+        ] == list(names)
         assert shown.count("(default:") == len(names)
         headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
         assert headings == (list(groups) if not words else ["data"])
@@ -405,12 +535,18 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.training.trainer import SCHEDULES
 
     hints = option_types()
-    tables = {"train_type": TRAIN_TYPES, "precision": PRECISIONS, "sharding_strategy": SHARDING_STRATEGIES}
+    tables = {
+        "train_type": TRAIN_TYPES,
+        "precision": PRECISIONS,
+        "sharding_strategy": SHARDING_STRATEGIES,
+    }
     tables |= {"optimizer": OPTIMIZERS, "lr_scheduler": SCHEDULES, "dataset_format": FORMATS}
     assert {name: set(get_args(hints[name])) - {"auto"} for name in tables} == {
         name: set(table) for name, table in tables.items()
     }
-    assert {name for name in get_args(get_args(hints["log_to"])[0]) if not name.endswith("=")} == set(SINKS)
+    assert {
+        name for name in get_args(get_args(hints["log_to"])[0]) if not name.endswith("=")
+    } == set(SINKS)
 
 
 def test_a_group_of_options_is_a_dataclass_with_fields_of_their_names():
@@ -430,18 +566,33 @@ def test_every_option_is_read():
     """An option that nothing reads is a promise that is not kept."""
     read: set[str] = set()
     sources = {path: path.read_text() for path in (ROOT / "fsdp_qlora").rglob("*.py")}
-    users = [path for path, text in sources.items() if "TrainConfig" in text or "options.config[" in text]
+    users = [
+        path for path, text in sources.items() if "TrainConfig" in text or "options.config[" in text
+    ]
     for path in (path for path in users if path.parent.name != "config"):
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
+                "config",
+                "self.config",
+            ):
                 read.add(node.attr)
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "options.config":
                 read.add(ast.literal_eval(node.slice))
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("config.pick", "self.config.pick"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "config.pick",
+                "self.config.pick",
+            ):
                 read |= picked(node, module)
-            if isinstance(node, ast.Call) and ast.unparse(node) == "names_marked(of_quantizer(quantizer))":
-                read |= {name for kind in TRAIN_TYPES.values() for name in names_marked(of_quantizer(kind.quantizer))}
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node) == "names_marked(of_quantizer(quantizer))"
+            ):
+                read |= {
+                    name
+                    for kind in TRAIN_TYPES.values()
+                    for name in names_marked(of_quantizer(kind.quantizer))
+                }
     # The properties that combine options read them as `self`.
     for node in ast.walk(ast.parse(inspect.getsource(TrainConfig))):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
@@ -450,10 +601,14 @@ def test_every_option_is_read():
 
 
 def picked(call: ast.Call, module: ModuleType) -> set[str]:
-    """The options that `config.pick(Class, prefix="...", given=...)` in a module reads by their names."""
+    """The options that `config.pick(Class, prefix="...", given=...)` in a module reads by their
+    names.
+    """
     keywords = {word.arg: word.value for word in call.keywords}
     prefix = ast.literal_eval(keywords.pop("prefix")) if "prefix" in keywords else ""
-    names = {field.name for field in dataclasses.fields(getattr(module, ast.unparse(call.args[0])))} - set(keywords)
+    names = {
+        field.name for field in dataclasses.fields(getattr(module, ast.unparse(call.args[0])))
+    } - set(keywords)
     return {prefix + name if prefix + name in NAMES else name for name in names}
 
 
@@ -461,11 +616,12 @@ def picked(call: ast.Call, module: ModuleType) -> set[str]:
 
 # A run in a folder is continued if these options are as they were.
 IDENTITY = """
-    train_type precision quant_type double_quant n_bits group_size int8_threshold dataset_samples dataset_format
-    context_length eval_fraction objective lr num_epochs max_steps lr_scheduler warmup optimizer wd grad_norm
-    neftune_alpha seed deterministic lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters
-    modules_to_save add_tokens use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta
-    loss_type label_smoothing sft_weight simpo_gamma kto_weights rating_threshold teacher teacher_adapter top_k
+    train_type precision quant_type double_quant n_bits group_size int8_threshold dataset_samples
+    dataset_format context_length eval_fraction objective lr num_epochs max_steps lr_scheduler
+    warmup optimizer wd grad_norm neftune_alpha seed deterministic lora_rank lora_alpha lora_dropout
+    lora_target_modules lora_target_parameters modules_to_save add_tokens use_rslora
+    init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta loss_type label_smoothing
+    sft_weight simpo_gamma kto_weights rating_threshold teacher teacher_adapter top_k
     num_generations max_completion_length temperature scale_rewards epsilon num_iterations
 """
 

@@ -1,4 +1,6 @@
-"""Options that decide what a run does around the training step: what is planned, logged, saved and stopped."""
+"""Options that decide what a run does around the training step: what is planned, logged, saved and
+stopped.
+"""
 
 import json
 import math
@@ -43,7 +45,9 @@ def run_yaml(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(run_yaml: Path) -> tuple[Path, str]:
     """A run of YAML and flags on two ranks: (output_dir, what it printed)."""
     output_dir = run_yaml.parent / "out"
-    output = train_ok(2, output_dir, config=run_yaml, lr=1e-3, num_epochs=2, max_steps=5, eval_steps=2)
+    output = train_ok(
+        2, output_dir, config=run_yaml, lr=1e-3, num_epochs=2, max_steps=5, eval_steps=2
+    )
     return output_dir, output
 
 
@@ -52,7 +56,8 @@ def line_with(text: str, output: str) -> str:
     return next(line.strip() for line in output.splitlines() if text in line)
 
 
-# --- before the run ------------------------------------------------------------------------------------
+# --- before the run
+# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +69,28 @@ def dry_run(run_yaml: Path) -> str:
     return output
 
 
-def test_dry_run_counts_the_parameters_that_transformers_and_peft_count(dry_run: str, models: Models) -> None:
+def test_dry_run_counts_the_parameters_that_transformers_and_peft_count(
+    dry_run: str, models: Models
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(models())
     total = model.num_parameters()
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    quantized = sum(p.numel() for name, p in model.named_parameters() if any(n in name for n in names))
+    quantized = sum(
+        p.numel() for name, p in model.named_parameters() if any(n in name for n in names)
+    )
     adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules=names, task_type="CAUSAL_LM"))
     trainable = adapted.num_parameters(only_trainable=True)
     assert line_with("Model:", dry_run).startswith(
-        f"Model: LlamaForCausalLM, {total / 1e3:.1f}K parameters, {100 * quantized / total:.1f}% quantized; "
-        f"{trainable / 1e3:.1f}K train (LoRA on 14 layers)"
+        f"Model: LlamaForCausalLM, {total / 1e3:.1f}K parameters, {100 * quantized / total:.1f}% "
+        f"quantized; {trainable / 1e3:.1f}K train (LoRA on 14 layers)"
     )
 
 
 def test_dry_run_gives_the_bytes_per_rank_that_two_ranks_then_hold(
     dry_run: str, run: tuple[Path, str], models: Models
 ) -> None:
-    codes = statistics = frozen = trainable = 0  # of the first of two ranks, which has the larger halves
+    # of the first of two ranks, which has the larger halves
+    codes = statistics = frozen = trainable = 0
     for name, parameter in AutoModelForCausalLM.from_pretrained(models()).named_parameters():
         if "proj" not in name:
             frozen += half(parameter.shape[0]) * parameter[0].numel() * 4
@@ -91,11 +101,13 @@ def test_dry_run_gives_the_bytes_per_rank_that_two_ranks_then_hold(
         statistics += half(math.ceil(blocks / 4)) * 4 + half(math.ceil(blocks / 256)) * 4
         trainable += (half(RANK) * parameter.shape[1] + half(parameter.shape[0]) * RANK) * 4
     assert line_with("quantized weights", dry_run) == (
-        f"quantized weights {kib(codes)}, their statistics {kib(statistics)}, other frozen weights {kib(frozen)}, "
-        f"trainable weights (fp32) {kib(trainable)}, their gradients {kib(trainable)}, "
-        f"optimizer state {kib(2 * trainable)}"
+        f"quantized weights {kib(codes)}, their statistics {kib(statistics)}, other frozen weights "
+        f"{kib(frozen)}, trainable weights (fp32) {kib(trainable)}, their gradients "
+        f"{kib(trainable)}, optimizer state {kib(2 * trainable)}"
     )
-    assert f"rank 0 has {kib(codes + statistics + frozen + trainable)} of" in line_with("Proof:", run[1])
+    assert (f"rank 0 has {kib(codes + statistics + frozen + trainable)} of") in line_with(
+        "Proof:", run[1]
+    )
 
 
 def half(rows: int) -> int:
@@ -107,35 +119,59 @@ def kib(count: int) -> str:
 
 
 def test_dry_run_plans_the_steps_and_writes_nothing(dry_run: str, run_yaml: Path) -> None:
-    # 18 rows in steps of 2 ranks x 2 micro-batches x 2 rows: two whole ones and one of the 2 rows left.
+    # 18 rows in steps of 2 ranks x 2 micro-batches x 2 rows: two whole ones and one of the 2 rows
+    # left.
     assert "Steps: 9 of 8 rows" in dry_run and "3 per epoch," in dry_run
     assert not (run_yaml.parent / "not_made").exists()
 
 
-def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(run_yaml: Path, tmp_path: Path) -> None:
-    argv = flags(config=run_yaml, dry_run=True, world_size=2, output_dir=tmp_path / "not_made", use_cpu_offload=True)
+def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(
+    run_yaml: Path, tmp_path: Path
+) -> None:
+    argv = flags(
+        config=run_yaml,
+        dry_run=True,
+        world_size=2,
+        output_dir=tmp_path / "not_made",
+        use_cpu_offload=True,
+    )
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [0], output
     assert line_with("Model:", output).endswith(", bf16") and "Options:" not in output
     *_, memory, _, step = output.strip().splitlines()
-    needs = r"Memory: each rank needs about [\d.]+ MiB of the GPU, [\d.]+ MiB of the host; 2 ranks on GPUs that are .*"
+    needs = (
+        r"Memory: each rank needs about [\d.]+ MiB of the GPU, [\d.]+ MiB of the host; 2 "
+        r"ranks "
+        r"on GPUs that are .*"
+    )
     assert re.fullmatch(needs + ", full_shard with the base in host memory", memory)
-    assert re.search(r"most at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block inputs", step)
+    assert re.search(
+        r"most at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block "
+        r"inputs",
+        step,
+    )
 
 
-def test_dry_run_prints_the_options_as_a_config_file(dry_run: str, run_yaml: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_the_options_as_a_config_file(
+    dry_run: str, run_yaml: Path, tmp_path: Path
+) -> None:
     (tmp_path / "printed.yaml").write_text(dry_run.split("Options:\n")[1].split("\n\n")[0])
     printed = parse_train_config(["--config", str(tmp_path / "printed.yaml")])
     # The options of the run that was planned: with them as --config it starts.
     options = {"world_size": 2, "output_dir": run_yaml.parent / "not_made", "num_epochs": 3}
-    asked = parse_train_config(["--config", str(run_yaml), *flags(device="cpu", verbose=True, **options)])
+    asked = parse_train_config(
+        ["--config", str(run_yaml), *flags(device="cpu", verbose=True, **options)]
+    )
     assert printed == replace(asked, **asked.objective_settings)  # as the text has them
 
 
-# --- the run -------------------------------------------------------------------------------------------
+# --- the run
+# -------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(
+    run: tuple[Path, str], tmp_path: Path
+) -> None:
     output_dir, _ = run
     train_ok(2, tmp_path / "again", config=output_dir / "config.yaml", deterministic=True)
     for key in ("loss", "grad_norm", "eval_loss"):
@@ -151,7 +187,8 @@ def test_max_steps_stops_within_an_epoch_with_its_evaluations(run: tuple[Path, s
     assert [record["epoch"] for record in records][-1] == pytest.approx(5 / 3)
 
 
-# --- a run that keeps nothing but its record -----------------------------------------------------------
+# --- a run that keeps nothing but its record
+# -----------------------------------------------------------
 
 
 def test_save_model_false_leaves_only_the_record_of_the_run(run_yaml: Path, tmp_path: Path) -> None:

@@ -31,18 +31,30 @@ def logits_of(model: nn.Module) -> torch.Tensor:
     return logits
 
 
-# --- first values --------------------------------------------------------------------------------------
+# --- first values
+# --------------------------------------------------------------------------------------
 
 
-def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp_path: Path) -> None:
+def test_loftq_starts_with_less_error_from_bitsandbytes_base(
+    models: Models, tmp_path: Path
+) -> None:
     folder = models()
     logits = {}
     for train_type, init in [("lora", "true"), ("qlora", "true"), ("qlora", "loftq")]:
-        options = {"train_type": train_type, "init_lora_weights": init, "lora_rank": 32, "lora_alpha": 64}
+        options = {
+            "train_type": train_type,
+            "init_lora_weights": init,
+            "lora_rank": 32,
+            "lora_alpha": 64,
+        }
         out = tmp_path / f"{train_type}_{init}"
-        _, logits[train_type, init] = train_ours(folder, make_rows(4), out, max_steps=1, lr=1e-9, **options)
+        _, logits[train_type, init] = train_ours(
+            folder, make_rows(4), out, max_steps=1, lr=1e-9, **options
+        )
     exact = logits["lora", "true"]
-    assert (logits["qlora", "loftq"] - exact).norm() < 0.7 * (logits["qlora", "true"] - exact).norm()
+    assert (logits["qlora", "loftq"] - exact).norm() < 0.7 * (
+        logits["qlora", "true"] - exact
+    ).norm()
     saved = load_file(tmp_path / "qlora_loftq" / "adapter_model.safetensors")
     base = load_decoded_base(folder)
     original = load_base(folder, four_bit=False)
@@ -50,21 +62,31 @@ def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp
         if "lora_A" in name:
             lora_B = saved[name.replace("lora_A", "lora_B")]
             weight = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            lost = (original.get_submodule(weight).weight - base.get_submodule(weight).weight).detach()
+            lost = (
+                original.get_submodule(weight).weight - base.get_submodule(weight).weight
+            ).detach()
             left = torch.linalg.svdvals(lost)[32:].square().sum().sqrt()  # Eckart and Young's best
-            assert (lost - 2 * lora_B @ lora_A).norm() == pytest.approx(left.item(), rel=1e-3, abs=1e-5)
+            assert (lost - 2 * lora_B @ lora_A).norm() == pytest.approx(
+                left.item(), rel=1e-3, abs=1e-5
+            )
     reloaded = load_adapter(base, tmp_path / "qlora_loftq")
     assert (logits_of(reloaded) - logits["qlora", "loftq"]).abs().max() < 1e-4
 
 
-# --- variants ------------------------------------------------------------------------------------------
+# --- variants
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("overrides", "name", "message"),
     [
         ({"tie_word_embeddings": True}, "lm_head", r"modules_to_save lm_head: .* share one tensor"),
-        ({}, "norm", r"modules_to_save norm: .* embeddings and head .* model.embed_tokens, lm_head"),
+        (
+            {},
+            "norm",
+            r"modules_to_save norm: .* embeddings and head .* model.embed_tokens, "
+            r"lm_head",
+        ),
     ],
 )
 def test_modules_that_cannot_be_saved_in_full_are_refused(
@@ -113,7 +135,9 @@ class OurDropout(nn.Module):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout: float, checkpointed: bool) -> None:
+def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(
+    dropout: float, checkpointed: bool
+) -> None:
     peft_layer, ours = peft_layer_and_ours(dropout=dropout, dtype=torch.float32)
     if dropout:
         peft_layer.lora_dropout["default"] = OurDropout()
@@ -126,9 +150,16 @@ def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout: float, 
         output = checkpoint(layer, inputs, use_reentrant=False) if checkpointed else layer(inputs)
         output.backward(grad)
         results.append([output, inputs.grad])
-    results[0] += [peft_layer.lora_A["default"].weight.grad, peft_layer.lora_B["default"].weight.grad]
+    results[0] += [
+        peft_layer.lora_A["default"].weight.grad,
+        peft_layer.lora_B["default"].weight.grad,
+    ]
     results[0].append(peft_layer.lora_magnitude_vector["default"].weight.grad)
-    results[1] += [ours.lora.lora_A.weight.grad, ours.lora.lora_B.weight.grad, ours.lora.magnitude.weight.grad]
+    results[1] += [
+        ours.lora.lora_A.weight.grad,
+        ours.lora.lora_B.weight.grad,
+        ours.lora.magnitude.weight.grad,
+    ]
     for theirs, own in zip(*results, strict=True):
         assert torch.allclose(own, theirs, rtol=1e-5, atol=1e-5)
 
@@ -147,36 +178,66 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
     _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.float32)
     product = layer.lora.lora_A.weight @ layer.base_layer.weight.T
     lora = layer.lora
-    operands = (product, lora.lora_A.weight, lora.lora_B.weight, lora.magnitude.row_squares, lora.scaling)
+    operands = (
+        product,
+        lora.lora_A.weight,
+        lora.lora_B.weight,
+        lora.magnitude.row_squares,
+        lora.scaling,
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_autocast = row_norms(*operands)
     assert torch.equal(under_autocast, row_norms(*operands))
-    changed = layer.base_layer.weight + layer.lora.scaling * layer.lora.lora_B.weight @ layer.lora.lora_A.weight
+    changed = (
+        layer.base_layer.weight
+        + layer.lora.scaling * layer.lora.lora_B.weight @ layer.lora.lora_A.weight
+    )
     norm = torch.linalg.vector_norm(changed, dim=1)
     assert torch.allclose(under_autocast, norm, rtol=1e-5)
 
 
-# --- bad input -----------------------------------------------------------------------------------------
+# --- bad input
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_type": "bnb_dora", "init_lora_weights": "loftq"}, "leave --init_lora_weights at true"),
-        ({"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)}, "for linear layers only"),
-        ({"init_lora_weights": "loftq", "train_type": "lora"}, "--train_type lora does not quantize"),
-        ({"init_lora_weights": "loftq", "lora_target_parameters": ("experts.down_proj",)}, "is for linear layers"),
-        ({"use_rslora": True, "rank_pattern": ("q_proj=2",), "train_type": "full"}, "--use_rslora, --rank_pattern"),
+        (
+            {"train_type": "bnb_dora", "init_lora_weights": "loftq"},
+            "leave --init_lora_weights at true",
+        ),
+        (
+            {"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)},
+            "for linear layers only",
+        ),
+        (
+            {"init_lora_weights": "loftq", "train_type": "lora"},
+            "--train_type lora does not quantize",
+        ),
+        (
+            {"init_lora_weights": "loftq", "lora_target_parameters": ("experts.down_proj",)},
+            "is for linear layers",
+        ),
+        (
+            {"use_rslora": True, "rank_pattern": ("q_proj=2",), "train_type": "full"},
+            "--use_rslora, --rank_pattern",
+        ),
         ({"rank_pattern": ("q_proj",)}, "--rank_pattern needs name=number with a whole number"),
         ({"rank_pattern": ("q_proj=0",)}, "but has 'q_proj=0'"),
         ({"alpha_pattern": ("q_proj=nan",)}, "--alpha_pattern needs name=number"),
         ({"alpha_pattern": ("q_(proj=2",)}, "is not a valid regular expression"),
         ({"lora_target_modules": ("all-linear", "q_proj")}, "all-linear cannot be combined"),
-        ({"lora_target_modules": (".*q_proj", "v_proj")}, "give one regular expression and nothing else"),
+        (
+            {"lora_target_modules": (".*q_proj", "v_proj")},
+            "give one regular expression and nothing else",
+        ),
         ({"lora_target_modules": ("q_(proj",)}, "nor a valid regular expression"),
     ],
 )
-def test_combinations_that_exclude_each_other_are_refused(options: dict[str, object], message: str) -> None:
+def test_combinations_that_exclude_each_other_are_refused(
+    options: dict[str, object], message: str
+) -> None:
     (error,) = check(TrainConfig(**options))
     assert message in error
 
@@ -184,8 +245,16 @@ def test_combinations_that_exclude_each_other_are_refused(options: dict[str, obj
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_target_modules": r".*\.x_proj"}, r"the regular expression .* matches no linear layer"),
-        ({"rank_pattern": "x_proj=3"}, r"rank_pattern: x_proj has no effect: it matches no layer with an adapter"),
+        (
+            {"lora_target_modules": r".*\.x_proj"},
+            r"the regular expression .* matches no linear "
+            r"layer",
+        ),
+        (
+            {"rank_pattern": "x_proj=3"},
+            r"rank_pattern: x_proj has no effect: it matches no layer "
+            r"with an adapter",
+        ),
         (
             {"alpha_pattern": ".*=3,q_proj=4"},
             r"alpha_pattern: q_proj has no effect: .* that an earlier pattern matches",
@@ -199,13 +268,19 @@ def test_combinations_that_exclude_each_other_are_refused(options: dict[str, obj
 def test_names_that_match_nothing_are_refused_before_loading(
     options: dict[str, object], message: str, models: Models, tmp_path: Path
 ) -> None:
-    argv = flags(model_name=models(), dry_run=True, output_dir=tmp_path / "out", dataset="dummy", **options)
+    argv = flags(
+        model_name=models(), dry_run=True, output_dir=tmp_path / "out", dataset="dummy", **options
+    )
     with pytest.raises(UserError, match=message):
         run(parse_train_config(argv))
 
 
 def test_target_names_are_matched_as_peft_does_and_unknown_ones_are_named() -> None:
-    linears = ["model.layers.0.attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.attn.q_proj"]
+    linears = [
+        "model.layers.0.attn.q_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.attn.q_proj",
+    ]
     assert select_targets(linears, ["all"], "llama") == linears
     assert select_targets(linears, ["q_proj"], "llama") == [linears[0], linears[2]]
     assert select_targets(linears, ["layers.1.attn.q_proj"], "llama") == [linears[2]]

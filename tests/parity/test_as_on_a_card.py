@@ -1,4 +1,6 @@
-"""Packed bytes survive a card's arithmetic: sharded runs end with the bytes of the same runs without it."""
+"""Packed bytes survive a card's arithmetic: sharded runs end with the bytes of the same runs
+without it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +18,26 @@ from tests.tiny import _free_port, all_slow_but, flags, make_rows, on_ranks, wri
 Models = Callable[..., Path]
 # Every row of TRAIN_TYPES once, by its first name.
 CASES: dict[str, dict[str, Any]] = {
-    name: {"train_type": name} for name in dict(reversed([(row, name) for name, row in TRAIN_TYPES.items()])).values()
+    name: {"train_type": name}
+    for name in dict(reversed([(row, name) for name, row in TRAIN_TYPES.items()])).values()
 }
 CASES["hqq 3"] = {"train_type": "hqq_lora", "n_bits": 3, "group_size": 32}
-CASES["single quantization"] = {"train_type": "qlora", "double_quant": False, "sharding_strategy": "shard_grad_op"}
+CASES["single quantization"] = {
+    "train_type": "qlora",
+    "double_quant": False,
+    "sharding_strategy": "shard_grad_op",
+}
 # Rows whose quantizer is in others, and those without one.
-ALIKE = ("hqq_llama_pro", "hqq_dora", "bnb_dora", "lora", "full", "dora", "hqq_lora", "bnb_llama_pro")
+ALIKE = (
+    "hqq_llama_pro",
+    "hqq_dora",
+    "bnb_dora",
+    "lora",
+    "full",
+    "dora",
+    "hqq_lora",
+    "bnb_llama_pro",
+)
 
 
 def _copy_patterns() -> int:
@@ -57,7 +73,9 @@ def test_all_patterns_of_16_bits_survive_a_gather(ranks: int, tmp_path: Path) ->
     assert output.count(" 0 words changed") == ranks * 4 * 2 * 4
 
 
-def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], ports: list[int]) -> int:
+def _train_then_on_a_card(
+    honest: list[list[str]], on_card: list[list[str]], ports: list[int]
+) -> int:
     """All runs in one process, which is a card's from the second half on."""
     if status := train_each(honest, ports[: len(honest)]):
         return status
@@ -66,20 +84,31 @@ def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], por
 
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
-def test_sharded_run_is_unchanged_by_gpu_nan_handling(case: str, models: Models, tmp_path: Path) -> None:
+def test_sharded_run_is_unchanged_by_gpu_nan_handling(
+    case: str, models: Models, tmp_path: Path
+) -> None:
     model = models("llama")
     options = CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:
         expand_model(str(model), tmp_path / "expanded", expansion_rate=0.5)
         model = tmp_path / "expanded"
-    common = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)), "quant_cache": "off"}
+    common = {
+        "model_name": model,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+        "quant_cache": "off",
+    }
     common |= {"batch_size": 2, "lr": 1e-3, "log_to": "stdout", **options}
     how = [{"precision": "bf16"}, {"precision": "fp16", "use_cpu_offload": True}]
-    outputs = [[tmp_path / f"{place}_{each['precision']}" for each in how] for place in ("cpu", "card")]
-    commands = [
-        [flags(**common, **each, output_dir=out) for each, out in zip(how, place, strict=True)] for place in outputs
+    outputs = [
+        [tmp_path / f"{place}_{each['precision']}" for each in how] for place in ("cpu", "card")
     ]
-    statuses, output = on_ranks(2, _train_then_on_a_card, (*commands, [_free_port() for _ in range(4)]), tmp_path)
+    commands = [
+        [flags(**common, **each, output_dir=out) for each, out in zip(how, place, strict=True)]
+        for place in outputs
+    ]
+    statuses, output = on_ranks(
+        2, _train_then_on_a_card, (*commands, [_free_port() for _ in range(4)]), tmp_path
+    )
     assert statuses == [0, 0], output[-6000:]
     for honest, found in zip(*outputs, strict=True):
         names = [path.name for path in sorted(honest.glob("*.safetensors"))]

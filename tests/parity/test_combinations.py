@@ -1,11 +1,13 @@
-"""Recompute, placement and both offloads change no number: combinations of them against the plain run.
+"""Recompute, placement and both offloads change no number: combinations of them against the plain
+run.
 
-The plain run shards fully, recomputes every block and offloads nothing. Compared are the losses and gradient norms of
-all steps, and the adapter after them: to the bit, or by the largest difference relative to the plain run's (of the
-adapter: of a tensor, by norm).
+The plain run shards fully, recomputes every block and offloads nothing. Compared are the losses and
+gradient norms of all steps, and the adapter after them: to the bit, or by the largest difference
+relative to the plain run's (of the adapter: of a tensor, by norm).
 
-Replicas differ by rounding: ranks that share the head add up the gradient of its input in parts of the vocabulary
-and each replica adds up all of it. With several ranks the optimizer is SGD, which makes no more of such differences.
+Replicas differ by rounding: ranks that share the head add up the gradient of its input in parts of
+the vocabulary and each replica adds up all of it. With several ranks the optimizer is SGD, which
+makes no more of such differences.
 """
 
 import itertools
@@ -19,12 +21,27 @@ import torch
 from safetensors.torch import load_file
 
 from tests.rounding import SGD, rounding
-from tests.tiny import SIZES, _free_port, flags, make_model, make_rows, on_ranks, read_metrics, write_rows
+from tests.tiny import (
+    SIZES,
+    _free_port,
+    flags,
+    make_model,
+    make_rows,
+    on_ranks,
+    read_metrics,
+    write_rows,
+)
 
 TOLERANCE = rounding(SIZES["vocab_size"])
 BLOCKS = 3
 AT_ONCE = 12
-COMMON = {"num_epochs": 20, "batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "precision": "fp32"}
+COMMON = {
+    "num_epochs": 20,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "lr": 1e-3,
+    "precision": "fp32",
+}
 COMMON |= {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}
 
 # What is trained. The mixture's experts have adapters too, which takes no dropout.
@@ -33,7 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora", "lora_dropout": 0.2},
     "bnb_dora": {"train_type": "bnb_dora"},
     "hqq_lora": {"train_type": "hqq_lora"},
-    "mixture": {"train_type": "qlora", "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"},
+    "mixture": {
+        "train_type": "qlora",
+        "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+    },
 }
 
 Combination = Mapping[str, Any]  # options of train.py
@@ -64,7 +84,9 @@ def pairwise() -> list[Combination]:
     def pairs(chosen: Combination) -> set[Any]:
         return set(itertools.combinations(chosen.items(), 2))
 
-    everything = [dict(zip(_CHOICES, values, strict=True)) for values in itertools.product(*_CHOICES.values())]
+    everything = [
+        dict(zip(_CHOICES, values, strict=True)) for values in itertools.product(*_CHOICES.values())
+    ]
     found: list[Combination] = []
     left = set().union(*map(pairs, everything))
     while left:
@@ -88,9 +110,16 @@ class Result(NamedTuple):
     def difference(self, other: "Result") -> float:
         """The largest, relative; 0 where all bits are the same."""
         assert self.adapter.keys() == other.adapter.keys()
-        assert len(set(self.losses)) > len(self.losses) // 2 and all(value.any() for value in self.adapter.values())
-        numbers = zip((*self.losses, *self.grad_norms), (*other.losses, *other.grad_norms), strict=True)
-        adapters = (float((other.adapter[name] - own).norm() / own.norm()) for name, own in self.adapter.items())
+        assert len(set(self.losses)) > len(self.losses) // 2 and all(
+            value.any() for value in self.adapter.values()
+        )
+        numbers = zip(
+            (*self.losses, *self.grad_norms), (*other.losses, *other.grad_norms), strict=True
+        )
+        adapters = (
+            float((other.adapter[name] - own).norm() / own.norm())
+            for name, own in self.adapter.items()
+        )
         return max(*(abs(b - a) / abs(a) for a, b in numbers), *adapters)
 
 
@@ -99,7 +128,8 @@ def train_each(commands: list[list[str]], ports: list[int]) -> int:
     import train
 
     for argv, port in zip(commands, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)  # another one, so that no rank meets those of the run before
+        # another one, so that no rank meets those of the run before
+        os.environ["MASTER_PORT"] = str(port)
         if status := train.main(argv):
             return status
     return 0
@@ -108,16 +138,31 @@ def train_each(commands: list[list[str]], ports: list[int]) -> int:
 def differences(
     case: str, ranks: int, chosen: Sequence[Combination], folder: Path, steps: int, **shape: Any
 ) -> Iterator[tuple[Combination, float]]:
-    """Train the plain run and each of `chosen`, some in a process; gives each one's difference from the plain run."""
+    """Train the plain run and each of `chosen`, some in a process; gives each one's difference from
+    the plain run.
+    """
     shape = {"num_local_experts": 4, "num_experts_per_tok": 2} if case == "mixture" else shape
-    model = make_model(folder / "model", "mixtral" if case == "mixture" else "llama", num_hidden_layers=BLOCKS, **shape)
-    options = COMMON | CASES[case] | (SGD if ranks > 1 else {}) | {"model_name": model, "max_steps": steps}
+    model = make_model(
+        folder / "model",
+        "mixtral" if case == "mixture" else "llama",
+        num_hidden_layers=BLOCKS,
+        **shape,
+    )
+    options = (
+        COMMON
+        | CASES[case]
+        | (SGD if ranks > 1 else {})
+        | {"model_name": model, "max_steps": steps}
+    )
     options["dataset"] = write_rows(folder / "rows.jsonl", make_rows(16))
     plain = None
     for first in range(0, 1 + len(chosen), AT_ONCE):
         runs = [PLAIN, *chosen][first : first + AT_ONCE]
         outputs = [folder / str(first + number) for number in range(len(runs))]
-        commands = [flags(output_dir=output, **options, **each) for output, each in zip(outputs, runs, strict=True)]
+        commands = [
+            flags(output_dir=output, **options, **each)
+            for output, each in zip(outputs, runs, strict=True)
+        ]
         ports = [_free_port() for _ in commands]
         statuses, output = on_ranks(ranks, train_each, (commands, ports), folder / f"{first}-logs")
         assert not any(statuses), output[-5000:]
@@ -149,7 +194,12 @@ EVERY = [(case, ranks, pairwise(), {}, 20) for case in CASES for ranks in (1, 2)
     ],
 )
 def test_combinations_train_as_the_plain_run_does(
-    case: str, ranks: int, chosen: list[Combination], shape: dict[str, Any], steps: int, tmp_path: Path
+    case: str,
+    ranks: int,
+    chosen: list[Combination],
+    shape: dict[str, Any],
+    steps: int,
+    tmp_path: Path,
 ) -> None:
     for each, difference in differences(case, ranks, chosen, tmp_path, steps, **shape):
         is_exact = ranks == 1 or each["sharding_strategy"] != "ddp"

@@ -1,4 +1,6 @@
-"""The decoder's blocks and tables are those of text, in models with tables of positions and with other encoders."""
+"""The decoder's blocks and tables are those of text, in models with tables of positions and with
+other encoders.
+"""
 
 import functools
 import json
@@ -48,8 +50,19 @@ PHI4: dict[str, Any] = {
     },
 }
 # An encoder of images with more blocks than the decoder.
-GIT = {"vision_config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 6}}
-FAMILIES: dict[str, dict[str, Any]] = {"gpt_bigcode": NO_DROPOUT, "phi4_multimodal": PHI4, "llama4_text": {}}
+GIT = {
+    "vision_config": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 6,
+    }
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": NO_DROPOUT,
+    "phi4_multimodal": PHI4,
+    "llama4_text": {},
+}
 
 
 @pytest.mark.parametrize("family", all_slow_but("gpt_bigcode", FAMILIES, nightly=["llama4_text"]))
@@ -58,7 +71,13 @@ def test_losses_and_adapter_on_two_ranks_are_those_of_peft(
 ) -> None:
     folder = models(family, **FAMILIES[family])
     rows = make_rows(8, seed=3)
-    settings = {"train_type": "lora", "lora_alpha": 6, "lr": 1e-2, "num_epochs": 3, "gradient_accumulation_steps": 2}
+    settings = {
+        "train_type": "lora",
+        "lora_alpha": 6,
+        "lr": 1e-2,
+        "num_epochs": 3,
+        "gradient_accumulation_steps": 2,
+    }
     losses, _ = train_ours(folder, rows, tmp_path / "out", **settings)
     targets = LoraConfig.from_pretrained(tmp_path / "out").target_modules
     base = load_base(folder, four_bit=False)
@@ -73,9 +92,17 @@ def test_losses_and_adapter_on_two_ranks_are_those_of_peft(
 
 
 def on_meta(family: str, **overrides: Any) -> Any:
-    sizes = {name: size for name, size in SIZES.items() if family != "xlnet" or name != "max_position_embeddings"}
+    sizes = {
+        name: size
+        for name, size in SIZES.items()
+        if family != "xlnet" or name != "max_position_embeddings"
+    }
     config = AutoConfig.for_model(family, **{**sizes, **overrides})
-    options = {"dtype": torch.float32, "compute_dtype": torch.float32, "device": torch.device("cpu")}
+    options = {
+        "dtype": torch.float32,
+        "compute_dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
     return build_meta_model(config, attn_implementation="auto", **options)
 
 
@@ -120,7 +147,10 @@ def test_an_encoder_inside_of_a_decoder_is_not_taken_for_it(
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("blt", "is of type 'blt', whose config.json gives no hidden size"), ("cpmant", "puts tokens of its own before")],
+    [
+        ("blt", "is of type 'blt', whose config.json gives no hidden size"),
+        ("cpmant", "puts tokens of its own before"),
+    ],
 )
 def test_a_family_that_cannot_be_trained_is_refused_by_name(
     family: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -134,6 +164,18 @@ def test_a_family_that_cannot_be_trained_is_refused_by_name(
         make_model(folder, family, dim_head=16, dim_ff=128, prompt_types=4, prompt_length=4)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     assert (
-        main(["train", *flags(model_name=folder, dataset=rows, dry_run=True, nproc_per_node=1, train_type="lora")]) == 2
+        main(
+            [
+                "train",
+                *flags(
+                    model_name=folder,
+                    dataset=rows,
+                    dry_run=True,
+                    nproc_per_node=1,
+                    train_type="lora",
+                ),
+            ]
+        )
+        == 2
     )
     assert reason in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Models whose modules read the weights of linear layers, such as hybrids of Mamba and attention for their kernels."""
+"""Models whose modules read the weights of linear layers, such as hybrids of Mamba and attention
+for their kernels.
+"""
 
 from typing import Any
 
@@ -15,12 +17,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{family: hybrid.shape for family, hybrid in HYBRIDS.items()},
     # Coefficients of a class of their own, read in methods other than forward.
     "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "laurel_rank": 8,
-        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "activation_sparsity_pattern": [0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 320,
+        "activation_sparsity_pattern": [0.0, 0.0],
     },
     "bloom": {},  # reads weights only where its slow_but_exact is set
     "llama": {},
-}  # fmt: skip
+}
 READ = {"gemma3n_text", *(family for family, hybrid in HYBRIDS.items() if hybrid.left_out)}
 
 
@@ -47,9 +53,15 @@ def test_layers_whose_weights_others_read_are_detected(family: str) -> None:
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     found = read_directly(model)
-    linears = {path: module for path, module in model.base_model.named_modules() if type(module) is nn.Linear}
+    linears = {
+        path: module
+        for path, module in model.base_model.named_modules()
+        if type(module) is nn.Linear
+    }
     for linear in linears.values():
         linear.__class__ = Watched
     model(input_ids=PROBE, use_cache=False)
-    read = [f"{model.base_model_prefix}.{path}" for path, linear in linears.items() if linear.is_read]
+    read = [
+        f"{model.base_model_prefix}.{path}" for path, linear in linears.items() if linear.is_read
+    ]
     assert found == read and bool(found) == (family in READ)

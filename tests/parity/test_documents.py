@@ -1,4 +1,6 @@
-"""Padding-free rows against the same rows padded: losses, gradients, and which tokens attend to which."""
+"""Padding-free rows against the same rows padded: losses, gradients, and which tokens attend to
+which.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 7},  # with a soft cap
     "gemma3_text": {"sliding_window": 7},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},  # with sinks
+    # with sinks
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     **WITHOUT_PADDING,
 }
 LENGTHS = np.array([12, 30, 12, 3, 9])
@@ -55,44 +58,61 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
     return model, name
 
 
-def loss_and_gradients(model: PreTrainedModel, batch: MicroBatch) -> tuple[float, list[torch.Tensor]]:
+def loss_and_gradients(
+    model: PreTrainedModel, batch: MicroBatch
+) -> tuple[float, list[torch.Tensor]]:
     loss = loss_of_logits(model, batch.model_inputs, batch.target_rows, batch.targets)
     model.zero_grad()
     loss.backward()
-    return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return loss.item(), [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_gradients_are_those_of_padded_rows(family: str, models: Models, rows: TokenizedRows) -> None:
+def test_losses_and_gradients_are_those_of_padded_rows(
+    family: str, models: Models, rows: TokenizedRows
+) -> None:
     model, documents = load(models(family, **FAMILIES[family]))
     order = np.array([1, 0, 2, 4, 3])  # two of equal length are neighbours
     loss, gradients = loss_and_gradients(model, pad_rows(rows, order, pad_token_id=0))
     model.config._attn_implementation = documents
-    assert_same(loss_and_gradients(model, concatenate_rows(rows, order, pad_token_id=0)), (loss, gradients))
+    assert_same(
+        loss_and_gradients(model, concatenate_rows(rows, order, pad_token_id=0)), (loss, gradients)
+    )
     pairs = with_shared_prompts(rows)
     order = np.array([1, 0])
     repeated, shared = (
-        concatenate_rows(pairs, order, pad_token_id=0, shares_prompts=shares) for shares in (False, True)
+        concatenate_rows(pairs, order, pad_token_id=0, shares_prompts=shares)
+        for shares in (False, True)
     )
     assert (repeated.input_ids.shape[1], shared.input_ids.shape[1]) == (66, 66 - 9 - 5)
     assert_same(loss_and_gradients(model, shared), loss_and_gradients(model, repeated))
 
 
-def assert_same(found: tuple[float, list[torch.Tensor]], expected: tuple[float, list[torch.Tensor]]) -> None:
+def assert_same(
+    found: tuple[float, list[torch.Tensor]], expected: tuple[float, list[torch.Tensor]]
+) -> None:
     """The loss and all gradients, which are sums over the tokens."""
     assert found[0] == pytest.approx(expected[0], rel=rounding(TOKENS))
     assert len(found[1]) == len(expected[1]) > 10
-    off = torch.stack([(own - each).norm() for own, each in zip(found[1], expected[1], strict=True)]).norm()
+    off = torch.stack(
+        [(own - each).norm() for own, each in zip(found[1], expected[1], strict=True)]
+    ).norm()
     assert off / torch.stack([each.norm() for each in expected[1]]).norm() < rounding(TOKENS)
 
 
 def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
-    """Two rows of two documents: of 12 and 30 tokens, which begin with the same 5, and twice 12, with the same 9."""
+    """Two rows of two documents: of 12 and 30 tokens, which begin with the same 5, and twice 12,
+    with the same 9.
+    """
     ids = rows.input_ids.copy()
     ids[12:17] = ids[:5]
     ids[54:63] = ids[42:51]
     ids[[17, 63]] = (ids[[5, 51]] + 1) % 300
-    return TokenizedRows(ids, rows.learned, np.array([0, 42, 66]), np.array([1, 2]), splits=np.array([12, 12]))
+    return TokenizedRows(
+        ids, rows.learned, np.array([0, 42, 66]), np.array([1, 2]), splits=np.array([12, 12])
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,7 +124,8 @@ def test_no_token_sees_another_document(family: str, models: Models, rows: Token
     changed[0, 30:42] = changed[0, 30:42].flip(0) + 1  # the one in the middle
     with torch.no_grad():
         before, after = (
-            model(input_ids=ids, use_cache=False, **batch.documents).logits[0] for ids in (batch.input_ids, changed)
+            model(input_ids=ids, use_cache=False, **batch.documents).logits[0]
+            for ids in (batch.input_ids, changed)
         )
     same = torch.equal
     if "num_local_experts" in FAMILIES[family]:
@@ -114,30 +135,53 @@ def test_no_token_sees_another_document(family: str, models: Models, rows: Token
     assert (before[30:42] - after[30:42]).abs().amax(dim=-1).min() > 0.01
 
 
-def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(rows: TokenizedRows) -> None:
+def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(
+    rows: TokenizedRows,
+) -> None:
     documents = concatenate_rows(rows, np.array([3, 4]), pad_token_id=0).documents
     assert documents["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]]
-    assert documents["cu_seq_lens_q"].tolist() == [0, 3, 12] and documents["cu_seq_lens_q"].dtype == torch.int32
+    assert (
+        documents["cu_seq_lens_q"].tolist() == [0, 3, 12]
+        and documents["cu_seq_lens_q"].dtype == torch.int32
+    )
     assert (documents["max_length_q"], documents["document_lengths"]) == (9, [3, 9])
     nothing = concatenate_rows(rows, [], pad_token_id=3)
     assert nothing.input_ids.tolist() == [[3, 3]] and nothing.targets.tolist() == [-100]
     assert nothing.documents["document_lengths"] == [2]
 
 
-RUN = {**SGD, "precision": "fp32", "batch_size": 2, "gradient_accumulation_steps": 3, "eval_fraction": 0.2}
+RUN = {
+    **SGD,
+    "precision": "fp32",
+    "batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "eval_fraction": 0.2,
+}
 
 
 def numbers(folder: Path) -> list[float]:
-    return [number for key in ("loss", "grad_norm", "eval_loss") for number in read_metrics(folder, key)]
+    return [
+        number for key in ("loss", "grad_norm", "eval_loss") for number in read_metrics(folder, key)
+    ]
 
 
-def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models, tmp_path: Path) -> None:
+def test_padded_padding_free_and_packed_runs_continue_each_other(
+    models: Models, tmp_path: Path
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
-    options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
+    options = {
+        "model_name": models("llama"),
+        "dataset": data,
+        "train_type": "lora",
+        "context_length": 512,
+        **RUN,
+    }
     train_ok(2, tmp_path / "padded", batching="padded", save_every=1, save_total_limit=9, **options)
     train_ok(2, tmp_path / "free", **options)
     train_ok(2, tmp_path / "packed", batching="packed", **options)
-    train_ok(2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options)
+    train_ok(
+        2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options
+    )
     expected = numbers(tmp_path / "padded")
     assert len(expected) == 8
     for name in ("free", "packed", "continued"):
@@ -145,12 +189,15 @@ def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models,
         assert numbers(tmp_path / name) == pytest.approx(expected, rel=rounding(12 * 100)), name
     for name in ("free", "packed"):
         assert set(read_metrics(tmp_path / name, "useful_of_computed")) == {1.0}
-    padded, free = (read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free"))
+    padded, free = (
+        read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free")
+    )
     assert all(a < b for a, b in zip(padded, free, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("minimax", "a second document in a row differs by "), ("bloom", "it takes no positions")]
+    ("family", "reason"),
+    [("minimax", "a second document in a row differs by "), ("bloom", "it takes no positions")],
 )
 def test_models_that_other_documents_would_change_are_padded(
     family: str, reason: str, models: Models, tmp_path: Path

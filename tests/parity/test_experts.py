@@ -1,4 +1,6 @@
-"""Mixture-of-experts models against transformers, PEFT and bitsandbytes: quantized, sharded, loaded, adapted, saved."""
+"""Mixture-of-experts models against transformers, PEFT and bitsandbytes: quantized, sharded,
+loaded, adapted, saved.
+"""
 
 import re
 import shutil
@@ -18,7 +20,17 @@ from fsdp_qlora.model.quantizers.routed import expert_parameters, route_experts,
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter
-from tests.tiny import PROBE, SIZES, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
+from tests.tiny import (
+    PROBE,
+    SIZES,
+    flags,
+    make_rows,
+    on_ranks,
+    read_metrics,
+    run_ranks,
+    train_ok,
+    write_rows,
+)
 
 Models = Callable[..., Path]
 FAMILIES: dict[str, dict[str, object]] = {
@@ -26,7 +38,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     # [experts, in, out], with biases
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default"},
+    },
     # a dense block first, then shared experts beside the routed ones
     "deepseek_v3": {
         "n_routed_experts": 4,
@@ -52,13 +68,24 @@ FAMILIES: dict[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 64,
     },
 }
-# Stochastic gradient descent: Adam makes a whole step of the rounding error of a gradient that is nearly zero.
-SETTINGS = {"optimizer": "sgd", "lr": 0.5, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
+# Stochastic gradient descent: Adam makes a whole step of the rounding error of a gradient that is
+# nearly zero.
+SETTINGS = {
+    "optimizer": "sgd",
+    "lr": 0.5,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "precision": "fp32",
+}
 
 
 def _quantized_base(folder: Path) -> nn.Module:
-    """transformers' model in fp32 with every weight that a run quantizes replaced by what bitsandbytes decodes."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    """transformers' model in fp32 with every weight that a run quantizes replaced by what
+    bitsandbytes decodes.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     routers = ("gate", "shared_expert_gate", "router")
     for name, module in model.model.layers.named_modules():
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in routers:
@@ -71,7 +98,8 @@ def _quantized_base(folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def _decode_in_place(parameter: nn.Parameter) -> None:
-    # Rows of whole blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block.
+    # Rows of whole blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a
+    # block.
     codes, state = bnb.quantize_4bit(
         parameter.data.reshape(-1, 64), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
@@ -79,7 +107,11 @@ def _decode_in_place(parameter: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("olmoe", "qwen2_moe"))) for name in FAMILIES]
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("olmoe", "qwen2_moe")))
+        for name in FAMILIES
+    ],
 )
 def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
     family: str, models: Models, tmp_path: Path
@@ -95,11 +127,15 @@ def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
         **SETTINGS,
     }
     output = train_ok(1, tmp_path / "one", batch_size=4, verbose=True, **common)
-    train_ok(2, tmp_path / "two", batch_size=2, logits_file=tmp_path / "logits.safetensors", **common)
+    train_ok(
+        2, tmp_path / "two", batch_size=2, logits_file=tmp_path / "logits.safetensors", **common
+    )
     share = re.search(r"([\d.]+)% of the decoder blocks quantized", output)
     assert share is not None and float(share[1]) > 90
     for key in ("loss", "eval_loss", "grad_norm"):
-        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-5)
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(
+            read_metrics(tmp_path / "one", key), rel=1e-5
+        )
 
     before, after = read_metrics(tmp_path / "two", "eval_loss")
     assert abs(after - before) > 1e-3
@@ -137,9 +173,13 @@ def test_an_adapter_on_experts_trains_and_peft_loads_it(
         **SETTINGS,
     }
     train_ok(1, tmp_path / "one", batch_size=4, **common)
-    train_ok(2, tmp_path / "two", batch_size=2, logits_file=tmp_path / "logits.safetensors", **common)
+    train_ok(
+        2, tmp_path / "two", batch_size=2, logits_file=tmp_path / "logits.safetensors", **common
+    )
     for key in ("loss", "grad_norm"):
-        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-5)
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(
+            read_metrics(tmp_path / "one", key), rel=1e-5
+        )
     state = load_file(tmp_path / "two" / "adapter_model.safetensors")
     experts = {name: value for name, value in state.items() if ".experts." in name}
     assert len(experts) == 4 * (1 if family == "deepseek_v3" else 2)  # blocks with experts
@@ -147,7 +187,9 @@ def test_an_adapter_on_experts_trains_and_peft_loads_it(
 
     base = _quantized_base(folder)
     if train_type == "lora":
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        base = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
     with torch.no_grad():
         logits = load_file(tmp_path / "logits.safetensors")["logits"]
         unadapted = base(input_ids=PROBE).logits
@@ -156,7 +198,8 @@ def test_an_adapter_on_experts_trains_and_peft_loads_it(
     assert (unadapted - logits).abs().max() > 1e-2
 
 
-SHAPES = [(4, 48, 64), (3, 160, 96), (5, 8, 8)]  # experts that end inside a block of 256 absmax, and ranks apart
+# experts that end inside a block of 256 absmax, and ranks apart
+SHAPES = [(4, 48, 64), (3, 160, 96), (5, 8, 8)]
 
 
 def _weight(shape: tuple[int, ...]) -> torch.Tensor:
@@ -177,19 +220,26 @@ def _save_shards(folder: Path) -> int:
         for transposed in (False, True):
             meta = nn.Parameter(torch.empty(shape, device="meta"))
             experts = QUANTIZERS["bnb_4bit"].experts(  # type: ignore[misc]
-                meta, transposed=transposed, quant_type="nf4", double_quant=True, compute_dtype=torch.float32
+                meta,
+                transposed=transposed,
+                quant_type="nf4",
+                double_quant=True,
+                compute_dtype=torch.float32,
             )
             fully_shard(experts, mesh=mesh)
             experts.to_empty(device="cpu")
             start, stop = experts.shard_range(mesh)
             experts.load_shard(_weight(shape).flatten()[start:stop], mesh)
-            saved = {name: parameter.to_local().clone() for name, parameter in experts.named_parameters()}
+            saved = {
+                name: parameter.to_local().clone() for name, parameter in experts.named_parameters()
+            }
             experts.unshard()
             for index in range(shape[0]):
                 x = _weight((7, shape[1] if transposed else shape[2])).requires_grad_()
                 y = experts.product(x, experts.expert(index))
                 y.backward(_weight(tuple(y.shape)))
-                assert x.grad is not None and "DecodedMatmul" in type(y.grad_fn).__name__  # nothing decoded is kept
+                # nothing decoded is kept
+                assert x.grad is not None and "DecodedMatmul" in type(y.grad_fn).__name__
                 saved |= {f"y{index}": y.detach(), f"grad{index}": x.grad}
             save_file(saved, folder / f"{shape}_{transposed}_{ranks.rank}.safetensors")
     stop_process_group()
@@ -197,16 +247,23 @@ def _save_shards(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(world_size: int, tmp_path: Path) -> None:
+def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(
+    world_size: int, tmp_path: Path
+) -> None:
     statuses, output = on_ranks(world_size, _save_shards, (tmp_path,), tmp_path / "logs")
     assert statuses == [0] * world_size, output
     for shape in SHAPES:
-        codes, state = bnb.quantize_4bit(_weight(shape), blocksize=64, compress_statistics=True, quant_type="nf4")
+        codes, state = bnb.quantize_4bit(
+            _weight(shape), blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
         state.shape = torch.Size((codes.numel() // 32, 64))  # see _decode_in_place
         decoded = bnb.dequantize_4bit(codes, state).view(shape).double()
         expected = {"weight": codes, "absmax": state.absmax, "nested_absmax": state.state2.absmax}
         for transposed in (False, True):
-            parts = [load_file(tmp_path / f"{shape}_{transposed}_{rank}.safetensors") for rank in range(world_size)]
+            parts = [
+                load_file(tmp_path / f"{shape}_{transposed}_{rank}.safetensors")
+                for rank in range(world_size)
+            ]
             for name, value in expected.items():
                 value = value.reshape(-1).view(torch.uint8)
                 joined = torch.cat([part[name] for part in parts]).view(-1).view(torch.uint8)
@@ -221,7 +278,9 @@ def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(world
                     assert torch.allclose(part[f"grad{index}"].double(), grad, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_that_share_a_quantization_block_stay_unquantized(models: Models, tmp_path: Path) -> None:
+def test_experts_that_share_a_quantization_block_stay_unquantized(
+    models: Models, tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 60, "head_dim": 16, "intermediate_size": 33}
     common = {
         "model_name": models("mixtral", **FAMILIES["mixtral"], **sizes),
@@ -243,16 +302,28 @@ def test_missing_experts_and_wrong_names_are_named(models: Models, tmp_path: Pat
     absent = next(name for name in state if name.endswith("1.block_sparse_moe.experts.2.w3.weight"))
     del state[absent]
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "output_dir": tmp_path / "out"}
+    common = {
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "output_dir": tmp_path / "out",
+    }
     statuses, output = run_ranks(1, flags(model_name=folder, **common), tmp_path / "logs")
-    assert statuses == [2] and f"missing: {absent} (a part of model.layers.1.mlp.experts.gate_up_proj)" in output
+    assert (
+        statuses == [2]
+        and (f"missing: {absent} (a part of model.layers.1.mlp.experts.gate_up_proj)") in output
+    )
 
-    wrong = flags(model_name=models("mixtral", **FAMILIES["mixtral"]), lora_target_parameters="experts.up", **common)
+    wrong = flags(
+        model_name=models("mixtral", **FAMILIES["mixtral"]),
+        lora_target_parameters="experts.up",
+        **common,
+    )
     statuses, output = run_ranks(1, wrong, tmp_path / "logs")
     assert statuses == [2] and "named experts.up" in output and "experts.gate_up_proj" in output
 
 
-def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
+def test_full_training_of_experts_leaves_a_model_that_transformers_loads(
+    models: Models, tmp_path: Path
+) -> None:
     folder = models("mixtral", **FAMILIES["mixtral"])
     held_out = make_rows(3, seed=2)
     train_ok(

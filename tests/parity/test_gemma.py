@@ -1,4 +1,6 @@
-"""Gemma 4 and 3n, whose blocks differ in size, share keys and values, and get embeddings of their own."""
+"""Gemma 4 and 3n, whose blocks differ in size, share keys and values, and get embeddings of their
+own.
+"""
 
 import functools
 import itertools
@@ -27,7 +29,11 @@ GEMMA_4 = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 3.0,
 }
-PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 2}
+PER_LAYER = {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 2,
+}
 EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "31b": ("gemma4_text", {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
@@ -58,7 +64,10 @@ def test_sizes_of_a_block_are_those_of_its_own_layers(form: str) -> None:
     for shape, block in zip(shapes, find_blocks(model), strict=True):
         attention = block.self_attn
         keys = getattr(attention, "k_proj", None)
-        assert (shape.hidden, shape.attended) == (attention.q_proj.in_features, attention.q_proj.out_features)
+        assert (shape.hidden, shape.attended) == (
+            attention.q_proj.in_features,
+            attention.q_proj.out_features,
+        )
         assert keys is None or keys.out_features == shape.groups * shape.head_dim
         assert shape.has_keys == (not getattr(attention, "is_kv_shared_layer", False))
         assert shape.window == (window if getattr(attention, "is_sliding", False) else None)
@@ -78,7 +87,8 @@ OPTIONS = {
     "lora_dropout": 0,
     "seed": 5,
     "num_epochs": 3,
-    "optimizer": "sgd",  # Adam makes a whole step of the rounding error of a gradient that is nearly zero
+    # Adam makes a whole step of the rounding error of a gradient that is nearly zero
+    "optimizer": "sgd",
 }
 TARGETS = r".*layers.*(q|k|v|o|gate|up|down)_proj"
 # Options of a run -> all of its losses, gradient norms and weights are those of the plain loop.
@@ -94,7 +104,14 @@ RUNS: dict[str, dict[str, Any]] = {
 EVERYDAY = {("e4b", "recompute all")}
 OF_CI = {("31b", "offload"), ("26b-a4b", "two ranks"), ("3n", "recompute one")}
 CASES = [
-    pytest.param(*case, marks=[] if case in EVERYDAY else pytest.mark.slow if case in OF_CI else pytest.mark.nightly)
+    pytest.param(
+        *case,
+        marks=[]
+        if case in EVERYDAY
+        else pytest.mark.slow
+        if case in OF_CI
+        else pytest.mark.nightly,
+    )
     for case in itertools.product(FORMS, RUNS)
 ]
 Folders = Callable[[str], Path]
@@ -102,7 +119,9 @@ Folders = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A model of each form, whose buffers have values that training has given them, and its rows."""
+    """A model of each form, whose buffers have values that training has given them,
+    and its rows.
+    """
 
     @functools.cache
     def make(form: str) -> Path:
@@ -110,9 +129,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         folder = make_model(tmp_path_factory.mktemp(form), family, **sizes)
         tensors = load_file(folder / "model.safetensors")
         scalars = [name for name in tensors if name.endswith("layer_scalar")]
-        tensors |= {name: torch.full_like(tensors[name], 0.5 + n / 10) for n, name in enumerate(scalars)}
+        tensors |= {
+            name: torch.full_like(tensors[name], 0.5 + n / 10) for n, name in enumerate(scalars)
+        }
         # Scores are not scaled: with heads of norm 1 the models would be chaotic.
-        tensors |= {name: value * 0.2 for name, value in tensors.items() if name.endswith("q_norm.weight")}
+        tensors |= {
+            name: value * 0.2 for name, value in tensors.items() if name.endswith("q_norm.weight")
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         write_rows(folder / "rows.jsonl", make_rows(8, seed=1))
         return folder
@@ -123,12 +146,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @functools.cache
 def plain(folder: Path) -> Any:
     """The plain loop, and the logits of what it has trained."""
-    batches = [{"input_ids": ids, "labels": labels} for ids, labels in encode(folder, make_rows(8, seed=1))]
+    batches = [
+        {"input_ids": ids, "labels": labels} for ids, labels in encode(folder, make_rows(8, seed=1))
+    ]
     return train_plainly(load_base(folder, four_bit=False), batches, TARGETS, sgd_lr=0.1)
 
 
 @pytest.mark.parametrize(("form", "run"), CASES)
-def test_a_run_is_a_plain_loop_of_peft(form: str, run: str, folders: Folders, tmp_path: Path) -> None:
+def test_a_run_is_a_plain_loop_of_peft(
+    form: str, run: str, folders: Folders, tmp_path: Path
+) -> None:
     folder = folders(form)
     options = dict(RUNS[run])
     ranks = options.pop("ranks")
@@ -170,15 +197,20 @@ def test_a_router_that_is_a_module_is_not_quantized() -> None:
     assert router_linears(model) == [f"model.layers.{n}.router.proj" for n in range(4)]
 
 
-def test_a_reference_beside_the_policy_has_keys_of_its_own(folders: Folders, tmp_path: Path) -> None:
+def test_a_reference_beside_the_policy_has_keys_of_its_own(
+    folders: Folders, tmp_path: Path
+) -> None:
     rows = [
-        {"prompt": r["instruction"], "chosen": r["output"], "rejected": r["output"] + " blue"} for r in make_rows(8)
+        {"prompt": r["instruction"], "chosen": r["output"], "rejected": r["output"] + " blue"}
+        for r in make_rows(8)
     ]
     data = write_rows(tmp_path / "pairs.jsonl", rows)
     norms = []
     options: dict[str, Any] = {**OPTIONS, "objective": "dpo", "batch_size": 4, "recompute": 1}
     for before in (False, True):
         out = tmp_path / str(before)
-        train_ok(1, out, model_name=folders("e4b"), dataset=data, precompute_reference=before, **options)
+        train_ok(
+            1, out, model_name=folders("e4b"), dataset=data, precompute_reference=before, **options
+        )
         norms.append(read_metrics(out, "grad_norm"))
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)

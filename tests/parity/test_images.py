@@ -1,5 +1,7 @@
 # ruff: noqa: E501
-"""Rows with images train as in a plain loop of transformers' processor and model with PEFT's adapter."""
+"""Rows with images train as in a plain loop of transformers' processor and model with PEFT's
+adapter.
+"""
 
 import functools
 import io
@@ -30,16 +32,20 @@ from tests.tiny import flags, make_tokenizer, on_ranks, read_metrics, train_ok
 
 Image = pytest.importorskip("PIL.Image")
 if hasattr(AutoImageProcessor, "_backends"):
-    pytest.skip("images need torchvision with this release of transformers", allow_module_level=True)
+    pytest.skip(
+        "images need torchvision with this release of transformers", allow_module_level=True
+    )
 LORA = "model.language_model.*(q|k|v|o|gate|up|down)_proj"
 OPTIONS = {
     "train_type": "lora", "precision": "fp32", "lr": 1e-2, "lr_scheduler": "constant", "warmup": 0, "wd": 0,
     "grad_norm": 1, "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0, "seed": 5, "num_epochs": 3,
 }  # fmt: skip
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{% if m.content is string %}{{ m.content "
+    "}}{% else %}"
     "{% for p in m.content %}{{ 'IMAGE' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
-    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant:\n{% endif %}"
 )
 
 
@@ -51,15 +57,27 @@ class Qwen3VL(Qwen3VLProcessor):
 
 
 def qwen3_vl(folder: Path) -> Any:
-    tokens = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"}
+    tokens = {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_start_token": "<|vision_start|>",
+    }
     if not (folder / "preprocessor_config.json").exists():
         save_tokenizer(folder, tokens, "<|vision_start|><|image_pad|>")
-        Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=56 * 56).save_pretrained(folder)
-    return Qwen3VL(AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+        Qwen2VLImageProcessorPil(
+            patch_size=14, min_pixels=28 * 28, max_pixels=56 * 56
+        ).save_pretrained(folder)
+    return Qwen3VL(
+        AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    )
 
 
 def gemma3(folder: Path) -> Any:
-    tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokens = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
     if not (folder / "processor_config.json").exists():
         tokenizer = save_tokenizer(folder, tokens, "<start_of_image>")
         images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
@@ -102,8 +120,12 @@ def save_tokenizer(folder: Path, tokens: dict[str, str], shown: str) -> PreTrain
     )
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
-    config |= {f"{name[:3]}_token_index": config[f"{name}_id"] for name in tokens if name[1:3] == "oi"}
+    config |= {
+        f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()
+    }
+    config |= {
+        f"{name[:3]}_token_index": config[f"{name}_id"] for name in tokens if name[1:3] == "oi"
+    }
     if "mm_tokens_per_image" in config:
         config |= {"mm_tokens_per_image": 4, "image_token_index": config["image_token_id"]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -111,7 +133,9 @@ def save_tokenizer(folder: Path, tokens: dict[str, str], shown: str) -> PreTrain
 
 
 def picture(width: int, height: int, seed: int) -> Any:
-    numbers = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    numbers = torch.randint(
+        256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
     return Image.fromarray(numbers.numpy())
 
 
@@ -121,22 +145,33 @@ def png(image: Any) -> bytes:
 
 
 def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
-    """Chats, and the images of each: by `<image>`, in parts, in base64, in a list alone; and some without images."""
+    """Chats, and the images of each: by `<image>`, in parts, in base64, in a list alone; and some
+    without images.
+    """
     images = [picture(40 + 9 * n, 60 - 5 * n, seed=n) for n in range(6)]
     for number, image in enumerate(images):
         (folder / f"{number}.png").write_bytes(png(image))
     link = "data:image/png;base64," + b64encode(png(images[3])).decode()
 
     def chat(*contents: Any) -> list[dict[str, Any]]:
-        return [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(contents)]
+        return [
+            {"role": ("user", "assistant")[n % 2], "content": each}
+            for n, each in enumerate(contents)
+        ]
 
-    parts = [{"type": "image_url", "image_url": {"url": link}}, {"type": "text", "text": "name the colour"}]
+    parts = [
+        {"type": "image_url", "image_url": {"url": link}},
+        {"type": "text", "text": "name the colour"},
+    ]
     rows: list[tuple[dict[str, Any], list[int]]] = [
-        ({"messages": chat("<image>name it<image>", "red river", "and<image>", "blue"), "images": ["0.png", "1.png", "2.png"]}, [0, 1, 2]),
+        ({"messages": chat("<image>name "
+                           "it<image>", "red "
+                                                    "river", "and<image>", "blue"), "images": ["0.png", "1.png", "2.png"]}, [0, 1, 2]),
         ({"messages": chat("write seven words " * 8, "water mountain answer question")}, []),
         ({"messages": chat(parts, "green")}, [3]),
         ({"messages": chat("sort", "list name")}, []),
-        ({"messages": chat("which number", "seven"), "images": [{"path": str(folder / "4.png")}]}, [4]),
+        ({"messages": chat("which "
+                           "number", "seven"), "images": [{"path": str(folder / "4.png")}]}, [4]),
         ({"messages": chat("please", "blue", "again", "red")}, []),
         ({"messages": chat([{"type": "image", "path": "5.png"}, {"type": "text", "text": "so"}], "river")}, [5]),
         ({"messages": chat("list water", "name")}, []),
@@ -144,25 +179,38 @@ def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
     return [row for row, _ in rows], [[images[n] for n in shown] for _, shown in rows]
 
 
-def encode(processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any]) -> dict[str, torch.Tensor]:
+def encode(
+    processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any]
+) -> dict[str, torch.Tensor]:
     """What the processor gives for a chat, and labels: the tokens of what the assistant says."""
     images_shown = {"Qwen3VL": "<|vision_start|><|image_pad|>", "Gemma4": "<|image|>"}
     shown = images_shown.get(type(processor).__name__, "<start_of_image>")
 
     def text_of(content: Any) -> str:
-        return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+        return (
+            content
+            if isinstance(content, str)
+            else "".join(part.get("text", "<image>") for part in content)
+        )
 
     said = [text_of(message["content"]) for message in row["messages"]]
     if images and "<image>" not in "".join(said):
         said[0] = "<image>" + said[0]
-    turns = [f"assistant:\n{each}</s>" if n % 2 else f"\nuser:\n{each}\n" for n, each in enumerate(said)]
+    turns = [
+        f"assistant:\n{each}</s>" if n % 2 else f"\nuser:\n{each}\n" for n, each in enumerate(said)
+    ]
     turns = ["<s>" + turns[0].lstrip(), *turns[1:]]
 
     def tokens(number: int, more: str = "") -> dict[str, torch.Tensor]:
         text = "".join(turns[:number]).replace("<image>", shown) + more
         own = images[: text.count(shown)]
         return dict(
-            processor(text=[text], images=[own] if own else None, add_special_tokens=False, return_tensors="pt")
+            processor(
+                text=[text],
+                images=[own] if own else None,
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
         )
 
     found = tokens(len(turns), "\n")
@@ -183,7 +231,9 @@ def plain(family: str, folder: Path) -> Any:
     rows, images = make_chats(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = [encode(processor, tokenizer, *each) for each in zip(rows, images, strict=True)]
-    return train_plainly(load_base(folder, four_bit=False, auto=AutoModelForImageTextToText), batches, LORA)
+    return train_plainly(
+        load_base(folder, four_bit=False, auto=AutoModelForImageTextToText), batches, LORA
+    )
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +254,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("qwen3_vl", 2),
         ("gemma3", 1),
         pytest.param("gemma4", 2, marks=pytest.mark.slow),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("qwen3_vl", 1), ("gemma3", 2), ("gemma4", 1))),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (("qwen3_vl", 1), ("gemma3", 2), ("gemma4", 1))
+        ),
     ],
 )
-def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folders: Any, tmp_path: Path) -> None:
+def test_images_train_as_in_a_plain_loop_of_peft(
+    family: str, ranks: int, folders: Any, tmp_path: Path
+) -> None:
     folder = folders(family)
     output = train_ok(
         ranks, tmp_path / "out", model_name=folder, dataset=folder / "rows.jsonl", batch_size=1,
@@ -224,18 +279,27 @@ def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folder
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
-def test_a_step_in_16_bits_may_begin_with_rows_without_images(family: str, folders: Any, tmp_path: Path) -> None:
+def test_a_step_in_16_bits_may_begin_with_rows_without_images(
+    family: str, folders: Any, tmp_path: Path
+) -> None:
     folder = folders(family)
     chats = make_chats(folder)[0]
-    rows = [json.dumps(chats[n]) for n in (1, 1, 1, 1, 2, 3, 4, 5)]  # row 1 is the longest, so it comes first
+    # row 1 is the longest, so it comes first
+    rows = [json.dumps(chats[n]) for n in (1, 1, 1, 1, 2, 3, 4, 5)]
     dataset = folder / "text_first.jsonl"
     dataset.write_text("\n".join(rows) + "\n")
     losses = []
     for precision in ("fp32", "bf16"):
-        options = {**OPTIONS, "precision": precision, "gradient_accumulation_steps": 4, "batch_size": 1}
+        options = {
+            **OPTIONS,
+            "precision": precision,
+            "gradient_accumulation_steps": 4,
+            "batch_size": 1,
+        }
         train_ok(2, tmp_path / precision, model_name=folder, dataset=dataset, **options)
         losses.append(read_metrics(tmp_path / precision))
-    assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]  # bf16 has 8 bits
+    # bf16 has 8 bits
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]
 
 
 def _count_towers(argv: list[str], file: Path) -> int:
@@ -246,7 +310,13 @@ def _count_towers(argv: list[str], file: Path) -> int:
 
     def note(module: torch.nn.Module, args: Any, output: Any) -> None:
         if type(module).__name__.endswith("Qwen3VLVisionModel"):
-            calls.append(any(each.requires_grad for each in tree_leaves(output) if isinstance(each, torch.Tensor)))
+            calls.append(
+                any(
+                    each.requires_grad
+                    for each in tree_leaves(output)
+                    if isinstance(each, torch.Tensor)
+                )
+            )
 
     with torch.nn.modules.module.register_module_forward_hook(note):
         status = train.main(argv)
@@ -254,7 +324,9 @@ def _count_towers(argv: list[str], file: Path) -> int:
     return status
 
 
-def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(folders: Any, tmp_path: Path) -> None:
+def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(
+    folders: Any, tmp_path: Path
+) -> None:
     folder = folders("qwen3_vl")
     options = {
         **OPTIONS, "model_name": folder, "dataset": folder / "rows.jsonl", "gradient_accumulation_steps": 4,
@@ -264,9 +336,13 @@ def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(folders: Any,
     statuses, output = on_ranks(2, _count_towers, (argv, tmp_path / "calls"), tmp_path / "logs")
     assert statuses == [0, 0], output
     calls = [json.loads((tmp_path / f"calls.{rank}").read_text()) for rank in range(2)]
-    # Four of the eight rows have images, in three epochs; of the others one rank has some beside them.
+    # Four of the eight rows have images, in three epochs; of the others one rank has some beside
+    # them.
     assert sum(map(len, calls)) == 12 and not any(calls[0] + calls[1])
     assert len(calls[0]) != len(calls[1])
     train_ok(2, tmp_path / "resumed", resume=tmp_path / "whole/checkpoints/step_000001", **options)
-    first, second = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    first, second = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "resumed")
+    )
     assert first == second

@@ -10,9 +10,23 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Pretrained
 
 from tests.parity import test_experts
 from tests.reference import batch_loss, encode, load_adapter, load_base
-from tests.tiny import SIZES, all_slow_but, make_rows, make_tokenizer, read_metrics, train_ok, write_rows
+from tests.tiny import (
+    SIZES,
+    all_slow_but,
+    make_rows,
+    make_tokenizer,
+    read_metrics,
+    train_ok,
+    write_rows,
+)
 
-FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
+FULL_BATCH = {
+    "batch_size": 2,
+    "lr": 1e-3,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "precision": "fp32",
+}
 TEXT = {
     **test_experts.FAMILIES["deepseek_v3"],
     **SIZES,
@@ -83,7 +97,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swiglu_limits": [0.0, 0.1],
     },
 }
-# Of each structure one family is trained in continuous integration; gemma3 and gemma4 are in test_images.py.
+# Of each structure one family is trained in continuous integration; gemma3 and gemma4 are in
+# test_images.py.
 ALIKE = {"qwen2_5_vl", "glm4v", "mistral3", "internvl", "exaone4_5", "kimi_k25", "step3p7"}
 ALIKE |= {"qwen3_5", "gemma3", "gemma4"}
 
@@ -92,11 +107,14 @@ def shrunk(config: PretrainedConfig, sizes: dict[str, Any], **others: Any) -> Pr
     """A part's configuration with the sizes that it knows."""
     known = config.to_dict()
     known.pop("per_layer_config", None)
-    return type(config)(**known | {name: size for name, size in sizes.items() if name in known} | others)
+    return type(config)(
+        **known | {name: size for name, size in sizes.items() if name in known} | others
+    )
 
 
 def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
-    """A random model of images and text in fp32 with its tokenizer, as a user would have it on disk.
+    """A random model of images and text in fp32 with its tokenizer, as a user would have it on
+    disk.
 
     text: the family of its text model, if it has another one by default.
     """
@@ -104,8 +122,15 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
     config = CONFIG_MAPPING[family]()
     if text:
         config.text_config = CONFIG_MAPPING[text]()
-    for part, sizes, others in (("text_config", TEXT, FAMILIES[family]), ("vision_config", VISION, {})):
-        setattr(config, part, shrunk(getattr(config, part) or config.sub_configs[part](), sizes, **others))
+    for part, sizes, others in (
+        ("text_config", TEXT, FAMILIES[family]),
+        ("vision_config", VISION, {}),
+    ):
+        setattr(
+            config,
+            part,
+            shrunk(getattr(config, part) or config.sub_configs[part](), sizes, **others),
+        )
         getattr(config, part).initializer_range = 0.1
     config.tie_word_embeddings = False
     for name in vars(config):
@@ -117,7 +142,9 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
 
 
 @pytest.mark.parametrize("family", all_slow_but("qwen3_vl", FAMILIES, nightly=ALIKE))
-def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(family: str, tmp_path: Path) -> None:
+def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(
+    family: str, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
     folder = make_multimodal(tmp_path / "model", family)
     rows = make_rows(12, seed=1)
@@ -141,9 +168,13 @@ def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(family: st
         assert batch_loss(base, batch).item() == pytest.approx(before, rel=1e-4)
         reloaded = load_adapter(base, tmp_path / "out")
         assert batch_loss(reloaded, batch).item() == pytest.approx(after, rel=1e-4)
-    named = {name.replace(".default", "") for name, _ in reloaded.named_parameters() if "lora_" in name}
+    named = {
+        name.replace(".default", "") for name, _ in reloaded.named_parameters() if "lora_" in name
+    }
     assert (
-        named and named == set(load_file(tmp_path / "out" / "adapter_model.safetensors")) and abs(after - before) > 1e-3
+        named
+        and named == set(load_file(tmp_path / "out" / "adapter_model.safetensors"))
+        and abs(after - before) > 1e-3
     )
     assert "The parts for images are sharded as they are and do not train (model.v" in output
     assert "Rows are padded" not in output

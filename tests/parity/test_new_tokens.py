@@ -1,4 +1,6 @@
-"""--add_tokens beside PEFT's trainable_token_indices: losses, rows, files; tied and untied, 1 and 2 ranks."""
+"""--add_tokens beside PEFT's trainable_token_indices: losses, rows, files; tied and untied, 1 and 2
+ranks.
+"""
 
 import filecmp
 import shutil
@@ -31,7 +33,9 @@ NIGHTLY = ("2 ranks, 16 bits", "1 rank, tied")
 
 
 class Case(NamedTuple):
-    """A run on so many ranks. model: what differs from a llama with 320 rows and tied embeddings."""
+    """A run on so many ranks. model: what differs from a llama with 320 rows and tied
+    embeddings.
+    """
 
     ranks: int
     model: dict[str, Any]
@@ -47,9 +51,13 @@ CASES = {
     "2 ranks, head of its own, accumulation": Case(
         2, {"tie_word_embeddings": False}, {"batch_size": 1, "gradient_accumulation_steps": 2}
     ),
-    "1 rank, head of its own, rows to spare": Case(1, {"tie_word_embeddings": False, "vocab_size": 336}),
+    "1 rank, head of its own, rows to spare": Case(
+        1, {"tie_word_embeddings": False, "vocab_size": 336}
+    ),
     "2 ranks, 16 bits": Case(2, {"tie_word_embeddings": False}, {"precision": "bf16"}, 2e-2, 4e-2),
-    "2 ranks, scaled rows, capped logits": Case(2, {"final_logit_softcapping": 2.0}, family="gemma2"),
+    "2 ranks, scaled rows, capped logits": Case(
+        2, {"final_logit_softcapping": 2.0}, family="gemma2"
+    ),
 }
 
 
@@ -60,19 +68,30 @@ def rows_with_tokens() -> list[dict[str, str]]:
     return [row | {"output": f"{row['output']} </think> blue"} for row in rows]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     encoded = []
     for row in rows:
-        prompt = tokenizer((PROMPT_WITH_INPUT if row["input"] else PROMPT).format(**row))["input_ids"]
-        answer = [*tokenizer(row["output"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        prompt = tokenizer((PROMPT_WITH_INPUT if row["input"] else PROMPT).format(**row))[
+            "input_ids"
+        ]
+        answer = [
+            *tokenizer(row["output"], add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         labels = torch.tensor([[-100] * len(prompt) + answer])
         encoded.append((torch.tensor([prompt + answer]), labels))
     return encoded
 
 
 @torch.no_grad()
-def with_first_rows(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[nn.Module, list[int]]:
-    """The base as PEFT's users grow it, with the means that our rows start from, and the new tokens."""
+def with_first_rows(
+    folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[nn.Module, list[int]]:
+    """The base as PEFT's users grow it, with the means that our rows start from, and the new
+    tokens.
+    """
     known = AutoTokenizer.from_pretrained(folder)
     base = load_base(folder, four_bit=False)
     if len(tokenizer) > base.config.vocab_size:
@@ -85,7 +104,9 @@ def with_first_rows(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[n
     return base, ids
 
 
-@pytest.mark.parametrize("name", all_slow_but("2 ranks, head of its own, accumulation", CASES, NIGHTLY))
+@pytest.mark.parametrize(
+    "name", all_slow_but("2 ranks, head of its own, accumulation", CASES, NIGHTLY)
+)
 def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: Path) -> None:
     case = CASES[name]
     rows = rows_with_tokens()
@@ -94,10 +115,24 @@ def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: 
     data = write_rows(tmp_path / "rows.jsonl", rows)
     tokens = tmp_path / "tokens.txt"
     tokens.write_text("\n".join(TOKENS))
-    options = {"batch_size": 4 // case.ranks, "train_type": "lora", "precision": "fp32", **case.options}
-    options |= {"lr_scheduler": "constant", "warmup": 0, "seed": 5, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2}
+    options = {
+        "batch_size": 4 // case.ranks,
+        "train_type": "lora",
+        "precision": "fp32",
+        **case.options,
+    }
+    options |= {
+        "lr_scheduler": "constant",
+        "warmup": 0,
+        "seed": 5,
+        "lora_rank": 4,
+        "lora_alpha": 6,
+        "lr": 1e-2,
+    }
     options |= {"model_name": folder, "dataset": data, "num_epochs": STEPS, "add_tokens": tokens}
-    output = train_ok(case.ranks, out, logits_file=tmp_path / "logits", context_length=256, **options)
+    output = train_ok(
+        case.ranks, out, logits_file=tmp_path / "logits", context_length=256, **options
+    )
     num_rows = max(case.model.get("vocab_size", 320), 322)
     assert f"2 of the {num_rows} rows of model.embed_tokens train (2.00 KiB with" in output
 
@@ -140,11 +175,25 @@ def with_first_rows_in_4_bits(folder: Path, grown: nn.Module) -> nn.Module:
     return base
 
 
-def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(models: Models, tmp_path: Path) -> None:
+def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(
+    models: Models, tmp_path: Path
+) -> None:
     folder = models()
     data = write_rows(tmp_path / "rows.jsonl", rows_with_tokens())
-    options = {"model_name": folder, "dataset": data, "add_tokens": ",".join(TOKENS), "train_type": "lora", "lr": 1e-2}
-    options |= {"save_every": 2, "num_epochs": 2, "batch_size": 1, "optimizer": "adamw", "context_length": 256}
+    options = {
+        "model_name": folder,
+        "dataset": data,
+        "add_tokens": ",".join(TOKENS),
+        "train_type": "lora",
+        "lr": 1e-2,
+    }
+    options |= {
+        "save_every": 2,
+        "num_epochs": 2,
+        "batch_size": 1,
+        "optimizer": "adamw",
+        "context_length": 256,
+    }
     train_ok(1, tmp_path / "whole", logits_file=tmp_path / "logits", **options)
     shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_000006", tmp_path / "step")
     train_ok(1, tmp_path / "resumed", resume=tmp_path / "step", **options)
@@ -153,7 +202,9 @@ def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(models: Models
 
     assert main(["export", str(tmp_path / "whole"), "--out", str(tmp_path / "exported")]) == 0
     for name in (weights, "tokenizer.json", "adapter_config.json"):
-        assert filecmp.cmp(tmp_path / "whole" / name, tmp_path / "exported" / name, shallow=False), name
+        assert filecmp.cmp(
+            tmp_path / "whole" / name, tmp_path / "exported" / name, shallow=False
+        ), name
 
     merge = ["merge", "--adapter", str(tmp_path / "exported"), "--model_name", str(folder)]
     assert main([*merge, "--out", str(tmp_path / "merged")]) == 0
@@ -163,7 +214,13 @@ def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(models: Models
     assert found.shape[-1] == len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 322
     assert (found - load_file(tmp_path / "logits")["logits"]).abs().max() < 1e-4
 
-    further = {**options, "add_tokens": "none", "num_epochs": 1, "adapter": tmp_path / "exported", "lr": 1e-9}
+    further = {
+        **options,
+        "add_tokens": "none",
+        "num_epochs": 1,
+        "adapter": tmp_path / "exported",
+        "lr": 1e-9,
+    }
     train_ok(2, tmp_path / "further", logits_file=tmp_path / "further.logits", **further)
     kept = load_file(tmp_path / "further.logits")["logits"]
     assert (kept - found).abs().max() < 1e-4
@@ -173,13 +230,18 @@ def test_a_peft_adapter_with_a_grown_vocabulary_is_merged(models: Models, tmp_pa
     folder = models("llama", tie_word_embeddings=True)
     base = load_base(folder, four_bit=False)
     base.resize_token_embeddings(322)
-    config = LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 320, 321]})
+    config = LoraConfig(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 320, 321]}
+    )
     theirs = get_peft_model(base, config)
     for name, parameter in theirs.named_parameters():
         if "delta" in name:
             nn.init.normal_(parameter)
     theirs.save_pretrained(tmp_path / "adapter")
-    assert main(["merge", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]) == 0
+    assert (
+        main(["merge", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")])
+        == 0
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.tensor([[5, 320, 3, 321, 9]])
     with torch.no_grad():
@@ -215,6 +277,14 @@ def test_tokens_that_the_model_has_start_from_their_rows(models: Models) -> None
 def test_new_tokens_are_refused_where_their_rows_cannot_train(
     options: dict[str, Any], message: str, models: Models, tmp_path: Path
 ) -> None:
-    argv = flags(**{"model_name": models(), "dataset": "dummy", "dry_run": True, "add_tokens": "<a>", **options})
+    argv = flags(
+        **{
+            "model_name": models(),
+            "dataset": "dummy",
+            "dry_run": True,
+            "add_tokens": "<a>",
+            **options,
+        }
+    )
     with pytest.raises(UserError, match=message):
         run(parse_train_config(argv))

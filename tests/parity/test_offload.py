@@ -31,9 +31,13 @@ def test_a_run_continues_with_another_offload(
     parts = tmp_path / "parts"
     train_ok(1, one_go, **options)
     for number, offload in enumerate((False, 2, True)):  # each but the last ends after a step
-        argv = flags(output_dir=parts, log_to="stdout", quant_cache="off", **options, use_cpu_offload=offload)
+        argv = flags(
+            output_dir=parts, log_to="stdout", quant_cache="off", **options, use_cpu_offload=offload
+        )
         stop = ["--max_hours", "1e-7"] if number < 2 else []
         [status], output = run_ranks(1, [*argv, *stop], tmp_path / f"logs{number}")
         assert status == (3 if stop else 0), output
-    saved = [[path.read_bytes() for path in sorted(out.glob("*.safetensors"))] for out in (one_go, parts)]
+    saved = [
+        [path.read_bytes() for path in sorted(out.glob("*.safetensors"))] for out in (one_go, parts)
+    ]
     assert saved[0] and saved[0] == saved[1]

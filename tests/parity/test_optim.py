@@ -1,4 +1,6 @@
-"""Optimizers over shards, against the library's own on whole tensors and against each other's splits."""
+"""Optimizers over shards, against the library's own on whole tensors and against each other's
+splits.
+"""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -10,7 +12,12 @@ from torch import nn
 
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer, check_optimizer, check_shard_sizes
+from fsdp_qlora.sharding.optimizer import (
+    OPTIMIZERS,
+    ShardedOptimizer,
+    check_optimizer,
+    check_shard_sizes,
+)
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import on_ranks
 
@@ -18,7 +25,8 @@ STEPS = 5
 LR = 0.02
 DECAY = 0.1
 RATIO = 4.0
-# 8-bit state has one scale for 256 consecutive elements of tensors of 4096 or more: parts are made of whole blocks.
+# 8-bit state has one scale for 256 consecutive elements of tensors of 4096 or more: parts are made
+# of whole blocks.
 SHAPES = {"lora_A": (6, 2048), "lora_B": (2048, 6)}
 
 
@@ -46,7 +54,9 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
     mesh = build_mesh(ranks, sharding_strategy="full_shard")
     results = {}
     for name in names:
-        layers = OrderedDict((key, nn.Linear(*reversed(shape), bias=False)) for key, shape in SHAPES.items())
+        layers = OrderedDict(
+            (key, nn.Linear(*reversed(shape), bias=False)) for key, shape in SHAPES.items()
+        )
         for key, shape in SHAPES.items():
             layers[key].weight.data = first_values(shape)
         model = nn.Sequential(OrderedDict(layer=nn.Sequential(layers)))
@@ -78,7 +88,10 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
 def expected(name: str) -> dict[str, torch.Tensor]:
     """The same steps by the library's optimizer on whole tensors."""
     values = {key: nn.Parameter(first_values(shape)) for key, shape in SHAPES.items()}
-    groups = [{"params": [value], "lr": LR * (RATIO if key == "lora_B" else 1.0)} for key, value in values.items()]
+    groups = [
+        {"params": [value], "lr": LR * (RATIO if key == "lora_B" else 1.0)}
+        for key, value in values.items()
+    ]
     optimizer = OPTIMIZERS[name].build(groups, lr=LR, weight_decay=DECAY)
     for step in range(STEPS):
         for key, value in values.items():
@@ -95,7 +108,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, tor
     """World size -> all optimizers' results."""
     folder = tmp_path_factory.mktemp("optimizers")
     for world_size in (1, 2):
-        statuses, output = on_ranks(world_size, steps_of_a_sharded_model, (NAMES, folder), folder / f"logs{world_size}")
+        statuses, output = on_ranks(
+            world_size, steps_of_a_sharded_model, (NAMES, folder), folder / f"logs{world_size}"
+        )
         assert statuses == [0] * world_size, output
     return {world_size: load_file(folder / f"{world_size}.safetensors") for world_size in (1, 2)}
 
@@ -127,13 +142,16 @@ def test_bitsandbytes_refuses_shards_that_it_cannot_count() -> None:
 
 
 def test_a_device_has_its_own_parameter_groups() -> None:
-    model = nn.ModuleDict({"lora_A": nn.Linear(4, 4, bias=False), "lora_B": nn.Linear(4, 4, bias=False)})
+    model = nn.ModuleDict(
+        {"lora_A": nn.Linear(4, 4, bias=False), "lora_B": nn.Linear(4, 4, bias=False)}
+    )
     model["meta"] = nn.Linear(4, 4, bias=False, device="meta")
     wrapped = nn.ModuleDict({"layer": model})
     optimizer = ShardedOptimizer(wrapped, "adamw", lr=LR, weight_decay=DECAY, lr_ratio_B=RATIO)
     assert optimizer.optimizer is not None
     found = [
-        (group["lr_scale"], [str(p.device) for p in group["params"]]) for group in optimizer.optimizer.param_groups
+        (group["lr_scale"], [str(p.device) for p in group["params"]])
+        for group in optimizer.optimizer.param_groups
     ]
     assert found == [(1.0, ["cpu"]), (1.0, ["meta"]), (RATIO, ["cpu"])]
 
@@ -141,15 +159,24 @@ def test_a_device_has_its_own_parameter_groups() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "paged_adamw_8bit", "train_type": "full", "use_cpu_offload": True}, "use adamw_8bit"),
         (
-            {"optimizer": "paged_adamw_8bit", "modules_to_save": ("lm_head",), "use_cpu_offload": True},
+            {"optimizer": "paged_adamw_8bit", "train_type": "full", "use_cpu_offload": True},
+            "use adamw_8bit",
+        ),
+        (
+            {
+                "optimizer": "paged_adamw_8bit",
+                "modules_to_save": ("lm_head",),
+                "use_cpu_offload": True,
+            },
             "leaves not all that trains: use adamw_8bit",
         ),
         ({"loraplus_lr_ratio": 4.0, "train_type": "full"}, "leave out --loraplus_lr_ratio"),
         ({"loraplus_lr_ratio": 0.0}, "--loraplus_lr_ratio must be a finite number above 0"),
     ],
 )
-def test_optimizers_that_cannot_do_what_is_asked_are_refused(options: dict[str, object], message: str) -> None:
+def test_optimizers_that_cannot_do_what_is_asked_are_refused(
+    options: dict[str, object], message: str
+) -> None:
     (error,) = check(TrainConfig(**options))
     assert message in error

@@ -18,29 +18,42 @@ Models = Callable[..., Path]
 FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0}
 
 
-# bf16 has 8 significant bits: a logit of size 4 is off by up to 2^-6, and a mean over 60 tokens of such errors by less
-# than 1% of a loss of 6. autocast keeps norms and residuals in fp32. fp16 has 11 bits.
+# bf16 has 8 significant bits: a logit of size 4 is off by up to 2^-6, and a mean over 60 tokens of
+# such errors by less than 1% of a loss of 6. autocast keeps norms and residuals in fp32. fp16 has
+# 11 bits.
 TOLERANCES = {"bf16": 1e-2, "bf16_autocast": 1e-2, "fp16": 2e-3, "fp16_autocast": 2e-3}
 
 
 @pytest.mark.parametrize(
-    ("train_type", "precisions"), [("qlora", ["bf16", "bf16_autocast", "fp16"]), ("full", ["fp16_autocast"])]
+    ("train_type", "precisions"),
+    [("qlora", ["bf16", "bf16_autocast", "fp16"]), ("full", ["fp16_autocast"])],
 )
 def test_losses_in_16_bits_are_those_of_fp32_up_to_rounding(
     train_type: str, precisions: list[str], models: Models, tmp_path: Path
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    common = {"model_name": models(), "dataset": data, "num_epochs": 4, "train_type": train_type, **FULL_BATCH}
+    common = {
+        "model_name": models(),
+        "dataset": data,
+        "num_epochs": 4,
+        "train_type": train_type,
+        **FULL_BATCH,
+    }
     for name in ("fp32", *precisions):
         train_ok(2, tmp_path / name, precision=name, **common)
     fp32, norms = (read_metrics(tmp_path / "fp32", key) for key in ("loss", "grad_norm"))
     assert fp32[-1] < fp32[0] - 0.02
     for name in precisions:
         losses = read_metrics(tmp_path / name)
-        assert losses == pytest.approx(fp32, rel=TOLERANCES[name]) and losses != pytest.approx(fp32, rel=1e-7), name
+        assert losses == pytest.approx(fp32, rel=TOLERANCES[name]) and losses != pytest.approx(
+            fp32, rel=1e-7
+        ), name
         if name.startswith("fp16"):
-            assert read_metrics(tmp_path / name, "loss_scale") == [65536.0] * 4  # nothing overflows here
-            assert read_metrics(tmp_path / name, "grad_norm")[0] == pytest.approx(norms[0], rel=1e-2)
+            # nothing overflows here
+            assert read_metrics(tmp_path / name, "loss_scale") == [65536.0] * 4
+            assert read_metrics(tmp_path / name, "grad_norm")[0] == pytest.approx(
+                norms[0], rel=1e-2
+            )
 
 
 def _train_from_scale(argv: list[str], first: float) -> int:
@@ -51,7 +64,9 @@ def _train_from_scale(argv: list[str], first: float) -> int:
     return train.main(argv)
 
 
-def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tmp_path: Path) -> None:
+def test_steps_that_overflow_are_skipped_until_the_scale_fits(
+    models: Models, tmp_path: Path
+) -> None:
     argv = functools.partial(
         flags,
         model_name=models(),
@@ -63,7 +78,9 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tm
         quant_cache="off",
         **FULL_BATCH,
     )
-    statuses, output = on_ranks(2, _train_from_scale, (argv(output_dir=tmp_path / "a"), 2.0**26), tmp_path / "a_logs")
+    statuses, output = on_ranks(
+        2, _train_from_scale, (argv(output_dir=tmp_path / "a"), 2.0**26), tmp_path / "a_logs"
+    )
     assert statuses == [0, 0], output
     scales = read_metrics(tmp_path / "a", "loss_scale")
     skipped = [norm is None for norm in read_metrics(tmp_path / "a", "grad_norm")]
@@ -72,7 +89,8 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tm
     assert output.count("is skipped: its gradients overflowed") == count  # rank 0 alone says so
     assert scales[: count + 1] == [2.0**26 / 2**number for number in range(count + 1)]
     assert len(set(scales[count:])) == 1
-    # A skipped step changes nothing: the losses that follow are those of a run that begins at that scale.
+    # A skipped step changes nothing: the losses that follow are those of a run that begins at that
+    # scale.
     statuses, output = on_ranks(
         2, _train_from_scale, (argv(output_dir=tmp_path / "b"), scales[count]), tmp_path / "b_logs"
     )
@@ -101,22 +119,32 @@ def test_the_loss_scale_falls_at_once_grows_late_and_is_saved() -> None:
     assert off.scale == 1.0 and not off.can_fall
 
 
-def test_the_default_precision_is_what_the_device_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_precision_is_what_the_device_computes_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     assert choose_precision("fp16_autocast", torch.device("cpu")) == "fp16_autocast"
     for ampere, expected in ((True, "bf16"), (False, "fp16")):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, ampere=ampere: ampere)
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, ampere=ampere: ampere
+        )
         assert choose_precision("auto", torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rotary_tables_are_in_fp32_whatever_the_weights_are(family: str, dtype: torch.dtype, models: Models) -> None:
+def test_rotary_tables_are_in_fp32_whatever_the_weights_are(
+    family: str, dtype: torch.dtype, models: Models
+) -> None:
     config = AutoConfig.from_pretrained(models(family))
 
     def tables(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         model: nn.Module = architectures.build_meta_model(
-            config, attn_implementation="eager", dtype=dtype, compute_dtype=dtype, device=torch.device("cpu")
+            config,
+            attn_implementation="eager",
+            dtype=dtype,
+            compute_dtype=dtype,
+            device=torch.device("cpu"),
         )
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         return {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
@@ -124,4 +152,7 @@ def test_rotary_tables_are_in_fp32_whatever_the_weights_are(family: str, dtype: 
     exact = tables(torch.float32)
     found = tables(dtype)
     assert found and found.keys() == exact.keys()
-    assert all(torch.equal(found[name], exact[name]) and found[name].dtype == torch.float32 for name in exact)
+    assert all(
+        torch.equal(found[name], exact[name]) and found[name].dtype == torch.float32
+        for name in exact
+    )

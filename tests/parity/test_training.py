@@ -1,4 +1,6 @@
-"""Whole runs of train.py on several ranks, against independent references and against each other."""
+"""Whole runs of train.py on several ranks, against independent references and against
+each other.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,11 +13,26 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.reference import batch_loss, encode, load_adapter, load_base
-from tests.tiny import all_slow_but, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
+from tests.tiny import (
+    all_slow_but,
+    flags,
+    make_rows,
+    on_ranks,
+    read_metrics,
+    run_ranks,
+    train_ok,
+    write_rows,
+)
 
 Models = Callable[..., Path]
 Plain = tuple[dict[str, object], list[float]]
-FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
+FULL_BATCH = {
+    "batch_size": 2,
+    "lr": 1e-3,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "precision": "fp32",
+}
 
 
 FAMILIES = {
@@ -36,7 +53,9 @@ ALIKE = ("llama", "llama tied", "mistral", "qwen2", "qwen3", "gemma3_text", "olm
 
 
 @pytest.mark.parametrize("family", all_slow_but("phi3", FAMILIES, nightly=ALIKE))
-def test_every_family_trains_on_two_ranks_and_peft_loads_it(family: str, models: Models, tmp_path: Path) -> None:
+def test_every_family_trains_on_two_ranks_and_peft_loads_it(
+    family: str, models: Models, tmp_path: Path
+) -> None:
     folder = models(family.split()[0], **FAMILIES[family])
     rows = make_rows(12, seed=1)
     held_out = make_rows(3, seed=2)
@@ -59,12 +78,17 @@ def test_every_family_trains_on_two_ranks_and_peft_loads_it(family: str, models:
     assert len(read_metrics(tmp_path / "out")) == 3 and abs(after - before) > 1e-3
 
 
-def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
+def test_full_training_leaves_a_model_that_transformers_loads(
+    models: Models, tmp_path: Path
+) -> None:
     folder = models("llama", tie_word_embeddings=True)
     rows = make_rows(4, seed=3)
     held_out = make_rows(3, seed=2)
     others = make_rows(4, seed=5)
-    first, second = (write_rows(tmp_path / f"{name}.jsonl", held) for name, held in (("a", held_out), ("b", others)))
+    first, second = (
+        write_rows(tmp_path / f"{name}.jsonl", held)
+        for name, held in (("a", held_out), ("b", others))
+    )
     train_ok(
         2,
         tmp_path / "out",
@@ -79,11 +103,20 @@ def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tm
     AutoTokenizer.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         losses = [batch_loss(model, encode(folder, held)).item() for held in (held_out, others)]
-    last = {name: read_metrics(tmp_path / "out", name)[-1] for name in ("eval_loss", "perplexity", "eval_sets")}
-    by_name = {name: (result["eval_loss"], result["perplexity"]) for name, result in last["eval_sets"].items()}
+    last = {
+        name: read_metrics(tmp_path / "out", name)[-1]
+        for name in ("eval_loss", "perplexity", "eval_sets")
+    }
+    by_name = {
+        name: (result["eval_loss"], result["perplexity"])
+        for name, result in last["eval_sets"].items()
+    }
     assert by_name["a"] == (last["eval_loss"], last["perplexity"])
     for name, loss in zip(("a", "more"), losses, strict=True):
-        assert by_name[name] == (pytest.approx(loss, rel=1e-5), pytest.approx(math.exp(loss), rel=1e-4))
+        assert by_name[name] == (
+            pytest.approx(loss, rel=1e-5),
+            pytest.approx(math.exp(loss), rel=1e-4),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +134,9 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     [{"sharding_strategy": "hybrid_full_shard"}, {"optimizer": "fused_adamw"}],
     ids=lambda options: "-".join(options),
 )
-def test_memory_options_do_not_change_the_losses(options: dict[str, object], plain: Plain, tmp_path: Path) -> None:
+def test_memory_options_do_not_change_the_losses(
+    options: dict[str, object], plain: Plain, tmp_path: Path
+) -> None:
     train_ok(2, tmp_path / "out", **{**plain[0], **options})
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
@@ -119,19 +154,31 @@ def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
         return train.main(argv)
 
 
-def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Plain, tmp_path: Path) -> None:
+def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(
+    plain: Plain, tmp_path: Path
+) -> None:
     turns: dict[str, Any] = {**plain[0], "batch_size": 1, "gradient_accumulation_steps": 2}
-    argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_every="none", **turns)
+    argv = flags(
+        output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_every="none", **turns
+    )
     statuses, output = on_ranks(2, _train_reducing_in_each_micro_batch, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
 def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_path: Path) -> None:
-    first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}  # stops after a step
-    argv = flags(output_dir=tmp_path / "out", quant_cache="off", **{"context_length": 512, **plain[0]}, **first)
+    # stops after a step
+    first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}
+    argv = flags(
+        output_dir=tmp_path / "out",
+        quant_cache="off",
+        **{"context_length": 512, **plain[0]},
+        **first,
+    )
     statuses, output = run_ranks(2, argv, tmp_path / "logs")
-    assert set(statuses) not in ({0}, {1}) and len(read_metrics(tmp_path / "out")) == 1, output[-3000:]
+    assert set(statuses) not in ({0}, {1}) and len(read_metrics(tmp_path / "out")) == 1, output[
+        -3000:
+    ]
     said = train_ok(2, tmp_path / "out", sharding_strategy="ddp", recompute=1, **plain[0])
     assert "each rank holds a whole copy" in said
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)

@@ -1,4 +1,6 @@
-"""Turns with weights of their own: the mean over targets by their weights, as a plain loop in float64 has it."""
+"""Turns with weights of their own: the mean over targets by their weights, as a plain loop in
+float64 has it.
+"""
 
 import json
 from collections.abc import Callable
@@ -18,7 +20,11 @@ from tests.tiny import all_slow_but, read_metrics, train_ok
 
 CHATS = [  # (question, answer, weight)
     [("sort the list", "blue red", 0.5), ("please write", "seven", None)],
-    [("name a river", "water", 2), ("which colour", "green blue", 0), ("number", "seven red", 0.25)],
+    [
+        ("name a river", "water", 2),
+        ("which colour", "green blue", 0),
+        ("number", "seven red", 0.25),
+    ],
     [("answer", "mountain", None)],
     [("question please", "list name river", 1)],
 ]
@@ -31,12 +37,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def weighted_tokens(tokenizer: Any, chat: Any, *, learns_all: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted_tokens(
+    tokenizer: Any, chat: Any, *, learns_all: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of a chat in the template user_assistant, and the weight of each."""
     parts = [("<s>", float(learns_all))]
     for question, answer, weight in chat:
         parts.append((f"User: {question}\nAssistant:", float(learns_all)))
-        parts += [(f" {answer}</s>", 1.0 if weight is None else float(weight)), ("\n", float(learns_all))]
+        parts += [
+            (f" {answer}</s>", 1.0 if weight is None else float(weight)),
+            ("\n", float(learns_all)),
+        ]
     text = "".join(part for part, _ in parts)
     of_letters = [weight for part, weight in parts for _ in part]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -44,8 +55,12 @@ def weighted_tokens(tokenizer: Any, chat: Any, *, learns_all: bool) -> tuple[tor
     return torch.tensor([encoded["input_ids"]]), torch.tensor(weights, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", all_slow_but("2 ranks, accumulation", CASES, nightly=["1 rank", "2 ranks, all text"]))
-def test_the_loss_is_the_mean_by_weights(name: str, models: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", all_slow_but("2 ranks, accumulation", CASES, nightly=["1 rank", "2 ranks, all text"])
+)
+def test_the_loss_is_the_mean_by_weights(
+    name: str, models: Callable[..., Path], tmp_path: Path
+) -> None:
     (ranks, options) = CASES[name]
     folder = models()
     data = tmp_path / "chats.jsonl"
@@ -55,22 +70,39 @@ def test_the_loss_is_the_mean_by_weights(name: str, models: Callable[..., Path],
             for question, answer, weight in chat
             for turn in (
                 {"role": "user", "content": question},
-                {"role": "assistant", "content": answer} | ({} if weight is None else {"weight": weight}),
+                {"role": "assistant", "content": answer}
+                | ({} if weight is None else {"weight": weight}),
             )
         ]
         for chat in CHATS
     ]
     data.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
-    common = {"model_name": folder, "dataset": data, "prompt_template": "user_assistant", "train_type": "lora"}
-    common |= {"precision": "fp32", "lr": 1e-2, "lr_scheduler": "constant", "warmup": 0, "seed": 5, "num_epochs": 4}
+    common = {
+        "model_name": folder,
+        "dataset": data,
+        "prompt_template": "user_assistant",
+        "train_type": "lora",
+    }
+    common |= {
+        "precision": "fp32",
+        "lr": 1e-2,
+        "lr_scheduler": "constant",
+        "warmup": 0,
+        "seed": 5,
+        "num_epochs": 4,
+    }
     train_ok(ranks, tmp_path / "out", **common, lora_rank=4, lora_alpha=6, **options)
 
     saved = ["lm_head"] if "modules_to_save" in options else None
-    model = peft_model(load_base(folder, four_bit=False).double(), r=4, lora_alpha=6, modules_to_save=saved).double()
+    model = peft_model(
+        load_base(folder, four_bit=False).double(), r=4, lora_alpha=6, modules_to_save=saved
+    ).double()
     trained = {key: each for key, each in model.named_parameters() if each.requires_grad}
     for key, parameter in trained.items():
         if "lora" in key:
-            parameter.data.copy_(first_adapter_value(key.replace(".default", ""), parameter.shape, seed=5))
+            parameter.data.copy_(
+                first_adapter_value(key.replace(".default", ""), parameter.shape, seed=5)
+            )
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
     losses = list[float]()
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,6 @@
-"""A run on the stand-in with values, and the same run on the CPU, where gloo connects the ranks: their numbers."""
+"""A run on the stand-in with values, and the same run on the CPU, where gloo connects the ranks:
+their numbers.
+"""
 
 import json
 from collections.abc import Callable
@@ -16,7 +18,9 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class Differences(NamedTuple):
-    """The largest relative ones from the CPU's numbers, of all steps and of all tensors that were trained."""
+    """The largest relative ones from the CPU's numbers, of all steps and of all tensors that were
+    trained.
+    """
 
     loss: float
     grad_norm: float
@@ -24,7 +28,9 @@ class Differences(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The run on the stand-in, and how it differs. strays, noted: operators, as the report of the values names them."""
+    """The run on the stand-in, and how it differs. strays, noted: operators, as the report of the
+    values names them.
+    """
 
     on_device: list[Rank]
     differences: Differences
@@ -32,15 +38,22 @@ class Beside(NamedTuple):
     noted: dict[str, int]
 
 
-def run_both(start: Callable[[Path, dict[str, object]], list[Rank]], folder: Path, base: Path) -> Beside:
-    """Call start(folder, settings) -> ranks for the runs on both, which write their output into `folder`/output.
+def run_both(
+    start: Callable[[Path, dict[str, object]], list[Rank]], folder: Path, base: Path
+) -> Beside:
+    """Call start(folder, settings) -> ranks for the runs on both, which write their output into
+    `folder`/output.
 
     Args:
         base: the model that is trained, whose weights are those before the first step.
     """
     device = folder / "device"
     cpu = folder / "cpu"
-    values = {"PHANTOM_VALUES": 1, "PHANTOM_POISON": 1, "PHANTOM_VALUES_REPORT": device / "values{rank}.json"}
+    values = {
+        "PHANTOM_VALUES": 1,
+        "PHANTOM_POISON": 1,
+        "PHANTOM_VALUES_REPORT": device / "values{rank}.json",
+    }
     with ThreadPoolExecutor() as both:
         on_device, _ = both.map(start, (device, cpu), (values, dict(CPU)))
     reports = [json.loads(path.read_text()) for path in device.glob("values*.json")]
@@ -55,10 +68,15 @@ def merged(counts: Any) -> dict[str, int]:
 
 def differences(found: Path, expected: Path, base: Path) -> Differences:
     """Between what two runs have written."""
-    steps = (relative(read_metrics(found, key), read_metrics(expected, key)) for key in ("loss", "grad_norm"))
+    steps = (
+        relative(read_metrics(found, key), read_metrics(expected, key))
+        for key in ("loss", "grad_norm")
+    )
     own, wanted, before = map(weights_in, (found, expected, base))
     assert own.keys() == wanted.keys() and own
-    return Differences(*steps, max(of_change(own[name], wanted[name], before.get(name)) for name in own))
+    return Differences(
+        *steps, max(of_change(own[name], wanted[name], before.get(name)) for name in own)
+    )
 
 
 def relative(found: list[float], expected: list[float]) -> float:
@@ -74,4 +92,8 @@ def of_change(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     """Tensors of a saved adapter or model."""
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }

@@ -1,4 +1,6 @@
-"""Tests here run where scripts/phantom.sh has made their environment, and are skipped with one line elsewhere."""
+"""Tests here run where scripts/phantom.sh has made their environment, and are skipped with one line
+elsewhere.
+"""
 
 from pathlib import Path
 
@@ -23,6 +25,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _skipped = pytest.StashKey[str]()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if line := config.stash.get(_skipped, None):
         terminalreporter.write_line(line)

@@ -1,4 +1,5 @@
-"""What a program asked of the GPU, in plain numbers. For programs that run on the stand-in (README.md).
+"""What a program asked of the GPU, in plain numbers. For programs that run on the stand-in
+(README.md).
 
     with recording() as counts:
         train_step()
@@ -62,7 +63,9 @@ class Record(ctypes.Structure):
 
 
 class Sync(NamedTuple):
-    """The host waited for the device. The line is the innermost of the program, "" where no Python was running."""
+    """The host waited for the device. The line is the innermost of the program, "" where no Python
+    was running.
+    """
 
     call: str
     line: str
@@ -72,7 +75,8 @@ class Copy(NamedTuple):
     kind: str  # host_to_device, device_to_host, device_to_device, host_to_host
     bytes: int
     pinned: bool  # the host's side; True where there is none
-    stream: int  # 0: where the device computes; 1: another one, whose number differs from run to run
+    # 0: where the device computes; 1: another one, whose number differs from run to run
+    stream: int
     line: str
 
 
@@ -106,7 +110,9 @@ class Counts:
         self.pinned_allocations += operation == Operation.PIN
         if operation == Operation.COPY:
             kind = _DIRECTIONS[record.detail & COPY_DIRECTIONS]
-            self.copies[Copy(kind, size, bool(record.detail & COPY_PINNED), min(record.stream, 1), line)] += 1
+            self.copies[
+                Copy(kind, size, bool(record.detail & COPY_PINNED), min(record.stream, 1), line)
+            ] += 1
         elif operation == Operation.SYNC:
             self.syncs[Sync(name, line)] += 1
         elif operation == Operation.COLLECTIVE:
@@ -130,7 +136,9 @@ def _library() -> ctypes.CDLL:
     """The stand-in that is preloaded into this process."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "phantom_start"):
-        raise RuntimeError("libphantom.so is not preloaded into this process: see tests/phantom/README.md")
+        raise RuntimeError(
+            "libphantom.so is not preloaded into this process: see tests/phantom/README.md"
+        )
     library.phantom_count.restype = ctypes.c_longlong
     library.phantom_read.argtypes = (ctypes.POINTER(Record), ctypes.c_longlong, ctypes.c_longlong)
     return library
@@ -152,7 +160,9 @@ _callback = ctypes.CFUNCTYPE(ctypes.c_int)(_find_line)  # kept here: C holds onl
 
 
 def memory_now(reset_peak: bool = False) -> dict[str, int]:
-    """Bytes: what the device gave out (now, peak), and torch's own allocated and reserved (now, peak)."""
+    """Bytes: what the device gave out (now, peak), and torch's own allocated and reserved (now,
+    peak).
+    """
     given = (ctypes.c_longlong * 2)()
     _library().phantom_memory(given, int(reset_peak))
     memory = {"device": given[0], "device_peak": given[1]}

@@ -30,7 +30,10 @@ def why_not() -> str | None:
     """None where programs can be run on the stand-in, else the line that says what to do."""
     if (ENVIRONMENT / ".phantom_library").exists():
         return None
-    return "the stand-in for CUDA is not built: bash scripts/phantom.sh builds it (Linux x86-64, 700 MB)"
+    return (
+        "the stand-in for CUDA is not built: bash scripts/phantom.sh builds it (Linux x86-64, 700 "
+        "MB)"
+    )
 
 
 @dataclass
@@ -43,7 +46,9 @@ class Rank:
 
 
 def variables(folder: Path, settings: dict[str, object]) -> dict[str, str]:
-    """The environment of a process on the stand-in. `settings` are its PHANTOM_* variables, and any others."""
+    """The environment of a process on the stand-in. `settings` are its PHANTOM_* variables, and any
+    others.
+    """
     # A command that a test ran in its own process has set the allocator's.
     ours = ("PHANTOM", "CUDA_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -71,16 +76,18 @@ def run(
     is_fresh: bool = False,
     while_running: Callable[[Sequence["Process"]], None] = lambda _: None,
 ) -> list[Rank]:
-    """Run `python ARGUMENTS` on the stand-in as torchrun would: one process per rank, each on a GPU of its own machine.
+    """Run `python ARGUMENTS` on the stand-in as torchrun would: one process per rank, each on a GPU
+    of its own machine.
 
-    The processes are forked from one that has imported torch (forks.py), unless they are to be fresh.
+    The processes are forked from one that has imported torch (forks.py), unless they are to be
+    fresh.
 
     Args:
-        arguments: a script, or -m and a module, and its words; of a fresh process whatever python takes.
-        folder: for the ranks' output, messages and summaries; made if need be.
-        settings: more environment variables for all ranks; settings_of_rank for single ones.
-        summary: record the whole process (counts.py).
-        while_running: is called now and then with the processes, one for each rank.
+        arguments: a script, or -m and a module, and its words; of a fresh process whatever python
+        takes. folder: for the ranks' output, messages and summaries; made if need be. settings:
+        more environment variables for all ranks; settings_of_rank for single ones. summary: record
+        the whole process (counts.py). while_running: is called now and then with the processes, one
+        for each rank.
     Raises:
         TimeoutError: a rank was still running; all are ended, and the text has their output.
     """
@@ -88,13 +95,20 @@ def run(
     port = _free_port()
     processes: list[Process] = []
     for rank in range(ranks):
-        own: dict[str, object] = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+        own: dict[str, object] = {
+            "RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": ranks,
+        }
         own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         if summary:
             own["PHANTOM_SUMMARY"] = folder / f"counts{rank}.json"
         own |= {**(settings or {}), **(settings_of_rank or {}).get(rank, {})}
         start = Fresh if is_fresh else Forked
-        processes.append(start(list(map(str, arguments)), variables(folder, own), folder / f"rank{rank}.log"))
+        processes.append(
+            start(list(map(str, arguments)), variables(folder, own), folder / f"rank{rank}.log")
+        )
     in_time = _wait(processes, timeout_seconds, while_running)
     ended = [_ended(process, folder, rank) for rank, process in enumerate(processes)]
     if not in_time:
@@ -108,7 +122,9 @@ class Fresh:
     def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
         command = [str(PYTHON), *arguments]
         with open(output, "w") as file:
-            self._process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+            )
 
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
@@ -181,7 +197,11 @@ def _connect(path: str) -> socket.socket:
         time.sleep(0.05)
 
 
-def _wait(processes: Sequence["Process"], seconds: float, while_running: Callable[[Sequence["Process"]], None]) -> bool:
+def _wait(
+    processes: Sequence["Process"],
+    seconds: float,
+    while_running: Callable[[Sequence["Process"]], None],
+) -> bool:
     """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
@@ -208,18 +228,26 @@ def _ended(process: Fresh | Forked, folder: Path, rank: int) -> Rank:
 
 
 def subtract(more: dict[str, Any], less: dict[str, Any]) -> dict[str, Any]:
-    """What one run did more than another: two summaries of runs that differ in their number of steps by one give the
-    numbers of that step. Peaks of memory are those of the longer run."""
+    """What one run did more than another: two summaries of runs that differ in their number of
+    steps by one give the numbers of that step. Peaks of memory are those of the longer run.
+    """
     difference: dict[str, Any] = {"memory": more["memory"]}
     for key in more.keys() - {"memory"}:
         if isinstance(more[key], list):
             counts = _counter(more[key])
             counts.subtract(_counter(less[key]))
-            difference[key] = [{**dict(entry), "count": count} for entry, count in counts.items() if count]
+            difference[key] = [
+                {**dict(entry), "count": count} for entry, count in counts.items() if count
+            ]
         else:
             difference[key] = more[key] - less[key]
     return difference
 
 
 def _counter(entries: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
-    return Counter({tuple(pair for pair in entry.items() if pair[0] != "count"): entry["count"] for entry in entries})
+    return Counter(
+        {
+            tuple(pair for pair in entry.items() if pair[0] != "count"): entry["count"]
+            for entry in entries
+        }
+    )

@@ -1,8 +1,11 @@
-"""Processes of the stand-in's environment, forked from one that has imported torch and transformers.
+"""Processes of the stand-in's environment, forked from one that has imported torch and
+transformers.
 
-    python -m tests.phantom.forks SOCKET        # started by environment.py, ends with the process that started it
+    python -m tests.phantom.forks SOCKET        # started by environment.py, ends with the process
+    that started it
 
-A connection is a process: a line of JSON says what is to run, lines with its process id and its exit status come back.
+A connection is a process: a line of JSON says what is to run, lines with its process id and its
+exit status come back.
 """
 
 import atexit
@@ -20,7 +23,8 @@ from unittest import mock
 
 import torch
 
-# Whoever has asked CUDA for its devices can no longer be forked, and torch's compiler asks when it is imported.
+# Whoever has asked CUDA for its devices can no longer be forked, and torch's compiler asks when it
+# is imported.
 with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import datasets  # noqa: F401
     import torch.distributed.fsdp
@@ -30,7 +34,11 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 # bitsandbytes asks which of its libraries to load, and gets this answer without CUDA.
-CARD = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_capability": lambda *_: (8, 6)}
+CARD = {
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "get_device_capability": lambda *_: (8, 6),
+}
 with mock.patch.multiple(torch.cuda, **CARD):
     import fsdp_qlora.run.run  # noqa: F401
 assert not torch.cuda.is_initialized()
@@ -41,7 +49,9 @@ gc.freeze = gc.unfreeze = lambda: None  # the training loop would undo it
 
 
 class Handler(socketserver.StreamRequestHandler):
-    """In a process of its own, which forks once more and waits, so that the status of a killed process is known too."""
+    """In a process of its own, which forks once more and waits, so that the status of a killed
+    process is known too.
+    """
 
     def handle(self) -> None:
         request = json.loads(self.rfile.readline())
@@ -71,7 +81,8 @@ class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
 def become(words: list[str], environment: dict[str, str], output: str) -> NoReturn:
     """Be a process that runs a script with its words, and end as Python would.
 
-    Only the interpreter is not taken down: torch aborts where the thread of a backward pass is still freeing its graph.
+    Only the interpreter is not taken down: torch aborts where the thread of a backward pass is
+    still freeing its graph.
     """
     status: Any = 1
     try:

@@ -1,10 +1,11 @@
-"""Make the NVIDIA libraries that torch's CUDA build must find, with every symbol it takes from them.
+"""Make the NVIDIA libraries that torch's CUDA build must find, with every symbol it takes from
+them.
 
     python make_stubs.py SITE_PACKAGES OUT
 
-So torch's wheel is enough, without the nvidia-* packages (2.7 GB). What our programs really call is in runtime/: it is
-OUT/libphantom.so, made before, and preloaded, so it is found first. A function of a stub that is called after all says
-so, by name, and fails.
+So torch's wheel is enough, without the nvidia-* packages (2.7 GB). What our programs really call is
+in runtime/: it is OUT/libphantom.so, made before, and preloaded, so it is found first. A function
+of a stub that is called after all says so, by name, and fails.
 """
 
 import re
@@ -36,8 +37,8 @@ NOT_SUPPORTED = 801  # cudaErrorNotSupported; an error in the other libraries to
 FAILING = """
 #include <stdio.h>
 static long lacks(const char *symbol, int *said) {
-    if (!*said) fprintf(stderr, "phantom: the stand-in lacks symbol %%s (%(library)s), needed by torch %(torch)s: "
-                        "add it to tests/phantom/runtime\\n", symbol);
+    if (!*said) fprintf(stderr, "phantom: the stand-in lacks symbol %%s (%(library)s), "
+        "needed by torch %(torch)s: add it to tests/phantom/runtime\\n", symbol);
     *said = 1;
     return %(status)d;
 }
@@ -54,7 +55,9 @@ def needed_libraries(libraries: list[Path]) -> set[str]:
     own = {library.name for library in libraries}
     names = {"libcuda.so.1", "libnvidia-ml.so.1"}  # opened by name
     for library in libraries:
-        lines = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
+        lines = subprocess.run(
+            ["readelf", "-dW", library], capture_output=True, text=True, check=True
+        ).stdout
         names |= set(re.findall(r"\(NEEDED\).*\[(.+)\]", lines))
     return {name for name in names - own if not SYSTEM.match(name)}
 
@@ -64,7 +67,9 @@ def undefined_symbols(libraries: list[Path]) -> dict[str, set[str]]:
     symbols: dict[str, set[str]] = defaultdict(set)
     for library in libraries:
         command = ["nm", "-D", "--undefined-only", library]
-        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        for line in subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines():
             name, _, version_of_symbol = line.split()[-1].partition("@")
             symbols[version_of_symbol].add(name)
     return symbols
@@ -88,7 +93,11 @@ def symbols_of(library: str, symbols: dict[str, set[str]]) -> tuple[str, set[str
     if prefix is None:
         return "", set()
     is_ours = re.compile(rf"{prefix}[A-Z]" if prefix == "cu" else prefix)
-    return "", {name for name in symbols[""] if is_ours.match(name) and not (prefix == "cu" and "cuFile" in name)}
+    return "", {
+        name
+        for name in symbols[""]
+        if is_ours.match(name) and not (prefix == "cu" and "cuFile" in name)
+    }
 
 
 def stub_function(name: str) -> str:
@@ -99,15 +108,29 @@ def stub_function(name: str) -> str:
     return f'long {name}(void) {{ static int said; return lacks("{name}", &said); }}'
 
 
-def make_stub(library: str, version_of_symbols: str, names: set[str], out: Path, torch: str) -> None:
+def make_stub(
+    library: str, version_of_symbols: str, names: set[str], out: Path, torch: str
+) -> None:
     source = out / f"{library}.c"
     script = out / f"{library}.map"
     names = names - defined_symbols(out / RUNTIME)
     head = FAILING % {"library": library, "torch": torch, "status": NOT_SUPPORTED}
-    source.write_text(head + "\n".join(stub_function(name) for name in sorted(names) if name.isidentifier()))
+    source.write_text(
+        head + "\n".join(stub_function(name) for name in sorted(names) if name.isidentifier())
+    )
     # torch opens libcuda.so.1 and looks into it alone, which includes what it is linked with.
     runtime = ["-Wl,--no-as-needed", f"-L{out}", f"-l:{RUNTIME}"]
-    command = ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library}", "-o", out / library, source, *runtime]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-Wl,-soname,{library}",
+        "-o",
+        out / library,
+        source,
+        *runtime,
+    ]
     if version_of_symbols:
         script.write_text(f"{version_of_symbols} {{ global: *; }};\n")
         command.append(f"-Wl,--version-script={script}")

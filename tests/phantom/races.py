@@ -1,16 +1,19 @@
-"""Finds races between streams, the host and the allocator in a program that runs on the stand-in (README.md).
+"""Finds races between streams, the host and the allocator in a program that runs on the stand-in
+(README.md).
 
     with checking() as races:
         train_step()
     assert not races.findings
 
-Every operator is seen by a dispatch mode, which says what memory it reads and writes. The stand-in's recorder says on
-which stream it was launched, and who recorded, waited and synchronized before it. From the two every stream and the
-host get a vector clock: `clock[other]` is how much of `other`'s work is known to be done. Two accesses of the same
-bytes, one of them a write, are a race if the later one's clock does not hold the earlier one.
+Every operator is seen by a dispatch mode, which says what memory it reads and writes. The
+stand-in's recorder says on which stream it was launched, and who recorded, waited and synchronized
+before it. From the two every stream and the host get a vector clock: `clock[other]` is how much of
+`other`'s work is known to be done. Two accesses of the same bytes, one of them a write, are a race
+if the later one's clock does not hold the earlier one.
 
-It does not see: memory that a kernel gets by address only, reads of pinned memory that go by neither an operator nor
-`numpy` and `tolist`, and more than one thread of the host, which counts as one.
+It does not see: memory that a kernel gets by address only, reads of pinned memory that go by
+neither an operator nor `numpy` and `tolist`, and more than one thread of the host, which counts as
+one.
 """
 
 import contextlib
@@ -28,14 +31,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.phantom.counts import COPY_BLOCKING, COPY_DIRECTIONS, Operation, Record, read_records, start, stop
+from tests.phantom.counts import (
+    COPY_BLOCKING,
+    COPY_DIRECTIONS,
+    Operation,
+    Record,
+    read_records,
+    start,
+    stop,
+)
 
 HOST = -1  # beside the numbers of streams
 EVERYTHING = 2**64 - 1  # a wait for all streams
-LAUNCHES = (Operation.KERNEL, Operation.GEMM, Operation.MEMSET, Operation.COPY, Operation.COLLECTIVE)
+LAUNCHES = (
+    Operation.KERNEL,
+    Operation.GEMM,
+    Operation.MEMSET,
+    Operation.COPY,
+    Operation.COLLECTIVE,
+)
 COPY_ON_DEVICE = 2
 # Operators that ask for the form of a tensor and not for its values.
-ONLY_FORM = re.compile(r"::(new_|empty|.*_like$|is_pinned|_pin_memory|set_|resize_|_unsafe_view|_has_|is_same)")
+ONLY_FORM = re.compile(
+    r"::(new_|empty|.*_like$|is_pinned|_pin_memory|set_|resize_|_unsafe_view|_has_|is_same)"
+)
 
 Clock = dict[int, int]
 
@@ -57,10 +76,13 @@ class Access(NamedTuple):
 
 
 class Block:
-    """Memory of one storage. `stream`: on which it was allocated, whose next work gets it when it is freed."""
+    """Memory of one storage. `stream`: on which it was allocated, whose next work gets it when it
+    is freed.
+    """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.reference = StorageWeakRef(storage)  # which keeps its number from being given to another storage
+        # which keeps its number from being given to another storage
+        self.reference = StorageWeakRef(storage)
         self.is_cuda = storage.device.type == "cuda"
         self.stream = torch.cuda.current_stream().cuda_stream if self.is_cuda else HOST
         self.accesses: list[Access] = []
@@ -68,7 +90,9 @@ class Block:
 
     def of_others(self) -> list[Access]:
         """Accesses for which the allocator does not wait."""
-        return [access for access in self.accesses if access.by not in (self.stream, *self.recorded)]
+        return [
+            access for access in self.accesses if access.by not in (self.stream, *self.recorded)
+        ]
 
 
 class Races:
@@ -81,10 +105,12 @@ class Races:
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, Block] = {}  # by the number of the storage
         self._crossed: dict[int, Block] = {}  # those on a device that another stream may be using
-        self._freed: defaultdict[int, list[tuple[Access, str]]] = defaultdict(list)  # by the stream that gets it
+        # by the stream that gets it
+        self._freed: defaultdict[int, list[tuple[Access, str]]] = defaultdict(list)
         self._most_blocks = 1000
         self._read = 0  # records
-        self._launched: dict[int, Clock] = {}  # by the operator that runs now: streams and their clocks
+        # by the operator that runs now: streams and their clocks
+        self._launched: dict[int, Clock] = {}
         self._copies_host = False  # the operator that runs now
         self._lock = threading.RLock()
 
@@ -141,7 +167,11 @@ class Races:
     def block(self, storage: torch.UntypedStorage) -> Block:
         if storage._cdata not in self._blocks:
             if len(self._blocks) > self._most_blocks:
-                self._blocks = {key: block for key, block in self._blocks.items() if not block.reference.expired()}
+                self._blocks = {
+                    key: block
+                    for key, block in self._blocks.items()
+                    if not block.reference.expired()
+                }
                 self._most_blocks = 2 * len(self._blocks) + 1000
             self._blocks[storage._cdata] = Block(storage)
         return self._blocks[storage._cdata]
@@ -152,7 +182,9 @@ class Races:
             clock = self._clocks[block.stream]
             if block.reference.expired():
                 self.freed(block)
-            if block.reference.expired() or all(clock.get(old.by, 0) >= old.time for old in block.of_others()):
+            if block.reference.expired() or all(
+                clock.get(old.by, 0) >= old.time for old in block.of_others()
+            ):
                 del self._crossed[key]
 
     def freed(self, block: Block) -> None:
@@ -169,7 +201,9 @@ class Races:
             self._blocks[storage._cdata] = Block(storage)
 
     def recorded(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        parts = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+        parts = {
+            name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")
+        }
         self.block(tensor.untyped_storage()).recorded.add(torch.cuda.Stream(**parts).cuda_stream)
 
     # ---- accesses
@@ -191,7 +225,8 @@ class Races:
         if not launched and ONLY_FORM.search(func._schema.name):
             return outputs
         accessed = list(_accessed(func, args, kwargs, outputs if launched else None))
-        by_device = self._copies_host or func.namespace == "bitsandbytes"  # memory of the host that is shared with it
+        # memory of the host that is shared with it
+        by_device = self._copies_host or func.namespace == "bitsandbytes"
         self.counts["operators with launches"] += bool(launched)
         for tensor, is_write in accessed:
             if tensor.is_cuda or (by_device and _is_shared(tensor)):
@@ -208,11 +243,15 @@ class Races:
         clock[HOST] = clock.get(HOST, 0) + 1
         self._access(tensor, is_write, operator, HOST, clock)
 
-    def _access(self, tensor: torch.Tensor, is_write: bool, operator: str, by: int, clock: Clock) -> None:
+    def _access(
+        self, tensor: torch.Tensor, is_write: bool, operator: str, by: int, clock: Clock
+    ) -> None:
         if not tensor.numel():
             return
         self.counts["accesses"] += 1
-        self.counts["of the host" if by == HOST else "of side streams" if by else "of the compute stream"] += 1
+        self.counts[
+            "of the host" if by == HOST else "of side streams" if by else "of the compute stream"
+        ] += 1
         start = tensor.data_ptr()
         end = tensor.data_ptr() + _extent(tensor)
         new = Access(start, end, by, clock[by], is_write, operator, _line())
@@ -238,13 +277,18 @@ def _join(clock: Clock, other: Clock) -> Clock:
     return clock
 
 
-def _accessed(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+def _accessed(
+    func: Any, args: Any, kwargs: dict[str, Any], outputs: Any
+) -> Iterator[tuple[torch.Tensor, bool]]:
     """The tensors that an operator accesses, each once, and whether it writes them."""
     schema = func._schema
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    given = {
+        argument.name: value for argument, value in zip(schema.arguments, args, strict=False)
+    } | kwargs
     written: dict[int, torch.Tensor] = {}
     read: dict[int, torch.Tensor] = {}
-    is_collective = func.namespace == "c10d"  # whose schemas do not say that they write their first argument
+    # whose schemas do not say that they write their first argument
+    is_collective = func.namespace == "c10d"
     for number, argument in enumerate(schema.arguments):
         alias = argument.alias_info
         is_written = alias is not None and alias.is_write
@@ -263,17 +307,25 @@ def _accessed(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Ite
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = [value] if isinstance(value, torch.Tensor) else _pytree.tree_leaves(value)
-    real = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)]
+    real = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+    ]
     return [tensor for tensor in real if tensor.device.type in ("cpu", "cuda")]
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in memory of the host to which the device has access."""
-    return tensor.device.type == "cpu" and (tensor.is_pinned() or getattr(tensor, "is_paged", False))
+    return tensor.device.type == "cpu" and (
+        tensor.is_pinned() or getattr(tensor, "is_paged", False)
+    )
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return (last + 1) * tensor.element_size()
 
 
@@ -296,7 +348,9 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **(kwargs or {}))
-        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+        if any(
+            kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types
+        ):
             return NotImplemented  # a subclass such as DTensor: its own operators come here too
         if func._schema.name == "aten::record_stream":
             self.races.recorded(*args)
@@ -320,7 +374,9 @@ def checking() -> Iterator[Races]:
     }
     with contextlib.ExitStack() as stack:
         for (owner, name), look in look_before.items():
-            stack.enter_context(mock.patch.object(owner, name, _looked_at(getattr(owner, name), look)))
+            stack.enter_context(
+                mock.patch.object(owner, name, _looked_at(getattr(owner, name), look))
+            )
         start(lines=False)
         with _Mode(races):
             yield races

@@ -1,4 +1,6 @@
-"""The recorder's numbers are those of programs whose numbers are known; what must fail fails with a clear line."""
+"""The recorder's numbers are those of programs whose numbers are known; what must fail fails with a
+clear line.
+"""
 
 import json
 
@@ -31,7 +33,12 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    return [*map(last_line, run([PROGRAMS / "two_ranks.py"], tmp_path_factory.mktemp("two_ranks"), ranks=2))]
+    return [
+        *map(
+            last_line,
+            run([PROGRAMS / "two_ranks.py"], tmp_path_factory.mktemp("two_ranks"), ranks=2),
+        )
+    ]
 
 
 def test_kernels_and_matrix_products_are_counted_one_by_one(one_rank):
@@ -69,8 +76,14 @@ def test_memory_is_what_the_allocator_asked_for(one_rank):
 def test_collectives_have_their_bytes_and_their_group(two_ranks):
     whole = 2 * MIB * 2  # elements of both ranks, two bytes each
     for rank in two_ranks:
-        collectives = [(each["kind"], each["bytes"], each["group_size"]) for each in rank["collectives"]]
-        assert collectives == [("all_gather", whole, 2), ("reduce_scatter", whole, 2), ("all_reduce", whole // 2, 1)]
+        collectives = [
+            (each["kind"], each["bytes"], each["group_size"]) for each in rank["collectives"]
+        ]
+        assert collectives == [
+            ("all_gather", whole, 2),
+            ("reduce_scatter", whole, 2),
+            ("all_reduce", whole // 2, 1),
+        ]
         groups = [each["group"] for each in rank["collectives"]]
         assert groups[0] == groups[1] != groups[2]
 
@@ -84,7 +97,11 @@ def test_small_messages_between_ranks_arrive(two_ranks):
 
 
 def test_a_function_that_the_stand_in_lacks_is_named(tmp_path):
-    [rank] = run(["-c", "import torch; torch.linalg.svd(torch.ones(4, 4, device='cuda'))"], tmp_path, is_fresh=True)
+    [rank] = run(
+        ["-c", "import torch; torch.linalg.svd(torch.ones(4, 4, device='cuda'))"],
+        tmp_path,
+        is_fresh=True,
+    )
     assert rank.status != 0
     assert "phantom: the stand-in lacks symbol cusolver" in rank.output
     assert "add it to tests/phantom/runtime" in rank.output

@@ -24,7 +24,8 @@ def run(config, *others):
     torch.empty(1, device="cuda")
     print("expandable:", torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     for device in ("cuda", "cpu"):
-        optimizer = ShardedOptimizer(torch.nn.Linear(4, 4, device=device), "adamw", lr=0.1, weight_decay=0.0)
+        linear = torch.nn.Linear(4, 4, device=device)
+        optimizer = ShardedOptimizer(linear, "adamw", lr=0.1, weight_decay=0.0)
         print(device, "fused:", bool(optimizer.optimizer.param_groups[0]["fused"]))
 
 sys.modules["fsdp_qlora.run.run"] = types.SimpleNamespace(run=run)
@@ -36,7 +37,11 @@ sys.exit(train.main(["--model_name", str(folder)]))
 
 @pytest.mark.parametrize(
     ("settings", "is_expandable"),
-    [({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False), ({"PYTORCH_ALLOC_CONF": ""}, False)],
+    [
+        ({}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False),
+        ({"PYTORCH_ALLOC_CONF": ""}, False),
+    ],
 )
 def test_segments_expand_unless_told_otherwise_and_adamw_is_fused_on_a_gpu(
     settings: dict[str, object], is_expandable: bool, tmp_path: Path
@@ -53,19 +58,34 @@ def test_segments_expand_unless_told_otherwise_and_adamw_is_fused_on_a_gpu(
 def _train_with_less(
     left: float, models: Callable[..., Path], folder: Path, *, ranks: int = 1, **options: Any
 ) -> list[environment.Rank]:
-    """Three steps of long rows; after the first the last rank's GPU has only a share left of what a step needs."""
+    """Three steps of long rows; after the first the last rank's GPU has only a share left of what a
+    step needs.
+    """
     row = {"instruction": "write", "input": "", "output": "water river " * 700}
     options = {
-        "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
-        "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks), "output_dir": folder / "out",
-        "train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16",
-        "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_every": "none",
-        "verbose": True, **options,
-    }  # fmt: skip
+        "model_name": models(
+            num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048
+        ),
+        "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks),
+        "output_dir": folder / "out",
+        "train_type": "qlora",
+        "max_steps": 3,
+        "batch_size": 2,
+        "context_length": 2048,
+        "precision": "bf16",
+        "gradient_accumulation_steps": 2,
+        "quant_cache": "off",
+        "log_to": "stdout",
+        "save_every": "none",
+        "verbose": True,
+        **options,
+    }
     arguments = flags(**options)
     program = "tests/phantom/programs/less_memory.py"
     of_last: dict[int, dict[str, object]] = {ranks - 1: {"LEFT": left}}
-    return environment.run([program, *arguments], folder / "logs", ranks=ranks, settings_of_rank=of_last)
+    return environment.run(
+        [program, *arguments], folder / "logs", ranks=ranks, settings_of_rank=of_last
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""No part of the program races with another: streams, collectives, the host and freed memory (races.py).
+"""No part of the program races with another: streams, collectives, the host and freed memory
+(races.py).
 
 The table of README.md comes from
 
@@ -19,9 +20,16 @@ from tests.tiny import ROOT, flags, make_rows, write_rows
 
 PROGRAMS = ROOT / "tests/phantom/programs"
 COMMON: Mapping[str, object] = {
-    "train_type": "qlora", "max_steps": 2, "num_epochs": 20, "batch_size": 2, "context_length": 256, "log_to": "stdout",
-    "quant_cache": "off", "recompute": "all", "sharding_strategy": "full_shard",
-}  # fmt: skip
+    "train_type": "qlora",
+    "max_steps": 2,
+    "num_epochs": 20,
+    "batch_size": 2,
+    "context_length": 256,
+    "log_to": "stdout",
+    "quant_cache": "off",
+    "recompute": "all",
+    "sharding_strategy": "full_shard",
+}
 OFFLOAD = {"use_cpu_offload": True}
 
 
@@ -32,12 +40,17 @@ class Case(NamedTuple):
     options: Mapping[str, object]
     faults: tuple[str, ...]
     command: str = "train"
-    sizes: Mapping[str, object] = MappingProxyType({})  # of the model, where they are not the usual ones
+    # of the model, where they are not the usual ones
+    sizes: Mapping[str, object] = MappingProxyType({})
 
 
 EVERYDAY = Case(1, OFFLOAD, ("no_wait_for_copies",))
 CASES = {
-    "full_shard": Case(2, {"gradient_accumulation_steps": 2}, ("fsdp2_waits_for_no_stream", "no_wait_for_collectives")),
+    "full_shard": Case(
+        2,
+        {"gradient_accumulation_steps": 2},
+        ("fsdp2_waits_for_no_stream", "no_wait_for_collectives"),
+    ),
     "CPU offload": Case(2, OFFLOAD, ("no_event", "fsdp2_waits_for_no_event")),
     "activation offload": Case(
         1, {"recompute": "offload"}, ("no_wait_for_computation", "no_wait_before_memory_is_freed")
@@ -48,24 +61,36 @@ CASES = {
         ("fsdp2_waits_for_no_stream",),
     ),
     "shard_grad_op, DoRA": Case(
-        2, {"sharding_strategy": "shard_grad_op", "train_type": "bnb_dora"}, ("fsdp2_records_no_event",)
+        2,
+        {"sharding_strategy": "shard_grad_op", "train_type": "bnb_dora"},
+        ("fsdp2_records_no_event",),
     ),
-    "packing": Case(2, {"batching": "packed", "gradient_accumulation_steps": 2}, ("host_writes_into_copies",)),
+    "packing": Case(
+        2, {"batching": "packed", "gradient_accumulation_steps": 2}, ("host_writes_into_copies",)
+    ),
     "paged 8-bit optimizer, full": Case(
         1,
         {"optimizer": "paged_adamw_8bit", "train_type": "full"},
         ("host_reads_before_it_waits",),
         sizes={"intermediate_size": 2048},  # bitsandbytes pages states of 100,000 elements and more
     ),
-    "evaluation, CPU offload": Case(2, {"eval_fraction": 0.25, "eval_steps": 1, **OFFLOAD}, ("no_wait_for_copies",)),
-    "checkpoint at each step, full": Case(2, {"save_every": 1, "train_type": "full"}, ("host_reads_before_it_waits",)),
-    "generate, CPU offload": Case(1, {**OFFLOAD, "max_new_tokens": 4}, ("no_wait_for_copies",), "generate"),
+    "evaluation, CPU offload": Case(
+        2, {"eval_fraction": 0.25, "eval_steps": 1, **OFFLOAD}, ("no_wait_for_copies",)
+    ),
+    "checkpoint at each step, full": Case(
+        2, {"save_every": 1, "train_type": "full"}, ("host_reads_before_it_waits",)
+    ),
+    "generate, CPU offload": Case(
+        1, {**OFFLOAD, "max_new_tokens": 4}, ("no_wait_for_copies",), "generate"
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def check(models, tmp_path_factory):
-    """check(case, fault) -> what was found and what was looked at on each rank. With a fault it need not end well."""
+    """check(case, fault) -> what was found and what was looked at on each rank. With a fault it
+    need not end well.
+    """
     rows = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", make_rows(64))
     prompts = rows.with_name("prompts.txt")
     prompts.write_text("sort the list\nname a river\n")
@@ -77,7 +102,12 @@ def check(models, tmp_path_factory):
             return {**trained, **case.options}
         [rank] = run(["train.py", *flags(**trained)], folder / "train")
         assert rank.status == 0, rank.output[-4000:]
-        return {"adapter": folder / "output", "prompts": prompts, "out": folder / "answers.jsonl", **case.options}
+        return {
+            "adapter": folder / "output",
+            "prompts": prompts,
+            "out": folder / "answers.jsonl",
+            **case.options,
+        }
 
     def start(case: Case, fault: str = "none") -> list[dict[str, dict[str, int]]]:
         folder = tmp_path_factory.mktemp(fault)
@@ -85,7 +115,9 @@ def check(models, tmp_path_factory):
         words = flags(**options(case, folder))
         ended = run([*program, *words], folder, ranks=case.ranks, timeout_seconds=600)
         assert fault != "none" or not any(rank.status for rank in ended), ended[0].output[-4000:]
-        return [json.loads((folder / f"races{rank}.json").read_text()) for rank in range(case.ranks)]
+        return [
+            json.loads((folder / f"races{rank}.json").read_text()) for rank in range(case.ranks)
+        ]
 
     return start
 
@@ -117,7 +149,12 @@ def test_no_race_is_found_and_each_fault_is(name, check):
     right = check(case)
     findings = {finding: count for rank in right for finding, count in rank["findings"].items()}
     found = [fault for fault in case.faults if any(rank["findings"] for rank in check(case, fault))]
-    numbers = [right[0]["counts"].get(kind, 0) for kind in ("launches", "accesses", "of side streams", "of the host")]
-    print(f"| {' | '.join(map(str, (name, case.ranks, *numbers, len(findings), ', '.join(found))))} |")
+    numbers = [
+        right[0]["counts"].get(kind, 0)
+        for kind in ("launches", "accesses", "of side streams", "of the host")
+    ]
+    print(
+        f"| {' | '.join(map(str, (name, case.ranks, *numbers, len(findings), ', '.join(found))))} |"
+    )
     assert findings == {}
     assert found == list(case.faults)

@@ -1,4 +1,6 @@
-"""With PHANTOM_VALUES=1 operators, random numbers and collectives on the stand-in are those of the CPU."""
+"""With PHANTOM_VALUES=1 operators, random numbers and collectives on the stand-in are those of the
+CPU.
+"""
 
 import json
 
@@ -18,8 +20,13 @@ def found(tmp_path_factory):
         ranks=2,
         settings={"PHANTOM_VALUES": 1, "PHANTOM_POISON": 1},
     )
-    assert [rank.status for rank in ended] == [0, 0], "\n".join(rank.output[-4000:] for rank in ended)
-    return [json.loads(next(line for line in rank.output.splitlines() if line.startswith("{"))) for rank in ended]
+    assert [rank.status for rank in ended] == [0, 0], "\n".join(
+        rank.output[-4000:] for rank in ended
+    )
+    return [
+        json.loads(next(line for line in rank.output.splitlines() if line.startswith("{")))
+        for rank in ended
+    ]
 
 
 def test_operators_and_their_gradients_are_those_of_the_cpu(found):
@@ -27,7 +34,11 @@ def test_operators_and_their_gradients_are_those_of_the_cpu(found):
     halves = {"flash", "packed", "flash, dropout"}
     for rank in found:
         errors = rank["errors"]
-        assert {name: errors[name] for name in errors if errors[name] > (5e-3 if name in halves else 1e-6)} == {}
+        assert {
+            name: errors[name]
+            for name in errors
+            if errors[name] > (5e-3 if name in halves else 1e-6)
+        } == {}
         assert rank["errors"]["dropout and random numbers"] == 0
 
 

@@ -1,7 +1,8 @@
-"""What real steps of a small model of each train type allocate, and what its plan says: `allocated.py qlora full`.
+"""What real steps of a small model of each train type allocate, and what its plan says:
+`allocated.py qlora full`.
 
-Bytes as JSON, on the GPU if there is one, else on the CPU. Of two ranks this is rank 0; the other is of torch's fake
-process group.
+Bytes as JSON, on the GPU if there is one, else on the CPU. Of two ranks this is rank 0; the other
+is of torch's fake process group.
 """
 
 import gc
@@ -37,7 +38,9 @@ def measure(train_type: str, **changed: Any) -> tuple[int, int]:
     plans = []
 
     def steps() -> None:
-        trainer, plan, rows = standin_memory.build(**case, **standin_memory.SHARD, train_type=train_type)
+        trainer, plan, rows = standin_memory.build(
+            **case, **standin_memory.SHARD, train_type=train_type
+        )
         plans.append(plan)
         for parameter in trainer.model.parameters():  # numbers with which the loss is finite
             local_part(parameter).detach().fill_(0.01 if parameter.is_floating_point() else 1)
@@ -63,7 +66,9 @@ def main(train_types: list[str], sharing: tuple[int, ...] = ()) -> int:
     os.environ[BUFFER] = "1"
     standin_memory.SHAPES |= {"small": _SHAPE, "slim": _SLIM}
     cases: dict[str, Any] = {name: {} for name in train_types}
-    cases |= {str(size): _LONG_ROW | {"ranks": size, "context_parallel_size": size} for size in sharing}
+    cases |= {
+        str(size): _LONG_ROW | {"ranks": size, "context_parallel_size": size} for size in sharing
+    }
     found = {}
     for name, changed in cases.items():
         found[name] = measure("qlora" if changed else name, **changed)

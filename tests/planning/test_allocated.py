@@ -24,9 +24,13 @@ def _is_planned(lines: str, train_types: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "train_types", [FEW, pytest.param([*TRAIN_TYPES], marks=pytest.mark.nightly)], ids=["few", "all"]
+    "train_types",
+    [FEW, pytest.param([*TRAIN_TYPES], marks=pytest.mark.nightly)],
+    ids=["few", "all"],
 )
-def test_small_models_allocate_on_a_cpu_what_the_plan_says(tmp_path: Path, train_types: list[str]) -> None:
+def test_small_models_allocate_on_a_cpu_what_the_plan_says(
+    tmp_path: Path, train_types: list[str]
+) -> None:
     statuses, output = on_ranks(1, allocated.main, (train_types,), tmp_path)
     assert statuses == [0] and _is_planned(output, train_types), output
 
@@ -34,7 +38,9 @@ def test_small_models_allocate_on_a_cpu_what_the_plan_says(tmp_path: Path, train
 def test_each_of_two_ranks_that_share_a_long_row_needs_half(tmp_path: Path) -> None:
     statuses, output = on_ranks(1, allocated.main, ([], (1, 2)), tmp_path)
     assert statuses == [0] and _is_planned(output, ["1", "2"]), output
-    (alone, _), (shared, _) = json.loads(next(line for line in output.splitlines() if line.startswith("{"))).values()
+    (alone, _), (shared, _) = json.loads(
+        next(line for line in output.splitlines() if line.startswith("{"))
+    ).values()
     assert shared < 0.6 * alone
 
 
@@ -42,5 +48,7 @@ def test_each_of_two_ranks_that_share_a_long_row_needs_half(tmp_path: Path) -> N
 @pytest.mark.skipif(environment.why_not() is not None, reason="the stand-in for CUDA is not built")
 def test_small_models_allocate_on_a_gpu_what_the_plan_says(tmp_path: Path) -> None:
     train_types = [*TRAIN_TYPES]
-    [rank] = environment.run([allocated.__file__, *train_types], tmp_path, settings={"PHANTOM_GIB": 8})
+    [rank] = environment.run(
+        [allocated.__file__, *train_types], tmp_path, settings={"PHANTOM_GIB": 8}
+    )
     assert rank.status == 0 and _is_planned(rank.output, train_types), rank.output

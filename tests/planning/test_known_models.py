@@ -1,4 +1,6 @@
-"""Names of models that `plan` knows: how they are written, what is near them, and what `train` takes for them."""
+"""Names of models that `plan` knows: how they are written, what is near them, and what `train`
+takes for them.
+"""
 
 import shlex
 from pathlib import Path
@@ -58,14 +60,20 @@ def test_the_command_of_a_plan_names_the_models_owner() -> None:
         ("{folder}/config.json", "{folder}"),
     ],
 )
-def test_a_planned_model_is_trained_by_its_hub_name_or_folder(written: str, trained: str, tmp_path: Path) -> None:
+def test_a_planned_model_is_trained_by_its_hub_name_or_folder(
+    written: str, trained: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "a model's"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    assert _trained(model_name=written.format(folder=folder)).model_name == trained.format(folder=folder)
+    assert _trained(model_name=written.format(folder=folder)).model_name == trained.format(
+        folder=folder
+    )
 
 
-def test_train_refuses_a_plans_own_name_with_that_of_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_refuses_a_plans_own_name_with_that_of_the_hub(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "--model_name", "gpt-oss-20b", "--dataset", "alpaca_demo"]) == 2
     assert "openai/gpt-oss-20b" in capsys.readouterr().err
 
@@ -101,11 +109,19 @@ def test_an_unknown_size_is_refused_with_all_of_its_family(
     assert listed.split(", ") == (near or [""])
 
 
-@pytest.mark.parametrize(("written", "family"), [("Qwen3", "qwen3-"), ("quen 3", "qwen3-"), ("Mistral", "mistral-")])
+@pytest.mark.parametrize(
+    ("written", "family"), [("Qwen3", "qwen3-"), ("quen 3", "qwen3-"), ("Mistral", "mistral-")]
+)
 def test_a_family_has_no_models_of_its_neighbours(
     written: str, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", "--gpu", "H100", "--model_name", written])
-    listed = capsys.readouterr().err.partition("whose sizes come along: ")[2].rstrip(".\n").split(", ")
-    wanted = {name for name, entry in KNOWN_MODELS.items() if name.startswith(family) and not isinstance(entry, str)}
+    listed = (
+        capsys.readouterr().err.partition("whose sizes come along: ")[2].rstrip(".\n").split(", ")
+    )
+    wanted = {
+        name
+        for name, entry in KNOWN_MODELS.items()
+        if name.startswith(family) and not isinstance(entry, str)
+    }
     assert {*listed} == wanted

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForImageTextToText, Gemma3Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TRAIN_TYPES
@@ -50,19 +56,38 @@ HYBRID = [Placement("hybrid_full_shard"), Placement("hybrid_full_shard", ALL)]
 GIB = 2**30
 NONE = Mixture(0, 1, 0, 0)
 MIXTURE = Qwen3MoeConfig(
-    hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=320, head_dim=64,
-)  # fmt: skip
+    hidden_size=256,
+    moe_intermediate_size=128,
+    num_experts=16,
+    num_experts_per_tok=4,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=320,
+    head_dim=64,
+)
 
 
 def _candidates(
-    strategy: str, offload: Any, ranks: int, *, device: str = "cuda", accumulation: int = 1, **about_model: Any
+    strategy: str,
+    offload: Any,
+    ranks: int,
+    *,
+    device: str = "cuda",
+    accumulation: int = 1,
+    **about_model: Any,
 ) -> list[Placement]:
     """The candidates for two GPUs per machine and a model of BLOCKS blocks."""
-    config = TrainConfig(sharding_strategy=strategy, use_cpu_offload=offload, gradient_accumulation_steps=accumulation)
+    config = TrainConfig(
+        sharding_strategy=strategy,
+        use_cpu_offload=offload,
+        gradient_accumulation_steps=accumulation,
+    )
     machine = SimpleNamespace(device=torch.device(device), world_size=ranks, per_node=min(ranks, 2))
     meta = SimpleNamespace(parts=SimpleNamespace(blocks=[None] * BLOCKS))
-    plan: Any = SimpleNamespace(machine=machine, meta=meta, **{"trains_whole_modules": False, **about_model})
+    plan: Any = SimpleNamespace(
+        machine=machine, meta=meta, **{"trains_whole_modules": False, **about_model}
+    )
     return candidates(config, plan)
 
 
@@ -81,11 +106,14 @@ def _candidates(
         (("auto", 5), 1, [Placement("full_shard", Offload(5))]),
     ],
 )
-def test_placement_auto_leaves_unset_options_open(given: Any, ranks: int, expected: list[Placement]) -> None:
+def test_placement_auto_leaves_unset_options_open(
+    given: Any, ranks: int, expected: list[Placement]
+) -> None:
     strategy, offload = given
     found = _candidates(strategy, offload, ranks)
     assert found == expected
-    # Its options ask for what was chosen; where auto puts nothing on the host it is not left open again.
+    # Its options ask for what was chosen; where auto puts nothing on the host it is not left open
+    # again.
     assert found[-1].options["use_cpu_offload"] == (True if offload == "auto" else offload)
     # On a CPU nothing is left open.
     here = "full_shard" if strategy == "auto" else strategy
@@ -98,13 +126,24 @@ def test_placement_auto_leaves_unset_options_open(given: Any, ranks: int, expect
 
 def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
     needs = {DDP: 13 * GIB, SHARDED: 10 * GIB, OFFLOADED: 4 * GIB}
-    assert [choose(needs, free * GIB) for free in (13, 12, 9, 1)] == [DDP, SHARDED, OFFLOADED, OFFLOADED]
+    assert [choose(needs, free * GIB) for free in (13, 12, 9, 1)] == [
+        DDP,
+        SHARDED,
+        OFFLOADED,
+        OFFLOADED,
+    ]
     line = describe_choice(needs, 23 * GIB)
-    assert line and line.startswith("Placement: ddp. With a margin ddp needs 13.0 GiB, full_shard needs 10.0 GiB, ")
-    assert "on each GPU, and 23.0 GiB are free. The base is not sharded, since it fits: --sharding_strategy" in line
+    assert line and line.startswith(
+        "Placement: ddp. With a margin ddp needs 13.0 GiB, full_shard needs 10.0 GiB, "
+    )
+    assert (
+        "on each GPU, and 23.0 GiB are free. The base is not sharded, since it fits: "
+        "--sharding_strategy"
+    ) in line
     assert "not sharded" not in str(describe_choice(needs, 11 * GIB))
     assert describe_choice(needs, None) == (
-        "Placement, on each GPU: ddp if 13.0 GiB are free, full_shard if 10.0 GiB are free, else full_shard with the "
+        "Placement, on each GPU: ddp if 13.0 GiB are free, full_shard if 10.0 GiB are free, else "
+        "full_shard with the "
         "base in host memory (4.0 GiB)."
     )
 
@@ -116,11 +155,20 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
     assert _candidates("auto", False, 1, accumulation=2) == [SHARDED]
     needs = {each: size * GIB for each, size in zip(found, (15, 12, 10, 6, 4), strict=True)}
-    assert [choose(needs, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
-    assert str(describe_choice(needs, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
+    assert [choose(needs, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert str(describe_choice(needs, 13 * GIB)).startswith(
+        "Placement: full_shard. With a margin ddp needs 15.0 GiB, "
+    )
     assert describe_reduction(needs, 12 * GIB) is None
     assert describe_reduction(needs, 11 * GIB) == (
-        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
+        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU "
+        "until the last one needs "
         "12.0 GiB, and 11.0 GiB are free."
     )
     # Where the rest is asked for, and where whole modules train.
@@ -142,19 +190,29 @@ def test_all_ranks_choose_the_placement_of_the_smallest_gpu() -> None:
 
 
 LLAMA = LlamaConfig(
-    vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=128,
-)  # fmt: skip
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 BF16 = PRECISIONS["bf16"]
 # Before torch 2.13 a block keeps a head of keys and of values for each head of queries.
 REPEATS_KEYS = "enable_gqa" not in inspect.signature(varlen_attn).parameters
 
 
 def _parts(train_type: str = "qlora", config: PretrainedConfig = LLAMA) -> ModelParts:
-    options = {"qlora": {"quant_type": "nf4", "double_quant": True}, "hqq_lora": {"n_bits": 4, "group_size": 64}}
+    options = {
+        "qlora": {"quant_type": "nf4", "double_quant": True},
+        "hqq_lora": {"n_bits": 4, "group_size": 64},
+    }
     layers = LayerOptions(lora=LoraOptions(), quantizer=options.get(train_type, {}))
     cpu = torch.device("cpu")
-    meta = build_model(config, TRAIN_TYPES[train_type], BF16, cpu, layers, attn_implementation="sdpa")
+    meta = build_model(
+        config, TRAIN_TYPES[train_type], BF16, cpu, layers, attn_implementation="sdpa"
+    )
     choose_attention(meta.model.config, BF16.compute_dtype, cpu, requested="auto")
     return meta.parts
 
@@ -174,15 +232,18 @@ def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
     heads = 32 * 128
     groups = heads if REPEATS_KEYS else 8 * 128
     [block] = {*measure_blocks(_parts(), BF16, Lengths([tokens]), None)}
-    # The second norm's input; queries, keys, values and what attention makes of them; gate and up: in 16 bits.
+    # The second norm's input; queries, keys, values and what attention makes of them; gate and up:
+    # in 16 bits.
     expected = 2 * tokens * (hidden + 2 * heads + 2 * groups + 2 * inner)
     assert block.kept == pytest.approx(expected, rel=0.02)
-    # In the backward pass at least gate, up and their gradients; with recompute also the first norm's output.
+    # In the backward pass at least gate, up and their gradients; with recompute also the first
+    # norm's output.
     assert block.kept < block.backward < block.recomputing < 4 * block.kept
     # Twice the tokens keep twice as much, however they are split into rows.
     [twice] = {*measure_blocks(_parts(), BF16, Lengths([tokens, 600, 424]), None)}
     assert twice.kept == pytest.approx(2 * block.kept, rel=1e-3)
-    # What two documents share is kept once, but for its attention, which gives the next layer a copy without it.
+    # What two documents share is kept once, but for its attention, which gives the next layer a
+    # copy without it.
     [shared] = {*measure_blocks(_parts(), BF16, Lengths([tokens, tokens], [512]), None)}
     saved = 2 * 512 * (hidden + 2 * inner) - 2 * (2 * tokens - 512) * heads
     assert shared.kept == pytest.approx(twice.kept - saved, rel=0.02)
@@ -193,15 +254,22 @@ def test_scores_of_eager_attention_and_all_experts_are_counted() -> None:
         return measure_blocks(_parts(), BF16, Lengths([tokens]), documents)[0].kept
 
     scores = kept(EAGER, 2048) - kept(None, 2048)
-    assert scores == pytest.approx(4 * (kept(EAGER, 1024) - kept(None, 1024)), rel=0.05) and scores > 0
+    assert (
+        scores == pytest.approx(4 * (kept(EAGER, 1024) - kept(None, 1024)), rel=0.05) and scores > 0
+    )
     [block] = {*measure_blocks(_parts("qlora", MIXTURE), BF16, Lengths([512]), None)}
-    # Of each token's four experts gate and up, and what the activation and its product with up make of them.
+    # Of each token's four experts gate and up, and what the activation and its product with up make
+    # of them.
     repeated = 2 * 128 if REPEATS_KEYS else 0
-    assert block.kept == pytest.approx(2 * 512 * (4 * 4 * 128 + 4 * 256 + 2 * 256 + 128 + repeated), rel=0.1)
+    assert block.kept == pytest.approx(
+        2 * 512 * (4 * 4 * 128 + 4 * 256 + 2 * 256 + 128 + repeated), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_experts_of_equal_sizes_are_measured_once(train_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_equal_sizes_are_measured_once(
+    train_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(routed.GROUP_BYTES, "cpu", 0)  # an expert at a time, as large ones are
 
     def measured(num_experts: int) -> tuple[list[BlockBytes], int]:
@@ -224,21 +292,31 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
     for tokens, hit in ((1, 4), (2, 8), (512, 16)):
         options = {"num_shards": 1, "recomputed_share": 1.0, "host_share": 0.0}
         turn = MicroBatchSize(tokens, 0, tokens)
-        work, dense = (count_work(each, turn, **options) for each in (size, size._replace(mixture=NONE)))
+        work, dense = (
+            count_work(each, turn, **options) for each in (size, size._replace(mixture=NONE))
+        )
         assert work.memory - dense.memory == pytest.approx(3 * 4 * 2 * (hit - 4) * 3 * 128 * 256)
         assert work.products == 3 * 2 * 2 * hit and work.operations == dense.operations
     assert seconds(Work(0, 0, 0, 0, products=1000), GPUS["H100 SXM"]) > 0.01
 
 
 def test_planned_speed_counts_the_bytes_of_each_quantizer() -> None:
-    assert [size_of(_parts(kind)).decoding for kind in ("lora", "qlora", "hqq_lora")] == [0, 4.0, 15.3]
+    assert [size_of(_parts(kind)).decoding for kind in ("lora", "qlora", "hqq_lora")] == [
+        0,
+        4.0,
+        15.3,
+    ]
 
 
 def test_planned_memory_of_a_step_follows_its_placement() -> None:
     step = Step(
-        precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
+        precision=BF16,
+        optimizer="adamw",
+        layout=Layout(2, 2, "full_shard"),
+        placement=SHARDED,
+        num_tokens=4096,
         recomputing=36,
-    )  # fmt: skip
+    )
 
     def sizes(train_type: str = "qlora", **changed: Any) -> dict[str, int]:
         parts = _parts(train_type)
@@ -247,33 +325,50 @@ def test_planned_memory_of_a_step_follows_its_placement() -> None:
         kind = "host" if memory.host else "gathered" if "layout" not in changed else "device"
         if train_type == "qlora":
             assert memory.overhead == int(ALLOCATOR[kind] * 4096 * 12288 * 2)
-        in_other_phases = {name: count for phase in memory.phases.values() for name, count in phase.items()}
+        in_other_phases = {
+            name: count for phase in memory.phases.values() for name, count in phase.items()
+        }
         return in_other_phases | memory.phases["backward"]
 
     found = sizes()
     # No rank has the whole head: 384 tokens of each rank, 4,096 wide, and their gradients.
-    assert "head's weights" not in found and found["hidden states exchanged for it"] == 2 * 2 * 384 * 4096 * 2
+    assert ("head's weights") not in found and found[
+        "hidden states exchanged for it"
+    ] == 2 * 2 * 384 * 4096 * 2
     assert sizes(placement=OFFLOADED)["head's weights"] / GIB == pytest.approx(1.159 / 2, abs=1e-3)
     assert sizes("full")["head's weights"] / GIB == pytest.approx(1.159, abs=1e-3)
     assert found["adapters as gathered"] / GIB == pytest.approx(0.081, abs=1e-3)
     assert found["gathered blocks"] / GIB == pytest.approx(2 * 0.093, abs=2e-3)
     whole = sizes(layout=Layout(1, 1, "ddp"))
-    assert "gathered blocks" not in whole and whole["adapters as gathered"] == found["adapters as gathered"]
-    assert sizes(has_micro_batches=True)["accumulated gradients"] == 2 * found["adapters as gathered"]
+    assert ("gathered blocks") not in whole and whole["adapters as gathered"] == found[
+        "adapters as gathered"
+    ]
+    assert (
+        sizes(has_micro_batches=True)["accumulated gradients"] == 2 * found["adapters as gathered"]
+    )
     # Of a forward pass alone nothing is kept: another block's input is freed behind it.
     alone = estimate_memory(_parts(), [BlockBytes(5, 11, 13, 7)] * 36, replace(step, optimizer=""))
-    assert alone.phases["forward"]["block at work"] == 7 and alone.phases["forward"]["block inputs"] == 4096 * 4096 * 2
+    assert (
+        alone.phases["forward"]["block at work"] == 7
+        and alone.phases["forward"]["block inputs"] == 4096 * 4096 * 2
+    )
     assert not {"their gradients", "optimizer state"} & alone.resident.keys()
     # All weights in float32, and their copies in bf16: a whole copy beside the parameters.
     full = sizes("full", layout=Layout(1, 1, "ddp"))
-    assert full["gathered blocks"] == pytest.approx(2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3)
+    assert full["gathered blocks"] == pytest.approx(
+        2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3
+    )
 
 
 def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
     step = Step(
-        precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
+        precision=BF16,
+        optimizer="adamw",
+        layout=Layout(2, 2, "full_shard"),
+        placement=SHARDED,
+        num_tokens=4096,
         recomputing=36,
-    )  # fmt: skip
+    )
     block = BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
 
     def memory(trained: tuple[int, ...], **changed: Any) -> Memory:
@@ -290,8 +385,13 @@ def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
     assert some.phases["backward"]["block inputs"] == 19 * hidden
     assert some.phases["loss"]["block inputs"] == 19 * hidden
     gradients = 2 * 4096 * 2 // 2  # of two norms, stored in 16 bits here, over two ranks
-    assert some.resident["their gradients"] == gradients and "their gradients" not in some.phases["backward"]
-    assert some.reserved == sum((*some.resident.values(), *some.phases[some.peak].values(), some.overhead))
+    assert (
+        some.resident["their gradients"] == gradients
+        and ("their gradients") not in some.phases["backward"]
+    )
+    assert some.reserved == sum(
+        (*some.resident.values(), *some.phases[some.peak].values(), some.overhead)
+    )
     # From the host blocks come in memory of a stream too, with a rank's own part of the next one.
     one = some.phases["backward"]["gathered blocks"] / 2
     from_host = memory((17, 35), placement=OFFLOADED)
@@ -300,24 +400,39 @@ def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
 
 
 def test_vision_tower_is_planned_as_it_runs() -> None:
-    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2, "num_attention_heads": 16}
-    config = Gemma3Config(vision_config=vision | {"image_size": 448, "patch_size": 14}, text_config=SIZES)
+    vision = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+    }
+    config = Gemma3Config(
+        vision_config=vision | {"image_size": 448, "patch_size": 14}, text_config=SIZES
+    )
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
         pixels = torch.empty(2, 3, 448, 448, dtype=torch.bfloat16)
     parts = ModelParts(model)
     step = Step(
-        precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=64,
-        recomputing=2, image_values=pixels.numel(),
-    )  # fmt: skip
+        precision=BF16,
+        optimizer="adamw",
+        layout=Layout(2, 2, "full_shard"),
+        placement=SHARDED,
+        num_tokens=64,
+        recomputing=2,
+        image_values=pixels.numel(),
+    )
     planned = estimate_memory(parts, [BlockBytes(1, 1, 1, 1)] * 2, step).phases["images"]
     weights = [parameter for tower in parts.towers.values() for parameter in tower.parameters()]
     assert planned["gathered parts for images"] == sum(parameter.nbytes for parameter in weights)
     assert planned["pixels"] == 4 * pixels.numel()
-    # An MLP at work beside its input, the residual and what was normed. On the meta device attention has no kernel.
+    # An MLP at work beside its input, the residual and what was normed. On the meta device
+    # attention has no kernel.
     hidden = torch.empty(2, 1024, 1152, dtype=torch.bfloat16, device="meta")
     [mlp, *_] = [
-        module for module in parts.towers["model.vision_tower"].modules() if type(module).__name__.endswith("MLP")
+        module
+        for module in parts.towers["model.vision_tower"].modules()
+        if type(module).__name__.endswith("MLP")
     ]
     with torch.no_grad(), CountedStorages([*mlp.parameters(), hidden]) as count:
         mlp(hidden)

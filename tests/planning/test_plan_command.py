@@ -47,35 +47,54 @@ def test_gpu_names_are_matched_in_common_spellings(written: str, name: str) -> N
 
 
 def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
-    # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 12 MiB; as much for each pair of ranks that
-    # exchange tokens and each of 2, or at most 4 or 16, channels; 16 or 24 of 2 MiB per GPU for NVLS.
+    # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 12 MiB; as much for each pair
+    # of ranks that exchange tokens and each of 2, or at most 4 or 16, channels; 16 or 24 of 2 MiB
+    # per GPU for NVLS.
     one = {False: 4 * 24, True: 32 * 24}
     nvls = {90: 32, 100: 48}
-    for name, linked in (("RTX 4090", False), ("H100 PCIe", False), ("A100 80GB", True), ("H100 SXM", True)):
+    for name, linked in (
+        ("RTX 4090", False),
+        ("H100 PCIe", False),
+        ("A100 80GB", True),
+        ("H100 SXM", True),
+    ):
         gpu = GPUS[name]
         for strategy, ranks, per_node, context, sizes, pairs in (
-            ("full_shard", 1, 1, 1, [], 0), ("full_shard", 2, 2, 1, [2], 1), ("full_shard", 8, 8, 1, [8], 7),
-            ("ddp", 8, 8, 1, [8], 0), ("hybrid_full_shard", 8, 8, 1, [8], 7), ("full_shard", 16, 8, 1, [8], 7),
-            ("hybrid_full_shard", 16, 8, 1, [8, 8, 1], 7), ("hybrid_shard_grad_op", 2, 1, 1, [1], 0),
-            ("full_shard", 8, 8, 8, [8], 7), ("ddp", 8, 8, 8, [8], 7), ("full_shard", 8, 8, 2, [8, 2], 7 + 1),
+            ("full_shard", 1, 1, 1, [], 0),
+            ("full_shard", 2, 2, 1, [2], 1),
+            ("full_shard", 8, 8, 1, [8], 7),
+            ("ddp", 8, 8, 1, [8], 0),
+            ("hybrid_full_shard", 8, 8, 1, [8], 7),
+            ("full_shard", 16, 8, 1, [8], 7),
+            ("hybrid_full_shard", 16, 8, 1, [8, 8, 1], 7),
+            ("hybrid_shard_grad_op", 2, 1, 1, [1], 0),
+            ("full_shard", 8, 8, 8, [8], 7),
+            ("ddp", 8, 8, 8, [8], 7),
+            ("full_shard", 8, 8, 2, [8, 2], 7 + 1),
             ("hybrid_full_shard", 16, 8, 4, [8, 8, 1, 4], 7 + 3),
-        ):  # fmt: skip
+        ):
             layout = Layout(ranks, per_node, strategy, context)
             found = gpu.beside_torch(layout)
             channels = (16 if context > 1 else 4) if linked else 2
             buffers = len(sizes) * one[linked] + pairs * channels * 12
             assert found.get("NCCL's buffers", 0) == buffers * 2**20, layout
-            multicast = nvls.get(gpu.capability, 0) * sum(size for size in sizes if size > 1) * linked
+            multicast = (
+                nvls.get(gpu.capability, 0) * sum(size for size in sizes if size > 1) * linked
+            )
             assert found.get("NCCL's multicast buffers", 0) == multicast * 2**20, layout
             settings = layout.nccl_settings
             assert int(settings["NCCL_MAX_P2P_NCHANNELS"]) == (16 if context > 1 else 4)
             assert ("NCCL_LAUNCH_ORDER_IMPLICIT" in settings) == (len(sizes) > 1)
     hybrid = GPUS["B200"].beside_torch(Layout(16, 8, "hybrid_full_shard"))
-    more = sum(hybrid.values()) - sum(GpuOffer(GPUS["B200"], 16, per_node=8).beside_torch().values())
+    more = sum(hybrid.values()) - sum(
+        GpuOffer(GPUS["B200"], 16, per_node=8).beside_torch().values()
+    )
     assert more == (2 * one[True] + 8 * nvls[100]) * 2**20
 
 
-@pytest.mark.parametrize(("written", "near"), [("RTX 3095", "RTX 3090"), ("A100", "A100 40GB, A100 80GB"), ("", "T4")])
+@pytest.mark.parametrize(
+    ("written", "near"), [("RTX 3095", "RTX 3090"), ("A100", "A100 40GB, A100 80GB"), ("", "T4")]
+)
 def test_an_unknown_gpu_is_refused_with_the_nearest_names(written: str, near: str) -> None:
     with pytest.raises(UserError, match=near):
         find_gpu(written)
@@ -85,23 +104,42 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
     found = known_config("meta-llama/Llama-2-70b-hf")
     assert found is not None and found.num_hidden_layers == 80
     assert known_config("Qwen/Qwen3-8B-Base").num_key_value_heads == 8  # type: ignore[union-attr]
-    names = ("meta-llama/Llama-3.1-70B-Instruct", "mistralai/Mistral-Nemo-Instruct-2407", "Qwen/Qwen3.6-35B-A3B-FP8")
-    assert [config and config.hidden_size for config in map(known_config, names)] == [8192, 5120, 2048]
+    names = (
+        "meta-llama/Llama-3.1-70B-Instruct",
+        "mistralai/Mistral-Nemo-Instruct-2407",
+        "Qwen/Qwen3.6-35B-A3B-FP8",
+    )
+    assert [config and config.hidden_size for config in map(known_config, names)] == [
+        8192,
+        5120,
+        2048,
+    ]
     for name in ("llama-3.1-70b", "llama3.1:70b", "unsloth/Llama 3.1 70B-Instruct"):
         assert known_config(name).num_hidden_layers == 80  # type: ignore[union-attr]
     assert known_config("someone/else") is None
 
 
 def test_a_mixture_of_any_size_is_built_without_memory_for_it() -> None:
-    sizes = {"deepseek-ai/DeepSeek-R1-0528": 671, "moonshotai/Kimi-K2-Instruct": 1026, "zai-org/GLM-4.5-Air": 107}
-    sizes |= {"deepseek-v4-flash": 284, "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "gemma4:26b-a4b": 25.2}
+    sizes = {
+        "deepseek-ai/DeepSeek-R1-0528": 671,
+        "moonshotai/Kimi-K2-Instruct": 1026,
+        "zai-org/GLM-4.5-Air": 107,
+    }
+    sizes |= {
+        "deepseek-v4-flash": 284,
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
+        "gemma4:26b-a4b": 25.2,
+    }
     how = {"attn_implementation": "auto", "dtype": torch.float32, "compute_dtype": torch.float32}
     for name, billions in sizes.items():
         model = build_meta_model(known_config(name), **how, device=torch.device("cpu"))  # type: ignore[arg-type]
-        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.6)
+        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+            billions, abs=0.6
+        )
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
         assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
-    huge = AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, moe_intermediate_size=2**13)  # 120 GB each
+    # 120 GB each
+    huge = AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, moe_intermediate_size=2**13)
     build_meta_model(huge, **how, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
@@ -124,34 +162,57 @@ def test_memory_is_planned_for_the_context_that_the_rows_decide(
     argv = ("--gpu", "RTX 3060")
     found = _json(capsys, *argv, **options, context_length="auto")
     [number] = re.findall(r"--context_length (\d+)", found["command"])
-    assert int(number) in (64, 128) and found == _json(capsys, *argv, **options, context_length=number)
+    assert int(number) in (64, 128) and found == _json(
+        capsys, *argv, **options, context_length=number
+    )
     # No rows decide, and auto takes at most what the model can, and 4,096.
     for name, most in ((models(), 256), ("qwen3-0.6b", 4096)):
         found = _json(capsys, *argv, model_name=name, context_length="auto")
         assert found == _json(capsys, *argv, model_name=name, context_length=most)
 
 
-def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     small = _json(capsys, "--gpu", "RTX 4090", model_name="qwen3-8b", context_length=1024)
     assert small["fits"] and small["host_bytes"] < 2**30
-    large = _json(capsys, "--gpu", "RTX 3090", "--num_gpus", "2", model_name="llama-2-70b", context_length=2048)
+    large = _json(
+        capsys,
+        "--gpu",
+        "RTX 3090",
+        "--num_gpus",
+        "2",
+        model_name="llama-2-70b",
+        context_length=2048,
+    )
     assert large["fits"] and 30 * 2**30 < large["host_bytes"] < 45 * 2**30
     assert "--use_cpu_offload true" in large["command"]
     # The 2024 program: 178 tokens/s with two rows of this length.
     assert 100 < large["tokens_per_second"] < 300
     with_a_price = _json(
-        capsys, "--gpu", "RTX 4090", "--price_per_hour", "0.5", "--million_tokens", "36", model_name="qwen3-8b"
+        capsys,
+        "--gpu",
+        "RTX 4090",
+        "--price_per_hour",
+        "0.5",
+        "--million_tokens",
+        "36",
+        model_name="qwen3-8b",
     )
     assert with_a_price["cost_usd"] == pytest.approx(0.5 * with_a_price["hours"], abs=0.01)
 
 
-def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = {"model_name": "llama-2-70b", "use_cpu_offload": False, "context_length": 2048}
     status, said = _plan(capsys, "--explain", "--gpu", "RTX 3090", "--num_gpus", "2", **options)
     assert status == 1 and "does not fit" in said and "it would fit with:" in said
     assert "quantized weights" in said and "the driver and ECC" in said
     # 80 blocks; rank 16 on 7 layers of widths 8192, 1024 and 28672; 16 bytes a weight, two ranks.
-    assert f"served: {80 * 16 * (4 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672)) * 8 / 2**30:.1f}" in said
+    assert (
+        f"served: {80 * 16 * (4 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672)) * 8 / 2**30:.1f}"
+    ) in said
     lines = [line for line in said.splitlines() if "fsdp-qlora train" not in line]
     assert max(map(len, lines)) <= 80
     [settings] = [line for line in said.splitlines() if "fsdp-qlora train" in line]
@@ -168,9 +229,17 @@ def test_a_plan_shows_progress_beside_its_output(
 
 
 def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:
-    names = {"NVIDIA A100-SXM4-80GB": (79.3, 80), "NVIDIA H200": (139.8, 90), "NVIDIA H100 80GB HBM3": (79.1, 90)}
+    names = {
+        "NVIDIA A100-SXM4-80GB": (79.3, 80),
+        "NVIDIA H200": (139.8, 90),
+        "NVIDIA H100 80GB HBM3": (79.1, 90),
+    }
     found = [nearest_gpu(memory, name, capability) for name, (memory, capability) in names.items()]
-    assert [gpu.name for gpu in found] == ["a GPU like an A100 80GB", "H200", "a GPU like an H100 SXM"]
+    assert [gpu.name for gpu in found] == [
+        "a GPU like an A100 80GB",
+        "H200",
+        "a GPU like an H100 SXM",
+    ]
     assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
@@ -182,14 +251,22 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     folder = models()
     lengths = [len(each) + 1 for each in AutoTokenizer.from_pretrained(folder)(texts).input_ids]
-    options = {"model_name": folder, "dataset": rows, "num_epochs": 3, "context_length": 256, "dataset_format": "text"}
+    options = {
+        "model_name": folder,
+        "dataset": rows,
+        "num_epochs": 3,
+        "context_length": 256,
+        "dataset_format": "text",
+    }
     gpu = ("--gpu", "RTX 3060")
     found = _json(capsys, *gpu, **options)
     [first, *_] = _json(capsys, *gpu, "--auto", **options)
     assert found["tokens"] == first["tokens"] == 3 * sum(lengths)
     # The longest row is memory's, the mean one time's.
     whole = _json(capsys, *gpu, **options | {"dataset": "alpaca_sample"})
-    alike = _json(capsys, *gpu, **options | {"dataset": "alpaca_sample", "context_length": max(lengths)})
+    alike = _json(
+        capsys, *gpu, **options | {"dataset": "alpaca_sample", "context_length": max(lengths)}
+    )
     assert found["phases"] == alike["phases"] and found["needed_bytes"] < whole["needed_bytes"]
     assert found["tokens_per_second"] < alike["tokens_per_second"] and whole["tokens"] == 10_000_000
     assert _json(capsys, *gpu, "--million_tokens", "2", **options)["tokens"] == 2_000_000
@@ -221,26 +298,45 @@ def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
 
 
 def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
-    config = TrainConfig(model_name="qwen3-0.6b", context_length=2048, objective="dpo", recompute="none")
+    config = TrainConfig(
+        model_name="qwen3-0.6b", context_length=2048, objective="dpo", recompute="none"
+    )
     alone = replace(config, precompute_reference=True)
-    speeds = [make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).planned().tokens_per_second for each in (alone, config)]
+    speeds = [
+        make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).planned().tokens_per_second
+        for each in (alone, config)
+    ]
     assert 1.2 < speeds[0] / speeds[1] < 1.5
 
 
 def test_a_teachers_pass_is_planned_beside_its_student(capsys: pytest.CaptureFixture[str]) -> None:
-    """As docs/distillation.md says. Training it would take over twice as long as its forward pass."""
+    """As docs/distillation.md says.
+
+    Training it would take over twice as long as its forward pass.
+    """
     cards = ("--gpu", "RTX 3090", "--num_gpus", "2", "--million_tokens", "10")
     options = {"context_length": 2048, "batch_size": 4}
-    distilled = {"model_name": "qwen2.5-7b", "objective": "distill", "teacher": "qwen2.5-72b", **options}
+    distilled = {
+        "model_name": "qwen2.5-7b",
+        "objective": "distill",
+        "teacher": "qwen2.5-72b",
+        **options,
+    }
     status, said = _plan(capsys, *cards, **distilled)
     found = re.search(
         r"about (\S+) hours .* before training, (\S+) GiB of each GPU, (\S+) of the host; 3.59 GiB",
         " ".join(said.split()),
     )
     assert status == 0 and found and found[1] == "5.1"
-    assert [float(found[2]), float(found[3])] == pytest.approx([5.4, 39.5], rel=0.01)  # it depends on torch
-    trained = _json(capsys, *cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options)
-    assert float(found[1]) * 2 < trained["hours"] and "5.1" in (ROOT / "docs/distillation.md").read_text()
+    # it depends on torch
+    assert [float(found[2]), float(found[3])] == pytest.approx([5.4, 39.5], rel=0.01)
+    trained = _json(
+        capsys, *cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options
+    )
+    assert (
+        float(found[1]) * 2 < trained["hours"]
+        and "5.1" in (ROOT / "docs/distillation.md").read_text()
+    )
 
 
 def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
@@ -251,22 +347,49 @@ def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
         seconds(count_work(size, turn, num_shards=1, recomputed_share=share, host_share=0.0), gpu)
         for turn, share in ((short, 1.0), (short._replace(tokens=2 * 64), 1.0), (short, 0.0))
     ]
-    assert times[0] == times[1] == pytest.approx(24 * 3 * BLOCK_SECONDS) and times[2] == pytest.approx(times[0] * 2 / 3)
+    assert times[0] == times[1] == pytest.approx(24 * 3 * BLOCK_SECONDS) and times[
+        2
+    ] == pytest.approx(times[0] * 2 / 3)
 
 
-def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"model_name": "qwen3-0.6b", "batch_size": 4, "gradient_accumulation_steps": 2, "context_length": 4096}
+def test_auto_gives_settings_with_the_same_global_batch_fastest_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {
+        "model_name": "qwen3-0.6b",
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "context_length": 4096,
+    }
     found = _json(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
     speeds = [each["tokens_per_second"] for each in found]
-    assert len(found) == 3 and all(each["fits"] for each in found) and speeds == sorted(speeds, reverse=True)
+    assert (
+        len(found) == 3
+        and all(each["fits"] for each in found)
+        and speeds == sorted(speeds, reverse=True)
+    )
     for each in found:
         chosen = dict(itertools.pairwise(each["command"].split()))
-        assert int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1)) == 8
+        assert (
+            int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1))
+            == 8
+        )
     _, said = _plan(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
     assert "the fastest that fit:" in said and "faster, but without a margin:" in said
     # What is given is kept, and more than this card has is not chosen.
-    kept = _json(capsys, "--auto", "--gpu_memory_gib", "5.5", recompute="all", use_cpu_offload=True, **options)
-    assert all("--recompute all" in each["command"] and "--use_cpu_offload true" in each["command"] for each in kept)
+    kept = _json(
+        capsys,
+        "--auto",
+        "--gpu_memory_gib",
+        "5.5",
+        recompute="all",
+        use_cpu_offload=True,
+        **options,
+    )
+    assert all(
+        "--recompute all" in each["command"] and "--use_cpu_offload true" in each["command"]
+        for each in kept
+    )
 
 
 def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
@@ -279,8 +402,11 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
     for command in (said, best["command"]):
         assert "--recompute offload" in command and "--use_cpu_offload false" in command
     # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB.
-    repeated = 2 * 2 * 78475 * (32 - 8) * 128 if REPEATS_KEYS else 0  # of one block, in its backward pass
-    assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
+    # of one block, in its backward pass
+    repeated = 2 * 2 * 78475 * (32 - 8) * 128 if REPEATS_KEYS else 0
+    assert best["fits"] and best["reserved_bytes"] == pytest.approx(
+        16.2 * 2**30 + repeated, rel=0.04
+    )
 
 
 def test_a_plan_says_how_many_ranks_must_share_a_long_row(
@@ -292,16 +418,26 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(
     assert status == 1 and "--context_parallel_size 2" in said and "--recompute offload" in said
     options |= {"recompute": "offload", "use_cpu_offload": False, "gradient_accumulation_steps": 3}
     status, said = _plan(capsys, *gpus, context_parallel_size="auto", **options)
-    # Of a block, in 16 bits: queries and outputs of 32 heads, keys and values of 8, of which half stay.
+    # Of a block, in 16 bits: queries and outputs of 32 heads, keys and values of 8, of which half
+    # stay.
     sent = 2 * 98304 * (32 + 8) * 128 * 2 / 2
-    assert status == 0 and f"2 ranks share rows: 98,304 tokens each, {sent / 2**20:.2f} MiB sent per block" in said
+    assert (
+        status == 0
+        and (f"2 ranks share rows: 98,304 tokens each, {sent / 2**20:.2f} MiB sent per block")
+        in said
+    )
     assert "--gradient_accumulation_steps 6 " in said and "--context_parallel_size 2" in said
     assert "rows per step" not in said
-    _, said = _plan(capsys, *gpus, context_parallel_size="auto", **options | {"context_length": 512})
+    _, said = _plan(
+        capsys, *gpus, context_parallel_size="auto", **options | {"context_length": 512}
+    )
     assert "share rows" not in said and "--context_parallel_size 1" not in said
     for length, size in ((512, 1), (49152, 2)):
         config = TrainConfig(
-            model_name="qwen3-0.6b", context_length=length, context_parallel_size="auto", gradient_accumulation_steps=3
+            model_name="qwen3-0.6b",
+            context_length=length,
+            context_parallel_size="auto",
+            gradient_accumulation_steps=3,
         )
         planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
         chosen = {"context_parallel_size": size, "gradient_accumulation_steps": 3 * size}
@@ -315,7 +451,9 @@ def test_auto_increases_the_batch_if_none_is_requested(capsys: pytest.CaptureFix
     def found(**options: Any) -> tuple[float, int]:
         [first, *_] = _json(capsys, "--auto", *gpus, model_name="qwen2.5-72b", **options)
         chosen = dict(itertools.pairwise(first["command"].split()))
-        rows = int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1))
+        rows = int(chosen.get("--batch_size", 1)) * int(
+            chosen.get("--gradient_accumulation_steps", 1)
+        )
         return first["tokens_per_second"], rows
 
     gpus = ("--gpu", "RTX 3090", "--num_gpus", "2", "--price_per_hour", "0.6")
@@ -323,27 +461,42 @@ def test_auto_increases_the_batch_if_none_is_requested(capsys: pytest.CaptureFix
     (asked, one) = found(batch_size=1)
     (accumulated, eight) = found(gradient_accumulation_steps=8)
     assert (one, eight) == (1, 8) and rows > 8
-    # The weights come over the link once in a micro-batch: more rows are the faster the slower it is.
+    # The weights come over the link once in a micro-batch: more rows are the faster the slower it
+    # is.
     assert 3 * asked < speed and asked < accumulated < speed
     _, said = _plan(capsys, "--auto", *gpus, model_name="qwen2.5-72b")
     assert f"2 x {rows} rows per step" in said
     # More rows are not proposed where they do not fit.
-    _, said = _plan(capsys, "--auto", "--gpu", "RTX 3060", model_name="llama-2-70b", use_cpu_offload=False)
+    _, said = _plan(
+        capsys, "--auto", "--gpu", "RTX 3060", model_name="llama-2-70b", use_cpu_offload=False
+    )
     assert "1 x 1 rows per step" in said and "1 x 2 rows per step" not in said
 
 
 def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Path) -> None:
     config = TrainConfig(
-        model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
+        model_name="qwen3-0.6b",
+        batch_size=8,
+        context_length=4096,
+        auto=True,
+        output_dir=str(tmp_path),
     )
     planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
     chosen = choose_settings(config, planner.model, None, None)
     best = vars(planner.fastest()[0].config)
-    assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 4
-    run = dict.fromkeys(RUN_KEYS) | {"options": vars(config) | chosen | {"use_cpu_offload": 7}, "world_size": 2}
+    assert (
+        chosen == {name: best[name] for name in chosen}
+        and chosen["batch_size"] < 8
+        and len(chosen) == 4
+    )
+    run = dict.fromkeys(RUN_KEYS) | {
+        "options": vars(config) | chosen | {"use_cpu_offload": 7},
+        "world_size": 2,
+    }
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert choose_settings(config, planner.model, None, None) == chosen | {"use_cpu_offload": 7}
-    # What is given now is kept, and of a run that was started without it, or on other ranks, nothing is.
+    # What is given now is kept, and of a run that was started without it, or on other ranks,
+    # nothing is.
     given = replace(config, use_cpu_offload=True)
     assert "use_cpu_offload" not in settings_of_run(given, 2) and settings_of_run(config, 4) == {}
     with pytest.raises(UserError, match="none is visible"):
@@ -355,7 +508,12 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Pa
 def test_settings_chosen_by_auto_have_the_same_plan_without_auto(
     objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"model_name": "qwen3-0.6b", "batch_size": 2, "context_length": 2048, "objective": objective}
+    options = {
+        "model_name": "qwen3-0.6b",
+        "batch_size": 2,
+        "context_length": 2048,
+        "objective": objective,
+    }
     for found in _json(capsys, "--auto", "--gpu", "RTX 3060", **options):
         words = found["command"].split()[2:]
         planned = json.loads(_plan(capsys, "--json", "--gpu", "RTX 3060", *words)[1])
@@ -367,7 +525,10 @@ def test_settings_chosen_by_auto_have_the_same_plan_without_auto(
     [
         ([], "Give --gpu NAME"),
         (["--gpu", "RTX 3090", "--num_gpus", "0"], "--num_gpus must be above 0"),
-        (["--gpu", "RTX 3090", "--num_gpus", f"{10**23}"], "--num_gpus must be above 0 and at most 1e9"),
+        (
+            ["--gpu", "RTX 3090", "--num_gpus", f"{10**23}"],
+            "--num_gpus must be above 0 and at most 1e9",
+        ),
         (["--gpu_memory_gib", "nan"], "--gpu_memory_gib must be above 0"),
         (["--gpu_memory_gib", "1e300"], "--gpu_memory_gib must be above 0"),
         (["--gpu", "RTX 3090", "--host_ram_gib", "nan"], "--host_ram_gib must be above 0"),
@@ -379,8 +540,14 @@ def test_settings_chosen_by_auto_have_the_same_plan_without_auto(
         (["--gpu", "RTX 3095"], "RTX 3090"),
         (["--gpu", "RTX 3090", "--model_name", "qwen3-9b"], "qwen3-8b"),
         (["--gpu", "RTX 3090", "--model_name", "{empty}"], "has no config.json"),
-        (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--use_cpu_offload", "99"], "36 decoder blocks"),
-        (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--recompute", "99"], "36 decoder blocks"),
+        (
+            ["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--use_cpu_offload", "99"],
+            "36 decoder blocks",
+        ),
+        (
+            ["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--recompute", "99"],
+            "36 decoder blocks",
+        ),
         (["--gpu", "RTX 3090", "--train_type", "qlora", "--n_bits", "3"], "hqq_lora"),
         (["--gpu", "RTX 3090", "--model_name", "{model}", "--dataset", "none.jsonl"], "none.jsonl"),
     ],
@@ -423,9 +590,21 @@ def test_published_runs_of_other_programs_are_planned_as_the_docs_say() -> None:
     assert len(errors) == 40 and sum(error > 0.25 for error in errors) <= 4 and max(errors) < 0.4
 
 
-def test_as_many_answers_at_a_time_as_the_card_has_room_for(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"model_name": "qwen3-8b", "objective": "grpo", "rewards": "number", "num_generations": 8, "batch_size": 4}
-    asked |= {"gradient_accumulation_steps": 16, "context_length": 1536, "max_completion_length": 1024}
+def test_as_many_answers_at_a_time_as_the_card_has_room_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = {
+        "model_name": "qwen3-8b",
+        "objective": "grpo",
+        "rewards": "number",
+        "num_generations": 8,
+        "batch_size": 4,
+    }
+    asked |= {
+        "gradient_accumulation_steps": 16,
+        "context_length": 1536,
+        "max_completion_length": 1024,
+    }
     for gpu, at_a_time, rounds in (("H100 SXM", 64, 1), ("RTX 4080", 32, 2)):
         assert main(["plan", *flags(**asked, gpu=gpu)]) == 0
         said = " ".join(capsys.readouterr().out.split())

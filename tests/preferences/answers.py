@@ -1,4 +1,6 @@
-"""Sampled answers and their rewards for the tests of grpo, the cases that are compared with TRL, and steps on them."""
+"""Sampled answers and their rewards for the tests of grpo, the cases that are compared with TRL,
+and steps on them.
+"""
 
 import dataclasses
 import json
@@ -35,7 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Answer(NamedTuple):
-    """A prompt and an answer to it, as token ids; what an engine says of each token's log-probability."""
+    """A prompt and an answer to it, as token ids; what an engine says of each token's
+    log-probability.
+    """
 
     prompt: list[int]
     completion: list[int]
@@ -59,7 +63,9 @@ def sample(generation: int, prompt: int, number: int) -> Answer:
 
 def answers(generation: int) -> list[Answer]:
     """All answers of a step, those to a prompt beside each other."""
-    return [sample(generation, prompt, number) for prompt in range(PROMPTS) for number in range(ANSWERS)]
+    return [
+        sample(generation, prompt, number) for prompt in range(PROMPTS) for number in range(ANSWERS)
+    ]
 
 
 def table_of(found: Sequence[Answer], advantages: Sequence[float]) -> TokenizedRows:
@@ -90,21 +96,49 @@ def make_adapter(base: Path, folder: Path) -> Path:
 
 def run_on(base: Path, start: Path, output: Path, **changed: Any) -> dict[str, Any]:
     """The options of a run whose steps have all answers."""
-    own = {"batch_size": PROMPTS * ANSWERS, "num_generations": ANSWERS, "max_completion_length": LONGEST}
-    own |= {"objective": "grpo", "rewards": "length", "train_type": "lora", "precision": "fp32", "adapter": start}
-    usual = {"optimizer": "sgd", "lr": LR, "lr_scheduler": "constant", "context_length": 64, "quant_cache": "off"}
-    return {"model_name": base, "output_dir": output, "num_epochs": STEPS, **own, **usual, **changed}
+    own = {
+        "batch_size": PROMPTS * ANSWERS,
+        "num_generations": ANSWERS,
+        "max_completion_length": LONGEST,
+    }
+    own |= {
+        "objective": "grpo",
+        "rewards": "length",
+        "train_type": "lora",
+        "precision": "fp32",
+        "adapter": start,
+    }
+    usual = {
+        "optimizer": "sgd",
+        "lr": LR,
+        "lr_scheduler": "constant",
+        "context_length": 64,
+        "quant_cache": "off",
+    }
+    return {
+        "model_name": base,
+        "output_dir": output,
+        "num_epochs": STEPS,
+        **own,
+        **usual,
+        **changed,
+    }
 
 
 def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence[float]]]) -> int:
-    """Take the steps of some runs, given by their options, on every rank; what they find goes to output_dir.
+    """Take the steps of some runs, given by their options, on every rank; what they find goes to
+    output_dir.
 
     Args:
         advantages: of each run, generation and answer.
     """
     from fsdp_qlora.commands.run_config import parse_train_config
     from fsdp_qlora.data.run_data import RunData
-    from fsdp_qlora.distributed.process_group import connect, start_process_group, stop_process_group
+    from fsdp_qlora.distributed.process_group import (
+        connect,
+        start_process_group,
+        stop_process_group,
+    )
     from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
     from fsdp_qlora.distributed.supervision.stops import Control
     from fsdp_qlora.planning.placement import place
@@ -126,8 +160,12 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
         load_model(config, placed, weights, ranks)
         table = table_of(answers(0), own[0])
         data = RunData(table, np.arange(len(table)))
-        schedule = make_schedule(dataclasses.replace(config, objective="sft"), data, placed.layout.data_size)
-        trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks, Control())
+        schedule = make_schedule(
+            dataclasses.replace(config, objective="sft"), data, placed.layout.data_size
+        )
+        trainer = build_trainer(
+            config, Plan(placed, data, schedule, warmup_steps=0), ranks, Control()
+        )
         take_steps(trainer, config, own)
     stop_process_group()
     return 0
@@ -151,4 +189,7 @@ def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]])
         folder = Path(config.output_dir)
         folder.mkdir(parents=True)
         (folder / "metrics.json").write_text(json.dumps(records))
-        save_file({name: value.contiguous() for name, value in found.items()}, folder / "adapter_model.safetensors")
+        save_file(
+            {name: value.contiguous() for name, value in found.items()},
+            folder / "adapter_model.safetensors",
+        )

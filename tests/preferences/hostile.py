@@ -1,4 +1,6 @@
-"""What somebody may do to a folder that `fsdp-qlora teach` has written, with a hash that is right afterwards."""
+"""What somebody may do to a folder that `fsdp-qlora teach` has written, with a hash that is right
+afterwards.
+"""
 
 import json
 import os
@@ -77,7 +79,10 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "minus infinity": (_put("logps", -torch.inf, -1), "not finite"),
     "probabilities of 0.1 in all": (_logps(lambda logps: logps - 2.3), "do not add up to 1"),
     "probabilities of 0.9 in all": (_put("logps", -30.0), "add up to 1"),
-    "another order": (lambda tensors: {n: t[:, [1, 0, *range(2, t.shape[1])]] for n, t in tensors.items()}, "likelier"),
+    "another order": (
+        lambda tensors: {n: t[:, [1, 0, *range(2, t.shape[1])]] for n, t in tensors.items()},
+        "likelier",
+    ),
     "twice the tokens": (_each(lambda tensor: torch.cat([tensor, tensor])), "these rows need I32"),
     "a token less": (_each(lambda tensor: tensor[1:]), "these rows need I32"),
     "no tokens": (_each(lambda tensor: tensor[:0]), "these rows need I32"),
@@ -85,7 +90,10 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "one dimension": (_each(torch.flatten), "these rows need I32"),
     "three dimensions": (_each(lambda tensor: tensor[None]), "these rows need I32"),
     "other sides": (_each(lambda tensor: tensor.T), "these rows need I32"),
-    "another name": (lambda tensors: {"ids": tensors["ids"], "logits": tensors["logps"]}, "'ids, logits'"),
+    "another name": (
+        lambda tensors: {"ids": tensors["ids"], "logits": tensors["logps"]},
+        "'ids, logits'",
+    ),
     "a tensor more": (lambda tensors: {**tensors, "more": torch.zeros(1)}, "'ids, logps, more'"),
     "no tensors": (lambda tensors: {}, "not ids and logps"),
 }
@@ -117,4 +125,6 @@ def edit_settings(folder: Path, **changed: object) -> None:
     """Change teacher.json; None removes an entry."""
     path = folder / "teacher.json"
     content = {**json.loads(path.read_text()), **changed}
-    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in content.items() if value is not None})
+    )

@@ -1,4 +1,5 @@
-"""Writes trl_distillation.json: what TRL's trainers log in five steps of learning from a teacher, and the weights then.
+"""Writes trl_distillation.json: what TRL's trainers log in five steps of learning from a teacher,
+and the weights then.
 
 In an environment that has TRL besides ours: python -m tests.preferences.make_distillation_numbers
 """
@@ -39,7 +40,10 @@ class Given(DistillationTrainer):  # type: ignore[misc]
 
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         found = [self.rows[int(number)] for number in prompts]
-        asked, answers = ([ids[(labels != -100) == side].tolist() for ids, labels in found] for side in (False, True))
+        asked, answers = (
+            [ids[(labels != -100) == side].tolist() for ids, labels in found]
+            for side in (False, True)
+        )
         return asked, answers, None, None, []
 
 
@@ -53,8 +57,12 @@ class Served(Given, ServerDistillationTrainer):  # type: ignore[misc]
         self.loss_add_tail = self.args.loss_add_tail
 
     @torch.no_grad()
-    def _get_teacher_token_logprobs_from_server(self, inputs: Any, prompt_length: int) -> dict[str, torch.Tensor]:
-        logits = self.teacher(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    def _get_teacher_token_logprobs_from_server(
+        self, inputs: Any, prompt_length: int
+    ) -> dict[str, torch.Tensor]:
+        logits = self.teacher(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        ).logits
         logps = logits[:, prompt_length - 1 : -1].double().log_softmax(-1)
         best = logps.topk(self.loss_top_k).indices
         told = grouped(logps, best)
@@ -75,7 +83,9 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 
 
 class Stored(torch.nn.Module):
-    """Log-probabilities of a teacher as our files keep them, in float16, in the place of hidden states."""
+    """Log-probabilities of a teacher as our files keep them, in float16, in the place of hidden
+    states.
+    """
 
     def __init__(self, teacher: Any, temperature: float) -> None:
         super().__init__()
@@ -83,7 +93,9 @@ class Stored(torch.nn.Module):
         self.temperature = temperature
         self.embed_tokens = teacher.model.embed_tokens
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any
+    ) -> BaseModelOutputWithPast:
         logits = self.teacher(input_ids=input_ids, attention_mask=attention_mask).logits
         logps = (logits / self.temperature).log_softmax(-1).half().float()
         return BaseModelOutputWithPast(last_hidden_state=self.temperature * logps)
@@ -100,7 +112,9 @@ def load_teacher(folder: Path, temperature: float, *, is_stored: bool) -> Any:
     return teacher.eval()
 
 
-def train(name: str, options: dict[str, Any], folder: Path, *, is_stored: bool = True) -> dict[str, Any]:
+def train(
+    name: str, options: dict[str, Any], folder: Path, *, is_stored: bool = True
+) -> dict[str, Any]:
     """The steps, and a sketch of what was trained."""
     base = make_model(folder / "student")
     teacher = make_model(folder / "teacher", **TEACHER)
@@ -115,14 +129,28 @@ def train(name: str, options: dict[str, Any], folder: Path, *, is_stored: bool =
     lr = FULL_LR if is_full else LR
     config = {**own, **plain_sgd(folder, steps=STEPS, lr=lr, batch_size=batch_size)}
     config["gradient_accumulation_steps"] = 4 // batch_size
-    config |= {"lmbda": 0.0, "train_sampling_strategy": "sequential"} if name == "gkd" else {"shuffle_dataset": False}
-    config |= {"loss_top_k": k, "teacher_model_server_url": "http://localhost:1"} if name == "server" else {}
+    config |= (
+        {"lmbda": 0.0, "train_sampling_strategy": "sequential"}
+        if name == "gkd"
+        else {"shuffle_dataset": False}
+    )
+    config |= (
+        {"loss_top_k": k, "teacher_model_server_url": "http://localhost:1"}
+        if name == "server"
+        else {}
+    )
     rows = encode(base, make_rows(ROWS))
     order = epoch_order(np.arange(ROWS), seed=42, epoch=0).tolist()
     masks = [(labels[0] != -100).long().tolist() for _, labels in rows]
-    data = [{"prompt": f"{i}", "input_ids": rows[i][0][0].tolist(), "completion_mask": masks[i]} for i in order]
-    peft = None if is_full else LoraConfig(**LORA, target_modules=list(LINEARS), task_type="CAUSAL_LM")
-    temperature = options.get("temperature", 1.0) if name != "gkd" else 1.0  # of GKD it is that of sampling alone
+    data = [
+        {"prompt": f"{i}", "input_ids": rows[i][0][0].tolist(), "completion_mask": masks[i]}
+        for i in order
+    ]
+    peft = (
+        None if is_full else LoraConfig(**LORA, target_modules=list(LINEARS), task_type="CAUSAL_LM")
+    )
+    # of GKD it is that of sampling alone
+    temperature = options.get("temperature", 1.0) if name != "gkd" else 1.0
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(base),
         teacher_model=load_teacher(teacher, temperature, is_stored=is_stored and name != "server"),
@@ -154,7 +182,9 @@ def main() -> None:
                 exact = train(name, options, Path(folder) / f"{len(found)}_exact", is_stored=False)
                 found[case]["exact"] = [step["loss"] for step in exact["steps"]]
             print(case, *found[case]["steps"], file=sys.stderr, sep="\n")
-    lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(values)}" for case, values in found.items())
+    lines = ",\n".join(
+        f"{json.dumps(case)}: {json.dumps(values)}" for case, values in found.items()
+    )
     Path(__file__).with_name("trl_distillation.json").write_text(f"{{\n{lines}\n}}\n")
 
 

@@ -1,4 +1,5 @@
-"""Writes trl_grpo.json: what TRL's GRPOTrainer logs in five steps on the same answers, and the adapter then.
+"""Writes trl_grpo.json: what TRL's GRPOTrainer logs in five steps on the same answers, and the
+adapter then.
 
 In an environment that has TRL besides ours: python -m tests.preferences.make_grpo_numbers
 """
@@ -16,7 +17,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.preferences.answers import ANSWERS, CASES, LONGEST, LR, PROMPTS, STEPS, Answer, answers, make_adapter
+from tests.preferences.answers import (
+    ANSWERS,
+    CASES,
+    LONGEST,
+    LR,
+    PROMPTS,
+    STEPS,
+    Answer,
+    answers,
+    make_adapter,
+)
 from tests.preferences.pairs import plain_sgd, sketch
 from tests.tiny import make_model
 
@@ -26,7 +37,9 @@ LEFT_OUT = ("clip_ratio/low_min", "clip_ratio/high_max")
 
 
 class Fixed:
-    """Gives the answers of one generation after the other in place of an engine, and their rewards."""
+    """Gives the answers of one generation after the other in place of an engine,
+    and their rewards.
+    """
 
     __name__ = "fixed"
 
@@ -41,7 +54,9 @@ class Fixed:
         assert [f"{i}" for i in range(PROMPTS) for _ in range(ANSWERS)] == prompts
         self.generation += 1
         names = {"prompt_ids": "prompt", "completion_ids": "completion", "logprobs": "logps"}
-        return {theirs: [getattr(each, ours) for each in self.given] for theirs, ours in names.items()}
+        return {
+            theirs: [getattr(each, ours) for each in self.given] for theirs, ours in names.items()
+        }
 
     def take_advantages(self, trainer: GRPOTrainer) -> None:
         """Keep those of the last answers, before the trainer forgets them."""
@@ -57,7 +72,9 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
     adapter = make_adapter(base, folder / f"{model_type}_start")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True
+    )
     options = dict(options)
     corrects = options.pop("rollout_url", None)
     if "epsilon" in options:
@@ -74,7 +91,12 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
     fixed = Fixed()
     prompts = Dataset.from_list([{"prompt": f"{i}"} for i in range(PROMPTS)])
     trainer = GRPOTrainer(
-        model, fixed, args=config, train_dataset=prompts, processing_class=tokenizer, rollout_func=fixed.roll_out
+        model,
+        fixed,
+        args=config,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+        rollout_func=fixed.roll_out,
     )
     if corrects:  # vLLM itself is asked for nothing
         trainer.use_vllm = True
@@ -83,7 +105,11 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
     trainer.train()
     fixed.take_advantages(trainer)
     steps = [
-        {key: value for key, value in record.items() if key.startswith(KEPT) and key not in LEFT_OUT}
+        {
+            key: value
+            for key, value in record.items()
+            if key.startswith(KEPT) and key not in LEFT_OUT
+        }
         for record in trainer.state.log_history
         if "grad_norm" in record
     ]
@@ -95,9 +121,13 @@ def main() -> None:
     found: dict[str, Any] = {"trl": trl.__version__}
     with tempfile.TemporaryDirectory() as folder:
         for case, (model_type, options) in CASES.items():
-            found[case] = numbers(options, model_type, Path(folder) / case.replace(" ", "_").replace(",", ""))
+            found[case] = numbers(
+                options, model_type, Path(folder) / case.replace(" ", "_").replace(",", "")
+            )
             print(case, *found[case]["steps"], file=sys.stderr, sep="\n")
-    lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(values)}" for case, values in found.items())
+    lines = ",\n".join(
+        f"{json.dumps(case)}: {json.dumps(values)}" for case, values in found.items()
+    )
     Path(__file__).with_name("trl_grpo.json").write_text(f"{{\n{lines}\n}}\n")
 
 

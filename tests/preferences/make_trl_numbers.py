@@ -1,4 +1,5 @@
-"""Writes trl.json: what TRL's trainers log in ten steps from the same adapter on the same pairs, and the adapter then.
+"""Writes trl.json: what TRL's trainers log in ten steps from the same adapter on the same pairs,
+and the adapter then.
 
 In an environment that has TRL besides ours: python -m tests.preferences.make_trl_numbers
 """
@@ -17,7 +18,16 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, plain_sgd, sketch, start_adapter
+from tests.preferences.pairs import (
+    CASES,
+    LR,
+    STEPS,
+    make_labeled,
+    make_pairs,
+    plain_sgd,
+    sketch,
+    start_adapter,
+)
 from tests.tiny import make_model
 
 # Case -> TRL's trainer and configuration, and its names of the case's options.
@@ -26,7 +36,11 @@ TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "dpo, hinge": (DPOTrainer, DPOConfig, {"loss_type": ["hinge"]}),
     "dpo, robust": (DPOTrainer, DPOConfig, {"loss_type": ["robust"], "label_smoothing": 0.2}),
     "dpo, sigmoid_norm": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid_norm"], "beta": 1.0}),
-    "dpo and sft": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "dpo and sft": (
+        DPOTrainer,
+        DPOConfig,
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    ),
     "ipo": (DPOTrainer, DPOConfig, {"loss_type": ["ipo"]}),
     "cpo": (CPOTrainer, CPOConfig, {}),
     "cpo, smoothed": (CPOTrainer, CPOConfig, {"label_smoothing": 0.1, "cpo_alpha": 0.3}),
@@ -43,7 +57,9 @@ def numbers(case: str, model_type: str, folder: Path) -> dict[str, list[Any]]:
     adapter = start_adapter(base, folder / f"{model_type}_start")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True
+    )
     pairs = make_labeled() if case == "kto" else make_pairs()
     config = config_class(**options, **plain_sgd(folder, steps=STEPS, lr=LR, batch_size=len(pairs)))
     trainer = trainer_class(
@@ -53,7 +69,11 @@ def numbers(case: str, model_type: str, folder: Path) -> dict[str, list[Any]]:
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
     # A likelihood of weight 0 is not computed, and is logged as 0.
     steps = [
-        {key: value for key, value in record.items() if key.startswith(KEPT) and (key, value) != ("nll_loss", 0)}
+        {
+            key: value
+            for key, value in record.items()
+            if key.startswith(KEPT) and (key, value) != ("nll_loss", 0)
+        }
         for record in logged
     ]
     trainer.model.save_pretrained(folder / "trained")
@@ -65,7 +85,9 @@ def main() -> None:
     found: dict[str, Any] = {"trl": trl.__version__}
     with tempfile.TemporaryDirectory() as folder:
         for case, (model_type, _) in CASES.items():
-            found[case] = numbers(case, model_type, Path(folder) / case.replace(" ", "_").replace(",", ""))
+            found[case] = numbers(
+                case, model_type, Path(folder) / case.replace(" ", "_").replace(",", "")
+            )
             print(case, found[case]["steps"][-1], file=sys.stderr)
     lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(steps)}" for case, steps in found.items())
     Path(__file__).with_name("trl.json").write_text(f"{{\n{lines}\n}}\n")

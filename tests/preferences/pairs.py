@@ -28,7 +28,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def plain_sgd(folder: Path, *, steps: int, lr: float, batch_size: int) -> dict[str, Any]:
-    """Options of TRL's trainers for a few steps of SGD on a CPU, each logged, with nothing saved or reported."""
+    """Options of TRL's trainers for a few steps of SGD on a CPU, each logged, with nothing saved or
+    reported.
+    """
     return {
         "output_dir": str(folder / "out"),
         "per_device_train_batch_size": batch_size,
@@ -51,10 +53,16 @@ def make_pairs(count: int = 8, seed: int = 0) -> list[dict[str, str]]:
 
     def words(most: int) -> str:
         length = int(torch.randint(1, most, (1,), generator=generator))
-        return "".join(f" {WORDS[i]}" for i in torch.randint(len(WORDS), (length,), generator=generator))
+        return "".join(
+            f" {WORDS[i]}" for i in torch.randint(len(WORDS), (length,), generator=generator)
+        )
 
     return [
-        {"prompt": "question" + words(5), "chosen": " blue" + words(8), "rejected": " red" + words(6)}
+        {
+            "prompt": "question" + words(5),
+            "chosen": " blue" + words(8),
+            "rejected": " red" + words(6),
+        }
         for _ in range(count)
     ]
 
@@ -62,7 +70,10 @@ def make_pairs(count: int = 8, seed: int = 0) -> list[dict[str, str]]:
 def make_labeled(count: int = 8) -> list[dict[str, Any]]:
     """One answer of each pair, and whether it is the chosen one."""
     sides = [(pair, "chosen" if i % 3 else "rejected") for i, pair in enumerate(make_pairs(count))]
-    return [{"prompt": pair["prompt"], "completion": pair[s], "label": s == "chosen"} for pair, s in sides]
+    return [
+        {"prompt": pair["prompt"], "completion": pair[s], "label": s == "chosen"}
+        for pair, s in sides
+    ]
 
 
 def options_of_a_run(base: Path, folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,10 +91,15 @@ def options_of_a_run(base: Path, folder: Path, rows: list[dict[str, Any]]) -> di
 
 
 def sketch(adapter: Path) -> list[float]:
-    """A number of each tensor of an adapter or a model that changes with each of its values: the product with noise."""
+    """A number of each tensor of an adapter or a model that changes with each of its values: the
+    product with noise.
+    """
     found = load_file(next(adapter.glob("*model.safetensors")))
     generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.randn(found[name].shape, generator=generator, dtype=torch.float64) for name in sorted(found)}
+    noise = {
+        name: torch.randn(found[name].shape, generator=generator, dtype=torch.float64)
+        for name in sorted(found)
+    }
     return [float((found[name] * values).sum()) for name, values in noise.items()]
 
 

@@ -15,8 +15,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"gkd, {beta}": ("gkd", {"beta": beta}) for beta in (0.0, 0.5, 1.0)},
     "gkd, full, warm": ("gkd", {"beta": 0.5, "train_type": "full", "temperature": 0.9}),
     "0.5": ("distillation", {"beta": 0.5}),
-    **{f"{beta}, warm": ("distillation", {"beta": beta, "temperature": 0.9}) for beta in (0.0, 0.5, 1.0)},
-    **{f"{beta}, full": ("distillation", {"beta": beta, "train_type": "full"}) for beta in (0.0, 0.5, 1.0)},
+    **{
+        f"{beta}, warm": ("distillation", {"beta": beta, "temperature": 0.9})
+        for beta in (0.0, 0.5, 1.0)
+    },
+    **{
+        f"{beta}, full": ("distillation", {"beta": beta, "train_type": "full"})
+        for beta in (0.0, 0.5, 1.0)
+    },
     "0.3, full, hot": ("distillation", {"beta": 0.3, "train_type": "full", "temperature": 2.0}),
     "server, top 7": ("server", {"beta": 0.0, "top_k": 7}),
 }

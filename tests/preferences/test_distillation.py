@@ -1,4 +1,6 @@
-"""Distillation against a plain loop of PEFT with losses in float64: from a teacher beside the student, and offline."""
+"""Distillation against a plain loop of PEFT with losses in float64: from a teacher beside the
+student, and offline.
+"""
 
 import json
 import math
@@ -24,7 +26,16 @@ from tests.chaos import harness
 from tests.layers.test_divergence import divergence, grouped
 from tests.reference import encode, load_base, peft_model, step_plainly
 from tests.rollouts.test_runs import kill_at
-from tests.tiny import ROOT, all_slow_but, flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
+from tests.tiny import (
+    ROOT,
+    all_slow_but,
+    flags,
+    make_rows,
+    on_ranks,
+    run_ranks,
+    train_ok,
+    write_rows,
+)
 
 Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
@@ -35,8 +46,14 @@ NEVER = math.log(1e-30)
 # name -> (ranks, options)
 SELF: dict[str, tuple[int, dict[str, Any]]] = {
     "forward": (1, {"beta": 0.0, "batch_size": 8}),
-    "jsd": (2, {"beta": 0.5, "batch_size": 2, "gradient_accumulation_steps": 2, "temperature": 1.5}),
-    "reverse": (2, {"beta": 1.0, "batch_size": 4, "sft_weight": 0.3, "temperature": 0.7, "recompute": "none"}),
+    "jsd": (
+        2,
+        {"beta": 0.5, "batch_size": 2, "gradient_accumulation_steps": 2, "temperature": 1.5},
+    ),
+    "reverse": (
+        2,
+        {"beta": 1.0, "batch_size": 4, "sft_weight": 0.3, "temperature": 0.7, "recompute": "none"},
+    ),
 }
 
 
@@ -59,22 +76,32 @@ def learned_logits(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch
 Plain = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
-def taught(logits: torch.Tensor, temperature: float = 1.0, k: int = 0) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What a teacher says of tokens: ids, if only the likeliest are told, and log-probabilities, as they are stored."""
+def taught(
+    logits: torch.Tensor, temperature: float = 1.0, k: int = 0
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What a teacher says of tokens: ids, if only the likeliest are told, and log-probabilities, as
+    they are stored.
+    """
     logps = (logits / temperature).log_softmax(-1)
     best = logps.topk(k).indices if k else None
     return best, logps if best is None else grouped(logps, best).half().double().log_softmax(-1)
 
 
-def distill_plainly(folder: Path, steps: Iterable[tuple[Encoded, list[Any]]], **options: Any) -> Plain:
-    """Full-batch steps of SGD: losses, gradient norms and the adapter. steps: rows, and what is `taught` of each."""
+def distill_plainly(
+    folder: Path, steps: Iterable[tuple[Encoded, list[Any]]], **options: Any
+) -> Plain:
+    """Full-batch steps of SGD: losses, gradient norms and the adapter. steps: rows, and what is
+    `taught` of each.
+    """
     torch.manual_seed(0)
     base = load_base(folder, four_bit=False)
     is_full = options.get("train_type") == "full"
     model = (base if is_full else peft_model(base, r=RANK, lora_alpha=8)).train()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for name, parameter in trained.items() if not is_full else ():
-        parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=42))
+        parameter.data.copy_(
+            first_adapter_value(name.replace(".default", ""), parameter.shape, seed=42)
+        )
     optimizer = torch.optim.SGD(trained.values(), lr=LR)
     losses = []
     norms = []
@@ -88,7 +115,9 @@ def distill_plainly(folder: Path, steps: Iterable[tuple[Encoded, list[Any]]], **
             logps = logps if best is None else grouped(F.pad(logps, (0, 1), value=NEVER), best)
             total = total + divergence(logps, expected, options["beta"]).sum()
             targets = labels[0, 1:][labels[0, 1:] != -100]
-            total = total + options.get("sft_weight", 0.0) * F.cross_entropy(own, targets, reduction="sum")
+            total = total + options.get("sft_weight", 0.0) * F.cross_entropy(
+                own, targets, reduction="sum"
+            )
         norms.append(step_plainly(optimizer, total / count))
         losses.append(total.item() / count)
     return losses, norms, model.state_dict() if is_full else get_peft_model_state_dict(model)
@@ -128,7 +157,9 @@ def check_same(output: Path, expected: Plain) -> None:
 
 
 @pytest.mark.parametrize("case", all_slow_but("jsd", SELF))
-def test_five_steps_from_its_own_base_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
+def test_five_steps_from_its_own_base_match_a_plain_loop(
+    case: str, models: Models, tmp_path: Path
+) -> None:
     model = models("llama")
     rows = taught_rows(8)
     (ranks, options) = SELF[case]
@@ -148,7 +179,10 @@ def test_rows_have_the_same_answer_behind_both_prompts(models: Models, tmp_path:
     """Of formats that ask; a row without a teacher's prompt is left out."""
     text = {"prompt": "sort", "completion": " blue river", "teacher_prompt": "please sort"}
     asked = [{"role": "system", "content": "name"}, {"role": "user", "content": "sort"}]
-    chat = {"messages": [*asked, {"role": "assistant", "content": "blue"}], "teacher_system": "river"}
+    chat = {
+        "messages": [*asked, {"role": "assistant", "content": "blue"}],
+        "teacher_system": "river",
+    }
     shown = {"question": ("list", "blue</s>"), "text": ("please sort", " blue river</s>")}
     shown |= {"system": ("river\n", " blue"), "both": ("list", " blue")}
     rows: dict[str, list[dict[str, Any]]] = {
@@ -161,11 +195,21 @@ def test_rows_have_the_same_answer_behind_both_prompts(models: Models, tmp_path:
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
         template = "plain" if name in ("text", "question") else "user_assistant"
-        options = run_options(models("llama"), file, prompt_template=template, max_bad_rows=0.8, dry_run="samples")
-        statuses, said = run_ranks(1, flags(output_dir=tmp_path / name, context_length=64, **options), tmp_path / name)
-        assert statuses == [0] and ("nor teacher_system is filled" in said) == (name == "text"), said
+        options = run_options(
+            models("llama"), file, prompt_template=template, max_bad_rows=0.8, dry_run="samples"
+        )
+        statuses, said = run_ranks(
+            1, flags(output_dir=tmp_path / name, context_length=64, **options), tmp_path / name
+        )
+        assert statuses == [0] and ("nor teacher_system is filled" in said) == (name == "text"), (
+            said
+        )
         student, teacher = (part.split("--- learned") for part in said.split(", teacher, ")[-2:])
-        assert student[1].partition("---\n")[2].startswith(answer) and prompt in teacher[0] and prompt not in student[0]
+        assert (
+            student[1].partition("---\n")[2].startswith(answer)
+            and prompt in teacher[0]
+            and prompt not in student[0]
+        )
         assert teacher[1].partition("---\n")[2].startswith(answer) and "name" not in teacher[0]
 
 
@@ -178,17 +222,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_a_teacher_beside_the_student_cannot_do_is_refused(models: Models, tmp_path: Path) -> None:
+def test_what_a_teacher_beside_the_student_cannot_do_is_refused(
+    models: Models, tmp_path: Path
+) -> None:
     file = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     refused = [*REFUSED, ({}, "learns from texts with a teacher_prompt or a teacher_system")]
     refused += [({"model_name": models("falcon_h1")}, "a teacher's tokens cannot follow")]
-    refused += [({"model_name": models("llama", logit_unknown=2.0)}, "in chunks of tokens, but its config has")]
-    refused += [({"teacher": models("llama", logit_unknown=2.0)}, "in chunks of tokens, but its config has")]
+    refused += [
+        (
+            {"model_name": models("llama", logit_unknown=2.0)},
+            "in chunks of tokens, but its config has",
+        )
+    ]
+    refused += [
+        ({"teacher": models("llama", logit_unknown=2.0)}, "in chunks of tokens, but its config has")
+    ]
     for number, (changed, words) in enumerate(refused):
         if "model_name" in changed:
             file = write_rows(tmp_path / "taught.jsonl", taught_rows(4))
         argv = flags(
-            output_dir=tmp_path / str(number), log_to="stdout", **run_options(models("llama"), file, **changed)
+            output_dir=tmp_path / str(number),
+            log_to="stdout",
+            **run_options(models("llama"), file, **changed),
         )
         statuses, said = run_ranks(1, argv, tmp_path / f"{number}_logs")
         assert statuses == [2] and words in said, said[-2000:]
@@ -206,8 +261,12 @@ OFFLINE: dict[str, tuple[int, dict[str, Any]]] = {
 K = 7
 
 
-@pytest.mark.parametrize("case", all_slow_but("reverse", OFFLINE, nightly=["jsd", "shared", "full"]))
-def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", all_slow_but("reverse", OFFLINE, nightly=["jsd", "shared", "full"])
+)
+def test_five_steps_from_a_larger_teacher_match_a_plain_loop(
+    case: str, models: Models, tmp_path: Path
+) -> None:
     model = models("llama")
     teacher = models("llama", num_hidden_layers=3, vocab_size=330)
     rows = make_rows(8)
@@ -223,7 +282,9 @@ def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: 
     assert f"{6 * K + 2} bytes each" in train_ok(ranks, tmp_path / "out", **run)
     check_same(tmp_path / "out", expected)
     if case == "reverse":  # again, on another number of ranks
-        assert "probabilities are read" in train_ok(1, tmp_path / "again", **{**run, "batch_size": 8})
+        assert ("probabilities are read") in train_ok(
+            1, tmp_path / "again", **{**run, "batch_size": 8}
+        )
         check_same(tmp_path / "again", expected)
 
 
@@ -241,12 +302,21 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: Models, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(models: Models, tmp_path: Path) -> None:
+def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(
+    models: Models, tmp_path: Path
+) -> None:
     file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    run = run_options(models("llama"), file, train_type="qlora", batch_size=4, lr=1.0, precision="bf16")
+    run = run_options(
+        models("llama"), file, train_type="qlora", batch_size=4, lr=1.0, precision="bf16"
+    )
     sft = {name: value for name, value in run.items() if name != "objective"}
     train_ok(2, tmp_path / "adapter", **{**sft, "lora_rank": 8, "num_epochs": 20})
-    taught = {**run, "teacher": models("llama"), "teacher_adapter": tmp_path / "adapter", "num_epochs": 30}
+    taught = {
+        **run,
+        "teacher": models("llama"),
+        "teacher_adapter": tmp_path / "adapter",
+        "num_epochs": 30,
+    }
     train_ok(2, tmp_path / "out", **taught)
     first, *_, last = (record for record in records(tmp_path / "out") if "grad_norm" in record)
     assert last["divergence"] < first["divergence"] / 2, (first, last)
@@ -258,23 +328,43 @@ def test_a_student_comes_within_a_tenth_of_its_teacher(models: Models, tmp_path:
     file = write_rows(tmp_path / "rows.jsonl", make_rows(16))
     run = run_options(models("llama"), file, batch_size=16)
     run |= {"optimizer": "adamw", "lr": 5e-3, "num_epochs": 60, "lora_rank": 16}
-    train_ok(1, tmp_path / "adapter", **{name: value for name, value in run.items() if name != "objective"})
-    taught = {"teacher": models("llama"), "teacher_adapter": tmp_path / "adapter", "num_epochs": 120}
+    train_ok(
+        1,
+        tmp_path / "adapter",
+        **{name: value for name, value in run.items() if name != "objective"},
+    )
+    taught = {
+        "teacher": models("llama"),
+        "teacher_adapter": tmp_path / "adapter",
+        "num_epochs": 120,
+    }
     for beta, name in ((0.0, "forward"), (0.5, "jsd"), (1.0, "reverse")):
         train_ok(1, tmp_path / name, **{**run, **taught, "beta": beta})
-        steps = [record["divergence"] for record in records(tmp_path / name) if "grad_norm" in record]
+        steps = [
+            record["divergence"] for record in records(tmp_path / name) if "grad_norm" in record
+        ]
         assert steps[-1] < steps[0] / 10, name
 
 
 @pytest.mark.nightly
-def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
-    options = run_options(models("llama"), write_rows(tmp_path / "rows.jsonl", make_rows(16)), precision="bf16")
-    options |= {"teacher": models("llama", num_hidden_layers=3), "gradient_accumulation_steps": 2, "batch_size": 2}
+def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(
+    models: Models, tmp_path: Path
+) -> None:
+    options = run_options(
+        models("llama"), write_rows(tmp_path / "rows.jsonl", make_rows(16)), precision="bf16"
+    )
+    options |= {
+        "teacher": models("llama", num_hidden_layers=3),
+        "gradient_accumulation_steps": 2,
+        "batch_size": 2,
+    }
     options |= {"context_length": 512, "save_every": 1, "lora_dropout": 0.1}
     harness.run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "reference")
     for phase, number in (("compute", 10), ("update", 2), ("save", 30), ("exchange", 2)):
         killed = {"fault": kill_at, "arguments": (phase, number)}
-        harness.run({**options, "output_dir": tmp_path / "out"}, tmp_path / phase, [-9, -9], **killed)
+        harness.run(
+            {**options, "output_dir": tmp_path / "out"}, tmp_path / phase, [-9, -9], **killed
+        )
     said = harness.run({**options, "output_dir": tmp_path / "out"}, tmp_path / "last")
     assert "Resuming at step" in said and "probabilities are read" in said
     for compared in (harness.adapter, harness.numbers):
@@ -282,15 +372,35 @@ def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(models: Models,
 
 
 @pytest.mark.nightly
-def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
-    """kill -9 between two files; a file that is damaged afterwards is made again, and the others are kept."""
+def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(
+    models: Models, tmp_path: Path
+) -> None:
+    """kill -9 between two files; a file that is damaged afterwards is made again, and the others
+    are kept.
+    """
     file = write_rows(tmp_path / "rows.jsonl", make_rows(1200))
-    run = run_options(models("llama"), file, teacher=models("llama", num_hidden_layers=3), batch_size=8, max_steps=3)
-    run |= {"nproc_per_node": 2, "device": "cpu", "context_length": 256, "log_to": "stdout", "quant_cache": "off"}
+    run = run_options(
+        models("llama"),
+        file,
+        teacher=models("llama", num_hidden_layers=3),
+        batch_size=8,
+        max_steps=3,
+    )
+    run |= {
+        "nproc_per_node": 2,
+        "device": "cpu",
+        "context_length": 256,
+        "log_to": "stdout",
+        "quant_cache": "off",
+    }
 
     def start(name: str) -> tuple[subprocess.Popen[bytes], Path]:
         cache = tmp_path / name / "cache"
-        argv = [sys.executable, ROOT / "train.py", *flags(**run, output_dir=tmp_path / name / "out")]
+        argv = [
+            sys.executable,
+            ROOT / "train.py",
+            *flags(**run, output_dir=tmp_path / name / "out"),
+        ]
         environment = {**os.environ, "FSDP_QLORA_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(argv, env=environment, start_new_session=True), cache / "taught"
 
@@ -307,13 +417,22 @@ def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models: Models,
     assert again.wait(300) == 0
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     files = {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
-    assert len(files) == 5 and files == {path.name: path.read_bytes() for path in expected.rglob("*.safetensors")}
-    adapters = [(tmp_path / name / "out/adapter_model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert len(files) == 5 and files == {
+        path.name: path.read_bytes() for path in expected.rglob("*.safetensors")
+    }
+    adapters = [
+        (tmp_path / name / "out/adapter_model.safetensors").read_bytes()
+        for name in ("whole", "killed")
+    ]
     assert adapters[0] == adapters[1]
 
 
-def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models: Models, tmp_path: Path) -> None:
-    """In the folder that `teach` wrote; of rows that it lacks, or another temperature, the run does not start."""
+def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(
+    models: Models, tmp_path: Path
+) -> None:
+    """In the folder that `teach` wrote; of rows that it lacks, or another temperature, the run does
+    not start.
+    """
     teacher = tmp_path / "teacher"
     file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     shutil.copytree(models("llama", num_hidden_layers=3), teacher)
@@ -325,7 +444,10 @@ def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models:
     shutil.rmtree(teacher)
     run |= {"teacher": tmp_path / "taught", "quant_cache": "off"}
     train_ok(1, tmp_path / "read", **{**run, "batch_size": 8})
-    losses = [[record["loss"] for record in records(tmp_path / name)[:STEPS]] for name in ("whole", "read")]
+    losses = [
+        [record["loss"] for record in records(tmp_path / name)[:STEPS]]
+        for name in ("whole", "read")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     others = write_rows(tmp_path / "others.jsonl", make_rows(9))
     refused = {"lacks 1 of the 1 files of these rows": {"dataset": others}}

@@ -13,7 +13,15 @@ import torch
 from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings
 from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.training.objective import Totals, make_objective
-from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, options_of_a_run, sketch
+from tests.preferences.pairs import (
+    CASES,
+    LR,
+    STEPS,
+    make_labeled,
+    make_pairs,
+    options_of_a_run,
+    sketch,
+)
 from tests.rounding import rounding
 from tests.tiny import SIZES, train_ok
 
@@ -40,7 +48,11 @@ ODDS = [math.log(math.exp(mean) / (1 - math.exp(mean))) for mean in MEAN]
 # (objective, options, the loss of a pair with a reference of its own)
 FORMULAS: list[tuple[str, dict[str, Any], float]] = [
     ("dpo", {}, -log_sigmoid(0.1 * MARGIN)),
-    ("dpo", {"label_smoothing": 0.2}, -0.8 * log_sigmoid(0.1 * MARGIN) - 0.2 * log_sigmoid(-0.1 * MARGIN)),
+    (
+        "dpo",
+        {"label_smoothing": 0.2},
+        -0.8 * log_sigmoid(0.1 * MARGIN) - 0.2 * log_sigmoid(-0.1 * MARGIN),
+    ),
     ("dpo", {"loss_type": "hinge", "beta": 0.2}, 1 - 0.2 * MARGIN),
     ("dpo", {"loss_type": "hinge", "beta": 1.0}, 0.0),
     (
@@ -58,7 +70,9 @@ FORMULAS: list[tuple[str, dict[str, Any], float]] = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "options", "expected"), FORMULAS)
-def test_pair_losses_match_their_formulas(name: str, options: dict[str, Any], expected: float) -> None:
+def test_pair_losses_match_their_formulas(
+    name: str, options: dict[str, Any], expected: float
+) -> None:
     row = OBJECTIVES[name]
     settings = LossSettings(**options)
     without = [(policy, 0.0, tokens) for policy, _, tokens in (CHOSEN, REJECTED)]
@@ -73,7 +87,9 @@ def test_pair_losses_match_their_formulas(name: str, options: dict[str, Any], ex
 def test_kto_loss_matches_its_formula(desired: float) -> None:
     objective = make_objective("kto", LossSettings(kto_weights=(2.0, 1.0)))
     totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
-    expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
+    expected = (
+        2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
+    )
     none = torch.zeros(1, 0, dtype=torch.int64)
     numbers = (torch.tensor([value]) for value in (4.0, desired, -14.0))
     batch = MicroBatch(none, none[0], none[0], [4], *numbers)
@@ -84,7 +100,8 @@ def test_kto_loss_matches_its_formula(desired: float) -> None:
     assert math.isnan(metrics["rewards/margins"]) and metrics["kl"] == 0.5
 
 
-# Pairs with a reference, without one, and answers with labels are split over ranks in continuous integration.
+# Pairs with a reference, without one, and answers with labels are split over ranks in continuous
+# integration.
 SPLIT = {("dpo", 2), ("cpo", 2), ("kto", 4)}
 SPLITS = [(case, 1) for case in CASES] + [
     pytest.param(*each, marks=pytest.mark.slow if each in SPLIT else pytest.mark.nightly)
@@ -93,17 +110,25 @@ SPLITS = [(case, 1) for case in CASES] + [
 
 
 @pytest.mark.parametrize(("case", "ranks"), SPLITS)
-def test_ten_preference_steps_match_trl(case: str, ranks: int, models: Models, tmp_path: Path) -> None:
+def test_ten_preference_steps_match_trl(
+    case: str, ranks: int, models: Models, tmp_path: Path
+) -> None:
     model_type, options = CASES[case]
-    run = options_of_a_run(models(model_type), tmp_path, make_labeled() if case == "kto" else make_pairs())
-    size = 2 if ranks == 4 else 4  # two micro-batches on one rank, one of them on each of two, a half on each of four
+    run = options_of_a_run(
+        models(model_type), tmp_path, make_labeled() if case == "kto" else make_pairs()
+    )
+    # two micro-batches on one rank, one of them on each of two, a half on each of four
+    size = 2 if ranks == 4 else 4
     split = {"batch_size": size, "gradient_accumulation_steps": 8 // size // ranks}
     train_ok(ranks, tmp_path / "out", **run, **options, **split, optimizer="sgd", lr=LR)
-    found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = TRL[case]["steps"]
     assert len(found) == len(steps) == STEPS
     for ours, trl in zip(found, steps, strict=True):
-        if case == "orpo":  # TRL's likelihood is that of the prompts too, so only the start is the same
+        # TRL's likelihood is that of the prompts too, so only the start is the same
+        if case == "orpo":
             ours, trl = ({**each, "loss": each["loss"] - each["nll_loss"]} for each in (ours, trl))
             del trl["nll_loss"], trl["grad_norm"]
         assert {key: ours[key] for key in trl} == pytest.approx(trl, rel=OFF, abs=OFF)

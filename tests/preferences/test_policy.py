@@ -1,4 +1,6 @@
-"""What is learned of sampled answers: steps against TRL's GRPOTrainer, gradients against formulas in float64."""
+"""What is learned of sampled answers: steps against TRL's GRPOTrainer, gradients against formulas
+in float64.
+"""
 
 import contextlib
 import json
@@ -47,16 +49,24 @@ OF_ANSWERS = ("reward", "frac_", "completions/")
 
 
 @pytest.fixture(scope="module")
-def starts(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def starts(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path]]:
     """Family -> a model and the adapter to start from."""
     folder = tmp_path_factory.mktemp("starts")
     families = {family for family, _ in CASES.values()}
-    return {family: (models(family), make_adapter(models(family), folder / family)) for family in families}
+    return {
+        family: (models(family), make_adapter(models(family), folder / family))
+        for family in families
+    }
 
 
 def gains(scale_rewards: str) -> list[list[float]]:
     """The advantages of the answers of each generation."""
-    rewards = [np.array([each.reward for each in answers(number)]).reshape(-1, ANSWERS) for number in range(STEPS)]
+    rewards = [
+        np.array([each.reward for each in answers(number)]).reshape(-1, ANSWERS)
+        for number in range(STEPS)
+    ]
     return [advantages(each, scale_rewards).ravel().tolist() for each in rewards]
 
 
@@ -66,11 +76,16 @@ def numbers(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_five_grpo_steps_match_trl(ranks: int, starts: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_five_grpo_steps_match_trl(
+    ranks: int, starts: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
     runs = []
     for number, (case, (family, options)) in enumerate(CASES.items()):
         # Two micro-batches on one rank, one or two on each of two.
-        split = {"batch_size": 6 // (1 + number % 2), "gradient_accumulation_steps": 2 * (1 + number % 2) // ranks}
+        split = {
+            "batch_size": 6 // (1 + number % 2),
+            "gradient_accumulation_steps": 2 * (1 + number % 2) // ranks,
+        }
         batching = {"batching": ("padding_free", "padded", "packed")[number % 3]}
         runs.append(run_on(*starts[family], tmp_path / case, **split, **batching, **options))
     ours_of_cases = [gains(options.get("scale_rewards", "group")) for _, options in CASES.values()]
@@ -80,9 +95,15 @@ def test_five_grpo_steps_match_trl(ranks: int, starts: dict[str, tuple[Path, Pat
         found = numbers(tmp_path / case)
         assert len(found) == len(TRL[case]["steps"]) == STEPS
         for ours, theirs in zip(found, TRL[case]["steps"], strict=True):
-            expected = {key: value for key, value in theirs.items() if not key.startswith(OF_ANSWERS)}
-            assert {key: ours[key] for key in expected} == pytest.approx(expected, rel=OFF, abs=OFF), case
-        assert sketch(tmp_path / case) == pytest.approx(TRL[case]["adapter"], rel=OFF, abs=OFF), case
+            expected = {
+                key: value for key, value in theirs.items() if not key.startswith(OF_ANSWERS)
+            }
+            assert {key: ours[key] for key in expected} == pytest.approx(
+                expected, rel=OFF, abs=OFF
+            ), case
+        assert sketch(tmp_path / case) == pytest.approx(TRL[case]["adapter"], rel=OFF, abs=OFF), (
+            case
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,14 +136,22 @@ def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
 
 # --- all at once, in plain torch ---
 
-ALL = {"loss_type": "dr_grpo", "beta": 0.2, "temperature": 0.7, "num_iterations": 2, "epsilon": "0.05,0.1"}
+ALL = {
+    "loss_type": "dr_grpo",
+    "beta": 0.2,
+    "temperature": 0.7,
+    "num_iterations": 2,
+    "epsilon": "0.05,0.1",
+}
 ALL |= {"rollout_url": "http://localhost:1"}
 ADVANTAGES = [[(-1) ** i * (0.3 + 0.1 * i) for i in range(12)] for _ in range(STEPS)]
 
 
 def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
     """The steps of ALL, one answer after the other, with nothing of ours."""
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), start, is_trainable=True).double()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), start, is_trainable=True
+    ).double()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     begin = [parameter.detach().clone() for parameter in trained]
 
@@ -156,9 +185,13 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
         weights = []
         entropies = []
         pairs = [
-            pair for own, each in zip(old, found, strict=True) for pair in zip(own.tolist(), each.logps, strict=True)
+            pair
+            for own, each in zip(old, found, strict=True)
+            for pair in zip(own.tolist(), each.logps, strict=True)
         ]
-        for answer, advantage, before, known in zip(found, ADVANTAGES[0], old, reference, strict=True):
+        for answer, advantage, before, known in zip(
+            found, ADVANTAGES[0], old, reference, strict=True
+        ):
             spread = distributions(answer)
             entropies += (-(spread.exp() * spread).sum(dim=-1)).tolist()
             for i, token in enumerate(answer.completion):
@@ -166,7 +199,9 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
                 better = ratio * advantage
                 clipped = ratio.clamp(0.95, 1.1) * advantage
                 weight = min(3.0, float((before[i] - answer.logps[i]).exp()))
-                kl = ratio * ((known[i] - spread[i, token]).exp() - (known[i] - spread[i, token]) - 1)
+                kl = ratio * (
+                    (known[i] - spread[i, token]).exp() - (known[i] - spread[i, token]) - 1
+                )
                 loss = loss - min(better, clipped) * weight + 0.2 * kl
                 kls.append(kl.item())
                 ratios.append((ratio.item(), advantage))
@@ -178,10 +213,20 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
             for parameter in trained:
                 parameter -= LR * parameter.grad
                 parameter.grad = None
-        means = {"kl": kls, "entropy": entropies, "sampling/importance_sampling_ratio/mean": weights}
-        means["sampling/sampling_logp_difference/mean"] = [abs(before - sampled) for before, sampled in pairs]
-        means["clip_ratio/low_mean"] = [ratio < 0.95 and advantage < 0 for ratio, advantage in ratios]
-        means["clip_ratio/high_mean"] = [ratio > 1.1 and advantage > 0 for ratio, advantage in ratios]
+        means = {
+            "kl": kls,
+            "entropy": entropies,
+            "sampling/importance_sampling_ratio/mean": weights,
+        }
+        means["sampling/sampling_logp_difference/mean"] = [
+            abs(before - sampled) for before, sampled in pairs
+        ]
+        means["clip_ratio/low_mean"] = [
+            ratio < 0.95 and advantage < 0 for ratio, advantage in ratios
+        ]
+        means["clip_ratio/high_mean"] = [
+            ratio > 1.1 and advantage > 0 for ratio, advantage in ratios
+        ]
         found_means = {name: sum(values) / len(values) for name, values in means.items()}
         steps.append({"loss": loss.item(), "grad_norm": norm.item(), **found_means})
     return steps
@@ -195,7 +240,9 @@ def test_all_policy_options_together_match_float64_formulas(
     statuses, said = on_ranks(1, learn, ([run, in_fp16], [ADVANTAGES] * 2), tmp_path / "logs")
     assert statuses == [0], said[-5000:]
     expected = in_float64(*starts["llama"])
-    assert all(max(step[f"clip_ratio/{side}_mean"] for step in expected) > 0 for side in ("low", "high"))
+    assert all(
+        max(step[f"clip_ratio/{side}_mean"] for step in expected) > 0 for side in ("low", "high")
+    )
     for ours, exact in zip(numbers(tmp_path / "out"), expected, strict=True):
         assert {name: ours[name] for name in exact} == pytest.approx(exact, rel=OFF, abs=OFF)
     scaled = numbers(tmp_path / "fp16")
@@ -214,9 +261,15 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "one by one": (1, {"batch_size": 1, "gradient_accumulation_steps": 12, "recompute": "none"}),
     "whole logits": (1, {"batch_size": 3, "gradient_accumulation_steps": 4}),
     "two ranks": (2, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
-    "shared rows": (2, {"batch_size": 4, "gradient_accumulation_steps": 3, "context_parallel_size": 2}),
+    "shared rows": (
+        2,
+        {"batch_size": 4, "gradient_accumulation_steps": 3, "context_parallel_size": 2},
+    ),
     "a rank without rows": (5, {"batch_size": 3, "batching": "padded"}),
-    "shared by two": (4, {"batch_size": 3, "gradient_accumulation_steps": 2, "context_parallel_size": 2}),
+    "shared by two": (
+        4,
+        {"batch_size": 3, "gradient_accumulation_steps": 2, "context_parallel_size": 2},
+    ),
 }
 
 
@@ -229,7 +282,11 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     ],
 )
 def test_numbers_do_not_depend_on_the_split_of_answers(
-    options: dict[str, Any], most_ranks: int, starts: dict[str, tuple[Path, Path]], models: Models, tmp_path: Path
+    options: dict[str, Any],
+    most_ranks: int,
+    starts: dict[str, tuple[Path, Path]],
+    models: Models,
+    tmp_path: Path,
 ) -> None:
     splits = {name: split for name, (ranks, split) in SPLITS.items() if ranks <= most_ranks}
     for ranks in {SPLITS[name][0] for name in splits}:
@@ -238,14 +295,18 @@ def test_numbers_do_not_depend_on_the_split_of_answers(
             base, start = starts["llama"]
             base = models("llama", logit_unknown=2.0) if name == "whole logits" else base
             runs.append(run_on(base, start, tmp_path / name, **options, **splits[name]))
-        statuses, said = on_ranks(ranks, learn, (runs, [ADVANTAGES] * len(runs)), tmp_path / f"logs_{ranks}")
+        statuses, said = on_ranks(
+            ranks, learn, (runs, [ADVANTAGES] * len(runs)), tmp_path / f"logs_{ranks}"
+        )
         assert statuses == [0] * ranks, said[-5000:]
         assert ranks > 1 or said.count("computed from whole logits") == 1
     whole = numbers(tmp_path / "whole")
     kept = {"loss", "grad_norm", "kl", "entropy", "clip_ratio/region_mean"} & whole[0].keys()
     for name in splits:
         for ours, expected in zip(numbers(tmp_path / name), whole, strict=True):
-            assert [ours[key] for key in kept] == pytest.approx([expected[key] for key in kept], rel=OFF, abs=OFF), name
+            assert [ours[key] for key in kept] == pytest.approx(
+                [expected[key] for key in kept], rel=OFF, abs=OFF
+            ), name
 
 
 def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
@@ -255,9 +316,14 @@ def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
     old = torch.tensor([-1.5, -1.5])
     answers = {"old_logps": old, "advantages": torch.ones(2)}
     batch: Any = SimpleNamespace(answers=answers, targets=torch.tensor([3, 4]))
-    measured = objective.measure(torch.stack([-logps, torch.zeros(2)]), batch, Totals(2, num_targets=2))
+    measured = objective.measure(
+        torch.stack([-logps, torch.zeros(2)]), batch, Totals(2, num_targets=2)
+    )
     means = objective.means(measured.tolist(), Totals(2, num_targets=2))
-    found = [means[f"sampling/{name}/mean"] for name in ("importance_sampling_ratio", "sampling_logp_difference")]
+    found = [
+        means[f"sampling/{name}/mean"]
+        for name in ("importance_sampling_ratio", "sampling_logp_difference")
+    ]
     assert found == [1, 0]
 
 
@@ -273,8 +339,14 @@ def test_old_probabilities_come_from_the_micro_batches_of_the_step(batching: str
         seen.append(batch.input_ids)
         return torch.zeros(1, len(batch.targets)), batch
 
-    usual = {"attending": contextlib.nullcontext, "heartbeat": Heartbeat(), "token_losses": token_losses}
-    forward: Any = SimpleNamespace(**usual, collator=of_step.collator, model=torch.nn.Module(), ranks=ONE)
+    usual = {
+        "attending": contextlib.nullcontext,
+        "heartbeat": Heartbeat(),
+        "token_losses": token_losses,
+    }
+    forward: Any = SimpleNamespace(
+        **usual, collator=of_step.collator, model=torch.nn.Module(), ranks=ONE
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     token_logprobs(forward, table)
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""The reference that passes through the model beside the policy: right in every layout, gathered once, never moving."""
+"""The reference that passes through the model beside the policy: right in every layout, gathered
+once, never moving.
+"""
 
 import json
 import os
@@ -32,7 +34,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qlora": ("qwen2", {}, {"train_type": "qlora"}),
     "bnb_dora": ("llama", {}, {"train_type": "bnb_dora"}),
     "hqq_lora": ("llama", {}, {"train_type": "hqq_lora"}),
-    "experts": ("mixtral", MOE, {"train_type": "qlora", "lora_target_parameters": "gate_up_proj,down_proj"}),
+    "experts": (
+        "mixtral",
+        MOE,
+        {"train_type": "qlora", "lora_target_parameters": "gate_up_proj,down_proj"},
+    ),
     "whole logits": ("llama", {"logit_unknown": 2.0}, {"train_type": "lora"}),
 }
 
@@ -57,11 +63,16 @@ def records(output: Path) -> list[dict[str, Any]]:
 def numbers(output: Path) -> list[dict[str, float]]:
     """Losses and metrics of pairs, of all steps and evaluations."""
     kept = ("loss", "eval_loss", "grad_norm")
-    return [{key: record[key] for key in record if key in kept or "/" in key} for record in records(output)]
+    return [
+        {key: record[key] for key in record if key in kept or "/" in key}
+        for record in records(output)
+    ]
 
 
 @pytest.mark.parametrize("part", all_slow_but("", PARTS, nightly=["more"]))
-def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(part: str, models: Models, tmp_path: Path) -> None:
+def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(
+    part: str, models: Models, tmp_path: Path
+) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora")
     train_ok(2, tmp_path / "plain", **run, batch_size=3)
     expected = numbers(tmp_path / "plain")
@@ -82,63 +93,115 @@ def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(part: str, models
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("bnb_dora", "hqq_lora"))) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("bnb_dora", "hqq_lora")))
+        for kind in KINDS
+    ],
 )
-def test_the_reference_is_the_base_and_does_not_move(kind: str, models: Models, tmp_path: Path) -> None:
+def test_the_reference_is_the_base_and_does_not_move(
+    kind: str, models: Models, tmp_path: Path
+) -> None:
     family, sizes, changed = KINDS[kind]
-    train_ok(2, tmp_path / "out", **options(models(family, **sizes), tmp_path, batch_size=6, **changed))
+    train_ok(
+        2, tmp_path / "out", **options(models(family, **sizes), tmp_path, batch_size=6, **changed)
+    )
     first, *_, last = (record for record in records(tmp_path / "out") if "eval_loss" in record)
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
     assert first["eval_loss"] == pytest.approx(0.693147, rel=1e-5)
     assert last["rewards/accuracies"] == 1 and last["eval_loss"] < 0.5
     for side in ("chosen", "rejected"):
-        reference = [record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)]
+        reference = [
+            record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)
+        ]
         assert reference[1] == pytest.approx(reference[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("start", ["adapter", "loftq"])
-def test_an_adapter_that_training_starts_from_is_the_reference(start: str, models: Models, tmp_path: Path) -> None:
+def test_an_adapter_that_training_starts_from_is_the_reference(
+    start: str, models: Models, tmp_path: Path
+) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora", batch_size=6)
     train_ok(1, tmp_path / "earlier", **{**run, "objective": "cpo"})
     base = next(record for record in records(tmp_path / "earlier") if "eval_loss" in record)
-    begin = {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "loftq"}
-    train_ok(2, tmp_path / "whole", **run, **begin, save_every=3, lora_dropout=0 if start == "adapter" else 0.1)
+    begin = (
+        {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "loftq"}
+    )
+    train_ok(
+        2,
+        tmp_path / "whole",
+        **run,
+        **begin,
+        save_every=3,
+        lora_dropout=0 if start == "adapter" else 0.1,
+    )
     first, *_, last = (record for record in records(tmp_path / "whole") if "eval_loss" in record)
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
     assert last["rewards/accuracies"] == 1
     for side in ("chosen", "rejected"):
-        reference = [record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)]
+        reference = [
+            record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)
+        ]
         assert reference[1] == pytest.approx(reference[0], rel=1e-5)
         assert reference[0] != pytest.approx(base[f"logps/{side}"], rel=1e-4)
-    train_ok(2, tmp_path / "resumed", **run, **begin, resume=tmp_path / "whole/checkpoints/step_000003",
-             lora_dropout=0 if start == "adapter" else 0.1)  # fmt: skip
+    train_ok(
+        2,
+        tmp_path / "resumed",
+        **run,
+        **begin,
+        resume=tmp_path / "whole/checkpoints/step_000003",
+        lora_dropout=0 if start == "adapter" else 0.1,
+    )
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
-    whole, resumed = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    whole, resumed = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "resumed")
+    )
     assert whole == resumed and (tmp_path / "whole/best").is_dir()
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_a_precomputed_reference_is_that_of_the_pass_to_the_bit(objective: str, models: Models, tmp_path: Path) -> None:
-    """Also from a checkpoint on, without the cache; and it is read again unless base, adapter or rows have changed."""
+def test_a_precomputed_reference_is_that_of_the_pass_to_the_bit(
+    objective: str, models: Models, tmp_path: Path
+) -> None:
+    """Also from a checkpoint on, without the cache; and it is read again unless base, adapter or
+    rows have changed.
+    """
     pairs = make_pairs(16, seed=3)
-    rows = [{"prompt": p["prompt"], "completion": p["chosen"], "label": True} for p in pairs[:8]] + [
-        {"prompt": p["prompt"], "completion": p["rejected"], "label": False} for p in pairs[8:]
-    ]
+    rows = [
+        {"prompt": p["prompt"], "completion": p["chosen"], "label": True} for p in pairs[:8]
+    ] + [{"prompt": p["prompt"], "completion": p["rejected"], "label": False} for p in pairs[8:]]
     file = write_rows(tmp_path / "own.jsonl", rows if objective == "kto" else pairs)
-    run = options(models("llama"), tmp_path, dataset=file, objective=objective, train_type="qlora", batch_size=3)
+    run = options(
+        models("llama"),
+        tmp_path,
+        dataset=file,
+        objective=objective,
+        train_type="qlora",
+        batch_size=3,
+    )
     before = {**run, "precompute_reference": True}
     found = "log-probabilities are read"
     train_ok(2, tmp_path / "beside", **run, save_every=3)
     assert found not in train_ok(2, tmp_path / "whole", **before)
-    assert found in train_ok(1, tmp_path / "again", **{**before, "lr": 1e-4, "beta": 0.3, "lora_rank": 4})
+    assert found in train_ok(
+        1, tmp_path / "again", **{**before, "lr": 1e-4, "beta": 0.3, "lora_rank": 4}
+    )
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "beside")
     with mock.patch.dict(os.environ, FSDP_QLORA_CACHE=str(tmp_path / "empty")):
-        train_ok(2, tmp_path / "resumed", **before, resume=tmp_path / "beside/checkpoints/step_000003")
+        train_ok(
+            2, tmp_path / "resumed", **before, resume=tmp_path / "beside/checkpoints/step_000003"
+        )
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "whole")
-    changes: list[dict[str, Any]] = [{"model_name": models("llama", rope_theta=7.0)}, {"adapter": tmp_path / "whole"}]
+    changes: list[dict[str, Any]] = [
+        {"model_name": models("llama", rope_theta=7.0)},
+        {"adapter": tmp_path / "whole"},
+    ]
     changes += [{"train_type": "lora"}, {"dataset": write_rows(tmp_path / "other.jsonl", rows[1:])}]
     for number, changed in enumerate(changes if objective == "kto" else []):
-        assert found not in train_ok(1, tmp_path / str(number), **{**before, **changed, "max_steps": 1})
+        assert found not in train_ok(
+            1, tmp_path / str(number), **{**before, **changed, "max_steps": 1}
+        )
 
 
 def _train_counting_gathers(argv: list[str], file: Path) -> int:
@@ -166,13 +229,19 @@ def _train_counting_gathers(argv: list[str], file: Path) -> int:
     return status
 
 
-def test_policy_and_reference_gather_each_block_once_for_both(models: Models, tmp_path: Path) -> None:
+def test_policy_and_reference_gather_each_block_once_for_both(
+    models: Models, tmp_path: Path
+) -> None:
     counts = []
     for objective in ("cpo", "dpo"):  # without and with a reference
-        run = options(models("llama"), tmp_path, train_type="qlora", objective=objective, batch_size=6)
+        run = options(
+            models("llama"), tmp_path, train_type="qlora", objective=objective, batch_size=6
+        )
         argv = flags(**run, output_dir=tmp_path / objective, quant_cache="off", log_to="stdout")
         file = tmp_path / f"{objective}.txt"
-        statuses, said = on_ranks(2, _train_counting_gathers, (argv, file), tmp_path / f"{objective}_logs")
+        statuses, said = on_ranks(
+            2, _train_counting_gathers, (argv, file), tmp_path / f"{objective}_logs"
+        )
         assert statuses == [0, 0], said[-3000:]
         counts.append(json.loads(file.read_text()))
     assert counts[0] == counts[1] and counts[0][0] > 4
@@ -200,14 +269,21 @@ def test_reference_pass_keeps_no_graph() -> None:
         policy, beside = model(x).chunk(2)
     assert torch.equal(policy, beside)  # without adapters
     beside.sum().backward()
-    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    assert all(
+        not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None
+    )
 
 
 @pytest.mark.slow
 def test_a_model_that_refuses_two_batches_in_one_is_named(models: Models, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "sort", "chosen": " go", "rejected": " no"}) + "\n")
-    options = {"model_name": models("gpt_bigcode"), "dataset": path, "objective": "dpo", "train_type": "lora"}
+    options = {
+        "model_name": models("gpt_bigcode"),
+        "dataset": path,
+        "objective": "dpo",
+        "train_type": "lora",
+    }
     argv = flags(output_dir=tmp_path / "out", context_length=64, log_to="stdout", **options)
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [2] and "refuses a reference beside the model that trains" in output

@@ -12,7 +12,14 @@ import pytest
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
-from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, DataReport, Lengths, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.rows import (
+    INDEXED_BY,
+    NO_ROWS,
+    DataReport,
+    Lengths,
+    TokenizedRows,
+    join_rows,
+)
 from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS
@@ -27,11 +34,13 @@ from fsdp_qlora.utils.errors import UserError
 from tests.tiny import spelled_tokenizer
 
 CHAT = (
-    "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+    "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{% if m.role == 'assistant' "
+    "%}{{ eos_token }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 ASKED, GO, NO = (
-    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "go"), ("assistant", "no"))
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("assistant", "go"), ("assistant", "no"))
 )
 SYSTEM = {"role": "system", "content": "s"}
 SHARED = [{"from": "human", "value": "hi"}]
@@ -49,7 +58,10 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
         {"instruction": "h", "input": "i", "chosen_response": " go", "rejected_response": " no"},
         ("[u]h\n\ni[a]| go</s>", "[u]h\n\ni[a]| no</s>"),
     ),
-    ({"system": "s", "question": "hi", "chosen": "go", "rejected": "no"}, ("[s]s" + CHATS[0], "[s]s" + CHATS[1])),
+    (
+        {"system": "s", "question": "hi", "chosen": "go", "rejected": "no"},
+        ("[s]s" + CHATS[0], "[s]s" + CHATS[1]),
+    ),
     ({"prompt": [ASKED], "chosen": [GO], "rejected": [NO]}, CHATS),
     ({"prompt": [ASKED], "chosen": GO, "rejected": NO}, CHATS),
     ({"prompt": "hi", "chosen": [GO], "rejected": [NO]}, CHATS),
@@ -57,7 +69,11 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"prompt": "hi", "chosen": [ASKED, GO], "rejected": [ASKED, NO]}, CHATS),
     ({"chosen_messages": [ASKED, GO], "rejected_messages": [ASKED, NO]}, CHATS),
     (
-        {"conversations": SHARED, "chosen": {"from": "gpt", "value": "go"}, "rejected": {"from": "gpt", "value": "no"}},
+        {
+            "conversations": SHARED,
+            "chosen": {"from": "gpt", "value": "go"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
         CHATS,
     ),
     ({"messages": [ASKED], "chosen": GO, "rejected": NO}, CHATS),
@@ -66,11 +82,23 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"chosen": "hi: go on", "rejected": "hi: go in"}, ("<s>hi: go| on</s>", "<s>hi: go| in</s>")),
     ({"chosen": "hi: go", "rejected": "hi: go, so"}, ("<s>hi: go|</s>", "<s>hi: go|, so</s>")),
     ({"chosen": "hi: gone", "rejected": "hi: go"}, ("<s>hi:| gone</s>", "<s>hi:| go</s>")),
-    ({"chosen": "hi e\u0301", "rejected": "hi e\u0300"}, ("<s>hi| e\u0301</s>", "<s>hi| e\u0300</s>")),
+    (
+        {"chosen": "hi e\u0301", "rejected": "hi e\u0300"},
+        ("<s>hi| e\u0301</s>", "<s>hi| e\u0300</s>"),
+    ),
     ({"chosen": "hi isn't", "rejected": "hi isn's"}, ("<s>hi| isn't</s>", "<s>hi| isn's</s>")),
-    ({"chosen": "hi e\u0301a", "rejected": "hi e\u0301b"}, ("<s>hi| e\u0301a</s>", "<s>hi| e\u0301b</s>")),
-    ({"chosen": "天気は良い", "rejected": "天気は悪い"}, ("<s>天気は|良い</s>", "<s>天気は|悪い</s>")),
-    ({"prompt": [SYSTEM, ASKED], "chosen": [GO], "rejected": [NO]}, ("[s]s[u]hi[a]|go</s>", "[s]s[u]hi[a]|no</s>")),
+    (
+        {"chosen": "hi e\u0301a", "rejected": "hi e\u0301b"},
+        ("<s>hi| e\u0301a</s>", "<s>hi| e\u0301b</s>"),
+    ),
+    (
+        {"chosen": "天気は良い", "rejected": "天気は悪い"},
+        ("<s>天気は|良い</s>", "<s>天気は|悪い</s>"),
+    ),
+    (
+        {"prompt": [SYSTEM, ASKED], "chosen": [GO], "rejected": [NO]},
+        ("[s]s[u]hi[a]|go</s>", "[s]s[u]hi[a]|no</s>"),
+    ),
     (
         {"chosen": [ASKED, GO, ASKED, NO], "rejected": [ASKED, GO, ASKED, GO]},
         ("[u]hi[a]go</s>[u]hi[a]|no</s>", "[u]hi[a]go</s>[u]hi[a]|go</s>"),
@@ -83,7 +111,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None, "chosen": "go", "rejected": "no"}, "different prompts"),
     ({"chosen": "go", "rejected": "gone"}, "different prompts"),
     ({"chosen": "hi go", "rejected": "hi go "}, "chosen and rejected are the same"),
-    ({"chosen": [ASKED, {**GO, "reasoning": "\ud83d"}], "rejected": [ASKED, NO]}, "turn 2 has half a surrogate pair"),
+    (
+        {"chosen": [ASKED, {**GO, "reasoning": "\ud83d"}], "rejected": [ASKED, NO]},
+        "turn 2 has half a surrogate pair",
+    ),
     ({"chosen": [SYSTEM, GO], "rejected": [ASKED, NO]}, "different prompts"),
     ({"chosen": [ASKED, GO], "rejected": [ASKED]}, "empty rejected"),
     ({"chosen": [ASKED, GO], "rejected": [ASKED, GO]}, "same"),
@@ -91,12 +122,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[TokenizedRows, DataReport]:
+def prepared(
+    rows: list[dict[str, Any]], folder: Path, **options: Any
+) -> tuple[TokenizedRows, DataReport]:
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = CHAT
-    config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options})
+    config = TrainConfig(
+        dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options}
+    )
     return prepare_rows(tokenizer, pick_data(config))[:2]
 
 
@@ -118,9 +153,15 @@ def test_both_answers_are_learned_after_their_common_prompt(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_uninformative_pairs_are_refused_with_the_reason(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_uninformative_pairs_are_refused_with_the_reason(
+    row: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     good = next(pair for pair, _ in ROWS if pair.keys() >= row.keys())
-    with pytest.raises(UserError, match=rf"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: .*{reason}"):
+    with pytest.raises(
+        UserError,
+        match=r"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: "
+        rf".*{reason}",
+    ):
         prepared([good, row], tmp_path)
     assert len(prepared([good, row], tmp_path, max_bad_rows=0.5)[0]) == 1
 
@@ -144,18 +185,30 @@ TOOL = [{"name": "f"}]
         ({"query": "hi", "functions": TOOL, "completion": "go", "label": True}, "tools"),
     ],
 )
-def test_columns_beside_a_prompt_are_used_or_refused(row: dict[str, Any], column: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{column} .*is filled.* --columns ignore={column} trains without it"):
+def test_columns_beside_a_prompt_are_used_or_refused(
+    row: dict[str, Any], column: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=rf"{column} .*is filled.* --columns ignore={column} trains "
+        r"without it",
+    ):
         prepared([row], tmp_path, objective="kto" if "label" in row else "dpo")
 
 
 @pytest.mark.quick
 def test_tools_make_text_a_chat(tmp_path: Path) -> None:
-    (tmp_path / "a.jinja").write_text("{{ tools[0].name if tools }}" + CHAT.replace("[a]", "[a]<think>"))
+    (tmp_path / "a.jinja").write_text(
+        "{{ tools[0].name if tools }}" + CHAT.replace("[a]", "[a]<think>")
+    )
     thought = {"chosen": [{**GO, "content": "<think>so</think>go"}], "rejected": [NO]}
     tools = {"prompt": "hi", "tools": TOOL, **ANSWERS}
-    rows, _ = prepared([{"prompt": "hi", **thought}, tools], tmp_path, prompt_template=str(tmp_path / "a.jinja"))
-    assert "f[u]hi[a] go" in spelled_tokenizer("byte_level").decode(rows.input_ids).replace("</s>", "")
+    rows, _ = prepared(
+        [{"prompt": "hi", **thought}, tools], tmp_path, prompt_template=str(tmp_path / "a.jinja")
+    )
+    assert ("f[u]hi[a] go") in spelled_tokenizer("byte_level").decode(rows.input_ids).replace(
+        "</s>", ""
+    )
 
 
 @pytest.mark.quick
@@ -164,14 +217,20 @@ def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path: Pat
         {"prompt": "hi", "chosen": " so so go", "rejected": " so so no"},
         {"prompt": "hi", "chosen": " go", "rejected": " no"},
     ]
-    assert prepared(rows, tmp_path, context_length=5, max_bad_rows=0.5)[0].row_numbers.tolist() == [2]
+    assert prepared(rows, tmp_path, context_length=5, max_bad_rows=0.5)[0].row_numbers.tolist() == [
+        2
+    ]
 
 
 @pytest.mark.quick
 def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Path) -> None:
     for _ in range(2):
         prepared([ROWS[0][0]], tmp_path)
-        with pytest.raises(UserError, match=r"preferences .*--objective dpo.*--columns completion=chosen"):
+        with pytest.raises(
+            UserError,
+            match=r"preferences .*--objective dpo.*--columns "
+            r"completion=chosen",
+        ):
             prepared([ROWS[0][0]], tmp_path, objective="sft")
         single = [{"prompt": "hi", "completion": " go"}]
         prepared(single, tmp_path, objective="sft")
@@ -182,10 +241,14 @@ def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Pa
 @pytest.mark.quick
 def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) -> None:
     rows, _ = prepared(
-        [pair for pair, _ in ROWS[:1]] + [{"prompt": "hi", "chosen": " go go go", "rejected": "no"}], tmp_path
+        [pair for pair, _ in ROWS[:1]]
+        + [{"prompt": "hi", "chosen": " go go go", "rejected": "no"}],
+        tmp_path,
     )
     chosen = np.array([1, 0])
-    joined, padded = (lay_out(rows, chosen, pad_token_id=1) for lay_out in (concatenate_rows, pad_rows))
+    joined, padded = (
+        lay_out(rows, chosen, pad_token_id=1) for lay_out in (concatenate_rows, pad_rows)
+    )
     assert joined.documents["document_lengths"] == [9, 4, 5, 5]
     assert joined.num_targets == padded.num_targets == [7, 2, 3, 3]
     assert padded.input_ids.shape == (4, 9)
@@ -215,7 +278,8 @@ def test_slices_and_joined_tables_keep_every_array() -> None:
     }
     joined = join_rows([whole, others])
     assert {name: len(array) for name, array in joined.arrays.items()} == {
-        name: len(array) + len(others.arrays[name]) - (name == "offsets") for name, array in whole.arrays.items()
+        name: len(array) + len(others.arrays[name]) - (name == "offsets")
+        for name, array in whole.arrays.items()
     }
     assert joined.as_documents.old_logps.tolist() == joined.old_logps.tolist()
     with pytest.raises(ValueError, match="advantages"):
@@ -224,8 +288,12 @@ def test_slices_and_joined_tables_keep_every_array() -> None:
 
 @pytest.mark.quick
 def test_no_name_of_a_micro_batch_means_two_things() -> None:
-    pairs = dataclasses.replace(filled(2, 100), desired=NO_ROWS.desired, advantages=NO_ROWS.advantages)
-    answers = dataclasses.replace(filled(2, 100), splits=NO_ROWS.splits, reference=NO_ROWS.reference)
+    pairs = dataclasses.replace(
+        filled(2, 100), desired=NO_ROWS.desired, advantages=NO_ROWS.advantages
+    )
+    answers = dataclasses.replace(
+        filled(2, 100), splits=NO_ROWS.splits, reference=NO_ROWS.reference
+    )
     of_documents = concatenate_rows(pairs, [0, 1], pad_token_id=1, shares_prompts=True).documents
     of_targets = concatenate_rows(answers, [0, 1], pad_token_id=1).answers
     assert "own_tokens" in of_documents and "advantages" in of_targets
@@ -254,7 +322,10 @@ def test_shared_prompts_are_planned_once_if_attention_allows() -> None:
         return RunRows(config, data, make_schedule(config, data, 1), implementation).longest()
 
     shared = longest(VARLEN)
-    assert shared.num_computed == (splits + others - expected).max() and sum(shared.of_documents) > shared.num_computed
+    assert (
+        shared.num_computed == (splits + others - expected).max()
+        and sum(shared.of_documents) > shared.num_computed
+    )
     assert longest(FLASH) == Lengths([8, 8]) == longest(None, batching="padded")
     assert longest(VARLEN, objective="kto") == Lengths([8])
 
@@ -273,7 +344,8 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     tokenizer = spelled_tokenizer("byte_level")
     assert rows.desired.tolist() == [True, False, True, False]
     texts = [
-        tokenizer.decode(rows.input_ids[slice(*rows.document_offsets[i : i + 2])]) for i in range(2 * len(LABELED))
+        tokenizer.decode(rows.input_ids[slice(*rows.document_offsets[i : i + 2])])
+        for i in range(2 * len(LABELED))
     ]
     assert texts[::2] == ["<s>hi go</s>", "<s>so no</s>", "[u]hi[a]go</s>", "[u]hi[a]no</s>"]
     assert texts[1::2] == ["<s>hino</s>", "<s>so go</s>", "[u]hi[a] no</s>", "[u]hi[a]go</s>"]
@@ -282,11 +354,22 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     assert learned.num_targets == rows.document_targets[[2, 4]].tolist()
     others = concatenate_rows(rows.as_documents, [3, 5], pad_token_id=1)
     assert others.num_targets == rows.document_targets[[3, 5]].tolist()
-    completed = [{"messages": [ASKED], "completion": [NO], "label": 1.0}, {"messages": [ASKED, GO], "label": 0.0}]
+    completed = [
+        {"messages": [ASKED], "completion": [NO], "label": 1.0},
+        {"messages": [ASKED, GO], "label": 0.0},
+    ]
     assert prepared(completed, tmp_path, objective="kto")[0].desired.tolist() == [True, False]
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
-    with pytest.raises(UserError, match=r"(?s)1 of 5 rows.*label is None, and can be true or false"):
-        prepared([*LABELED, {"prompt": "hi", "completion": " go", "label": None}], tmp_path, objective="kto")
+    with pytest.raises(
+        UserError,
+        match=r"(?s)1 of 5 rows.*label is None, and can be true or "
+        r"false",
+    ):
+        prepared(
+            [*LABELED, {"prompt": "hi", "completion": " go", "label": None}],
+            tmp_path,
+            objective="kto",
+        )
     with pytest.raises(UserError, match=r"its label is false.*--objective kto on both"):
         prepared(LABELED[:2], tmp_path, objective="sft")
 
@@ -303,7 +386,12 @@ RATED: list[tuple[tuple[object, ...], str]] = [
     ((8, "nan"), "rating is 'nan', and can be a number"),
 ]
 COMPLETIONS = [
-    {"prompt": "hi", "completions": [{"response": w, RATINGS[i % 3]: r} for w, r in zip(WORDS, each, strict=False)]}
+    {
+        "prompt": "hi",
+        "completions": [
+            {"response": w, RATINGS[i % 3]: r} for w, r in zip(WORDS, each, strict=False)
+        ],
+    }
     for i, (each, _) in enumerate(RATED)
 ]
 
@@ -315,7 +403,9 @@ def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path: Path) -> None:
     texts = [str(spelled_tokenizer("byte_level").decode(ids)) for ids in sides]
     found = [a[5:-4] + " over" + b[5:-4] for a, b in zip(texts[::2], texts[1::2], strict=True)]
     reasons = {number: reason for reason, numbers in report.rejected.items() for number in numbers}
-    assert found + [reasons[number] for number in sorted(reasons)] == [expected for _, expected in RATED]
+    assert found + [reasons[number] for number in sorted(reasons)] == [
+        expected for _, expected in RATED
+    ]
     lower, _ = prepared(COMPLETIONS, tmp_path, rating_threshold=5.5, max_bad_rows=0.7)
     assert lower.row_numbers.tolist() == [1, 2, 6]
     with pytest.raises(UserError, match="5 of 8 rows cannot be used"):
@@ -325,10 +415,17 @@ def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
     for name in RATINGS:
-        rows = [{"prompt": "hi", "completion": " go", name: 7}, {"messages": [ASKED, NO], name: "6.9"}]
-        assert prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)[0].desired.tolist() == [True, False]
+        rows = [
+            {"prompt": "hi", "completion": " go", name: 7},
+            {"messages": [ASKED, NO], name: "6.9"},
+        ]
+        assert prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)[
+            0
+        ].desired.tolist() == [True, False]
     listed, report = prepared(COMPLETIONS[:2], tmp_path, objective="kto", rating_threshold=5.0)
-    assert listed.desired.tolist() == [True, False, True, False, True, True] and report.num_apart == 4
+    assert (
+        listed.desired.tolist() == [True, False, True, False, True, True] and report.num_apart == 4
+    )
     assert listed.row_numbers.tolist() == [1, 1, 1, 2, 2, 2]
     for objective, rated, cure in (
         ("kto", rows, "kto"),
@@ -336,9 +433,14 @@ def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
         ("dpo", COMPLETIONS, "dpo"),
         ("sft", COMPLETIONS, "dpo"),
     ):
-        with pytest.raises(UserError, match=f"its answers have ratings.* --rating_threshold 7 --objective {cure}"):
+        with pytest.raises(
+            UserError, match=f"its answers have ratings.* --rating_threshold 7 --objective {cure}"
+        ):
             prepared(rated, tmp_path, objective=objective)
-    for wrong in (TrainConfig(rating_threshold=7.0), TrainConfig(objective="kto", dataset_format="rating")):
+    for wrong in (
+        TrainConfig(rating_threshold=7.0),
+        TrainConfig(objective="kto", dataset_format="rating"),
+    ):
         assert "--rating_threshold" in check(wrong)[0]
 
 
@@ -362,4 +464,6 @@ def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_pa
     rows, report = prepared([ROWS[2][0]], tmp_path)  # of any other model
     assert report.is_filled and not report.is_chat
     assert prompt_record("preference", ChosenTemplate(), is_filled=True)["kind"] == "template"
-    assert "### Instruction:\nhi\n\n### Response: go</s>" in spelled_tokenizer("byte_level").decode(rows.input_ids)
+    assert ("### Instruction:\nhi\n\n### Response: go</s>") in spelled_tokenizer(
+        "byte_level"
+    ).decode(rows.input_ids)

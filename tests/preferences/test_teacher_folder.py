@@ -1,4 +1,6 @@
-"""Folders that `fsdp-qlora teach` writes: a stranger's is checked, and nothing there is replaced or lost."""
+"""Folders that `fsdp-qlora teach` writes: a stranger's is checked, and nothing there is replaced or
+lost.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def options(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Options
     """Options of `teach` and, with another --teacher, of a student."""
     rows = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", make_rows(8))
     teacher = models("llama", num_hidden_layers=3)
-    run = run_options(models("llama"), rows, teacher=teacher, batch_size=4, context_length=512, top_k=K)
+    run = run_options(
+        models("llama"), rows, teacher=teacher, batch_size=4, context_length=512, top_k=K
+    )
     return run | {"nproc_per_node": 1, "device": "cpu", "log_to": "stdout", "quant_cache": "off"}
 
 
@@ -89,7 +93,9 @@ def test_values_that_no_teacher_says_are_refused(how: str, options: Options, fol
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", PLACES)
 @pytest.mark.parametrize("name", ["teacher.json", "000000.safetensors"])
-def test_what_is_no_file_is_refused_at_once(name: str, how: str, options: Options, folder: Path) -> None:
+def test_what_is_no_file_is_refused_at_once(
+    name: str, how: str, options: Options, folder: Path
+) -> None:
     [path] = folder.rglob(name)
     replace(path, how)
     assert name in refusal(options, folder)
@@ -131,10 +137,15 @@ def test_the_folder_that_teach_has_written_is_read(options: Options, folder: Pat
     told = read(options, folder)
     edit_settings(folder, teacher={"a": 1})  # which is for people
     assert all(torch.equal(value, told[name]) for name, value in read(options, folder).items())
-    assert told["teacher_ids"].shape[1] == K and (told["teacher_logps"].exp().sum(1) - 1).abs().max() < 0.01
+    assert (
+        told["teacher_ids"].shape[1] == K
+        and (told["teacher_logps"].exp().sum(1) - 1).abs().max() < 0.01
+    )
 
 
-def test_every_rank_refuses_a_strangers_folder_in_one_sentence(options: Options, folder: Path, tmp_path: Path) -> None:
+def test_every_rank_refuses_a_strangers_folder_in_one_sentence(
+    options: Options, folder: Path, tmp_path: Path
+) -> None:
     rewrite(files_of(folder)[0], TENSORS["an id twice"][0])
     run = {**options, "teacher": folder, "output_dir": tmp_path / "out", "nproc_per_node": 2}
     statuses, said = on_ranks(2, main, (["train", *flags(**run)],), tmp_path / "logs")
@@ -145,7 +156,9 @@ def test_every_rank_refuses_a_strangers_folder_in_one_sentence(options: Options,
 # --- teach ---
 
 
-def teach(options: Options, folder: Path, logs: Path | None = None, **changed: Any) -> tuple[int, str]:
+def teach(
+    options: Options, folder: Path, logs: Path | None = None, **changed: Any
+) -> tuple[int, str]:
     """The status of `teach` in a process of its own, and what it says."""
     argv = ["teach", *flags(**{**options, "output_dir": folder, **changed})]
     [status], said = on_ranks(1, main, (argv,), logs or folder.with_name("logs"))
@@ -154,7 +167,11 @@ def teach(options: Options, folder: Path, logs: Path | None = None, **changed: A
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize(
@@ -188,8 +205,11 @@ def test_teach_adds_other_rows_to_a_folder_and_keeps_those_there(
 
 
 @pytest.mark.slow
-def test_a_teacher_with_fewer_tokens_than_k_names_all_of_them(options: Options, models: Models, tmp_path: Path) -> None:
-    more = {"model_name": models("llama", vocab_size=330), "top_k": 330}  # rows of the embedding that no token has
+def test_a_teacher_with_fewer_tokens_than_k_names_all_of_them(
+    options: Options, models: Models, tmp_path: Path
+) -> None:
+    # rows of the embedding that no token has
+    more = {"model_name": models("llama", vocab_size=330), "top_k": 330}
     status, text = teach(options, tmp_path / "taught", **more)
     assert status == 0, text[-2000:]
     with safe_open(files_of(tmp_path / "taught")[0], framework="numpy") as file:
@@ -207,7 +227,9 @@ def test_a_teacher_that_gives_no_numbers_ends_its_pass_in_a_sentence(
     assert not files_of(tmp_path / "taught")
 
 
-def test_teach_does_not_write_beside_settings_that_it_cannot_read(options: Options, folder: Path) -> None:
+def test_teach_does_not_write_beside_settings_that_it_cannot_read(
+    options: Options, folder: Path
+) -> None:
     (folder / "teacher.json").write_text("{")
     before = content(folder)
     status, text = teach(options, folder)
@@ -223,7 +245,8 @@ def _limited(size: int, argv: list[str]) -> int:
 def test_files_that_cannot_be_written_end_a_teachers_pass_in_a_sentence(
     command: str, options: Options, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of the size of files stands for a full disk; with room again nothing is made twice, and nothing differs.
+    """A limit of the size of files stands for a full disk; with room again nothing is made twice,
+    and nothing differs.
 
     Two ranks, of which one writes.
     """
@@ -233,9 +256,15 @@ def test_files_that_cannot_be_written_end_a_teachers_pass_in_a_sentence(
     run = {**options, "output_dir": folder, "nproc_per_node": 2, "batch_size": 2}
     statuses, text = on_ranks(2, _limited, (size - 1, [command, *flags(**run)]), tmp_path / "logs")
     assert statuses == [2, 2] and "Traceback" not in text, text[-3000:]
-    assert "cannot be written to" in text and "to write. Free disk space: the same command continues" in text
+    assert ("cannot be written to") in text and (
+        "to write. Free disk space: the same command continues"
+    ) in text
     assert ("FSDP_QLORA_CACHE names another folder" in text) == (command == "train")
-    assert not [path for path in tmp_path.rglob("*") if ".partial" in path.name or path.suffix == ".safetensors"]
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if ".partial" in path.name or path.suffix == ".safetensors"
+    ]
     if command == "teach":
         statuses, text = on_ranks(2, main, (["teach", *flags(**run)],), tmp_path / "again")
         assert statuses == [0, 0] and content(folder) == content(original)
@@ -246,7 +275,9 @@ def test_files_that_cannot_be_written_end_a_teachers_pass_in_a_sentence(
     [(8000, "it has 0 B free, and 3.87 KiB are needed"), (0, "No space left on device")],
     ids=["before", "while"],
 )
-@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root"
+)
 def test_a_full_disk_ends_a_teachers_pass_in_a_sentence(
     filled: int, said: str, options: Options, tmp_path: Path
 ) -> None:

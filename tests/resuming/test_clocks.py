@@ -1,4 +1,6 @@
-"""Clocks that jump: a suspended machine, a virtual one that stands still, a time of day that is set."""
+"""Clocks that jump: a suspended machine, a virtual one that stands still, a time of day that is
+set.
+"""
 
 import signal
 import subprocess
@@ -20,7 +22,9 @@ HOUR = 3600.0
 
 
 class Clocks:
-    """The system's clocks: the time of day, since boot, and since boot without what was suspended."""
+    """The system's clocks: the time of day, since boot,
+    and since boot without what was suspended.
+    """
 
     def __init__(self) -> None:
         self.day = 1e9
@@ -88,7 +92,9 @@ class SilentStore:
         return threading.Event().wait() or b""  # type: ignore[return-value]
 
 
-def test_ranks_wait_for_a_stopped_launcher_and_not_for_an_ended_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_a_stopped_launcher_and_not_for_an_ended_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launcher = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr("os.getppid", lambda: launcher.pid)
     store = BoundedStore(SilentStore(), seconds=1)  # type: ignore[arg-type]
@@ -106,7 +112,9 @@ def test_suspending_the_machine_is_not_reported_as_a_hang(
     clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging: list[float] = []
-    monkeypatch.setattr(watchdog.Watchdog, "_end_hanging", lambda self: hanging.append(clocks.awake))
+    monkeypatch.setattr(
+        watchdog.Watchdog, "_end_hanging", lambda self: hanging.append(clocks.awake)
+    )
     alone = Ranks(0, 0, 1, 1, torch.device("cpu"))
     presence = Presence(torch.distributed.HashStore(), alone, hang_minutes=15)
     guard = watchdog.Watchdog(Heartbeat(), presence, hang_minutes=15, output_dir=tmp_path)

@@ -1,4 +1,6 @@
-"""What people and lost disks do to a run's folder: each is one sentence, and nothing starts over by itself."""
+"""What people and lost disks do to a run's folder: each is one sentence, and nothing starts over by
+itself.
+"""
 
 import errno
 import json
@@ -40,8 +42,18 @@ def run(tmp_path: Path) -> Path:
     run_id = begin(out).run_id
     for step in (3, 5):
         add_step(out, step, run_id)
-    status = {"state": "running", "step": 6, "start_step": 0, "saved_step": 5, "deaths": 0, "seconds": 60.5}
-    write_json(out / run_files.STATUS, {**status, "reserve_seconds": 1.0, "reason": None, "exit_code": None})
+    status = {
+        "state": "running",
+        "step": 6,
+        "start_step": 0,
+        "saved_step": 5,
+        "deaths": 0,
+        "seconds": 60.5,
+    }
+    write_json(
+        out / run_files.STATUS,
+        {**status, "reserve_seconds": 1.0, "reason": None, "exit_code": None},
+    )
     return out
 
 
@@ -80,7 +92,9 @@ def empty(root: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [move_away, link_to_nothing, file_instead, empty])
-def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(lose: Callable[[Path], None], run: Path) -> None:
+def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(
+    lose: Callable[[Path], None], run: Path
+) -> None:
     root = run / run_files.CHECKPOINTS
     lose(root)
     for unattended in (False, True):
@@ -96,7 +110,9 @@ def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(lose: Callable[
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
-@pytest.mark.parametrize("name", [TENSORS, checkpoint.STATE, checkpoint.MANIFEST, run_files.RUN, run_files.STATUS])
+@pytest.mark.parametrize(
+    "name", [TENSORS, checkpoint.STATE, checkpoint.MANIFEST, run_files.RUN, run_files.STATUS]
+)
 def test_unreadable_checkpoints_are_retried_and_not_quarantined(
     name: str, number: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +124,10 @@ def test_unreadable_checkpoints_are_retried_and_not_quarantined(
             raise OSError(number, os.strerror(number), str(path))
         return original(path, *args, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(RunStopped, match=f"{os.strerror(number)}.*{name}") as stopped:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RunStopped, match=f"{os.strerror(number)}.*{name}") as stopped,
+    ):
         patch.setattr(Path, "open", fails)
         patch.setattr(files, "open_named", lambda path, **_: fails(path, "rb"))
         begin(run)
@@ -149,7 +168,11 @@ def test_deeply_nested_json_is_refused_and_renames_nothing(run: Path, tmp_path: 
     cache = tmp_path / "cache" / "entry"
     mirror.update(run)
     cache.mkdir(parents=True)
-    files = [tmp_path / "mirror" / run_files.RUN, cache / CHECKSUMS, cache / "model.safetensors.index.json"]
+    files = [
+        tmp_path / "mirror" / run_files.RUN,
+        cache / CHECKSUMS,
+        cache / "model.safetensors.index.json",
+    ]
     for path in files:
         path.write_text("[" * 100_000)
     before = sorted(tmp_path.rglob("*"))
@@ -172,7 +195,10 @@ def finished(run: Path) -> Path:
         record_result(folder)
 
     publish_files(run, write)
-    write_json(run / run_files.STATUS, {**json.loads((run / run_files.STATUS).read_text()), "state": "finished"})
+    write_json(
+        run / run_files.STATUS,
+        {**json.loads((run / run_files.STATUS).read_text()), "state": "finished"},
+    )
     return run
 
 
@@ -190,7 +216,9 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_lost_result_is_rewritten_from_the_last_checkpoint(loss: str, finished: Path, lines: list[str]) -> None:
+def test_a_lost_result_is_rewritten_from_the_last_checkpoint(
+    loss: str, finished: Path, lines: list[str]
+) -> None:
     assert decide(finished).is_finished
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         path = finished / name
@@ -199,13 +227,23 @@ def test_a_lost_result_is_rewritten_from_the_last_checkpoint(loss: str, finished
         lines.clear()
         start = decide(finished)
         assert not start.is_finished and not start.is_new and start.step == 5
-        assert sum("differs from the one that the finished run saved: " + name in line for line in lines) == 1
+        assert (
+            sum(
+                "differs from the one that the finished run saved: " + name in line
+                for line in lines
+            )
+            == 1
+        )
         shutil.rmtree(path, ignore_errors=True)
         path.write_bytes(content)
     assert decide(finished).is_finished
     LOSSES[loss](finished / "adapter_model.safetensors")
     shutil.rmtree(finished / run_files.CHECKPOINTS)
-    with pytest.raises(UserError, match=r"no checkpoint, but status\.json says that the run has finished"):
+    with pytest.raises(
+        UserError,
+        match=r"no checkpoint, but status\.json says that the run has "
+        r"finished",
+    ):
         decide(finished)
 
 
@@ -213,7 +251,14 @@ def test_an_edited_result_json_rewrites_the_result(finished: Path) -> None:
     path = finished / run_files.RESULT
     record = json.loads(path.read_text())["files"]["adapter_config.json"]
     outside = {"files": {"../../etc/passwd": record}}
-    for content in ("", "[]", "{}", '{"files": {}}', '{"files": {"adapter_config.json": 1}}', json.dumps(outside)):
+    for content in (
+        "",
+        "[]",
+        "{}",
+        '{"files": {}}',
+        '{"files": {"adapter_config.json": 1}}',
+        json.dumps(outside),
+    ):
         path.write_text(content)
         assert decide(finished).step == 5
     path.unlink()

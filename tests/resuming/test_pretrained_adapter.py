@@ -1,4 +1,6 @@
-"""Training goes on from an adapter: a new run whose model is, before its first step, the earlier run's at its end."""
+"""Training goes on from an adapter: a new run whose model is, before its first step, the earlier
+run's at its end.
+"""
 
 import json
 import shutil
@@ -20,7 +22,13 @@ from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_o
 
 Models = Callable[..., Path]
 # What identifies a run besides what the adapter decides.
-COMMON = {"precision": "fp32", "lr": 1e-2, "max_steps": 2, "context_length": 256, "save_every": "none"}
+COMMON = {
+    "precision": "fp32",
+    "lr": 1e-2,
+    "max_steps": 2,
+    "context_length": 256,
+    "save_every": "none",
+}
 KINDS: dict[str, dict[str, object]] = {
     "qlora, with patterns, embeddings and head": {
         "modules_to_save": "embed_tokens,lm_head",
@@ -28,7 +36,11 @@ KINDS: dict[str, dict[str, object]] = {
         "rank_pattern": "q_proj=2,down_proj=6",
         "alpha_pattern": "v_proj=5",
     },
-    "bnb_dora": {"train_type": "bnb_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
+    "bnb_dora": {
+        "train_type": "bnb_dora",
+        "lora_rank": 4,
+        "lora_target_modules": "q_proj,down_proj",
+    },
     "hqq_lora": {"train_type": "hqq_lora", "use_rslora": True, "lora_rank": 5},
     "int8_lora": {"train_type": "int8_lora", "lora_rank": 4},
     "experts": {
@@ -43,11 +55,19 @@ KINDS: dict[str, dict[str, object]] = {
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("rows")
     rows = write_rows(folder / "rows.jsonl", make_rows(16))
-    return {**COMMON, "dataset": rows, "eval_dataset": write_rows(folder / "held_out.jsonl", make_rows(5, seed=3))}
+    return {
+        **COMMON,
+        "dataset": rows,
+        "eval_dataset": write_rows(folder / "held_out.jsonl", make_rows(5, seed=3)),
+    }
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("hqq_lora", "int8_lora"))) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("hqq_lora", "int8_lora")))
+        for kind in KINDS
+    ],
 )
 def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(
     kind: str, models: Models, data: dict[str, object], tmp_path: Path
@@ -64,11 +84,14 @@ def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(
         second = read_metrics(out, "eval_loss")
         assert abs(second[0] - first[-1]) < 1e-6 and second[-1] != second[0], (ranks, first, second)
         assert f"The adapter starts from {tmp_path / 'first'}" in output
-    # The second stage's result is one for the original base too, of the same form, and names its parent.
+    # The second stage's result is one for the original base too, of the same form, and names its
+    # parent.
     names = ("adapter_config.json", "adapter_model.safetensors")
     one, two = ([(tmp_path / run / name) for name in names] for run in ("first", "second_2"))
     assert json.loads(one[0].read_text()) == json.loads(two[0].read_text())
-    shapes = [{name: value.shape for name, value in load_file(file).items()} for file in (one[1], two[1])]
+    shapes = [
+        {name: value.shape for name, value in load_file(file).items()} for file in (one[1], two[1])
+    ]
     assert shapes[0] == shapes[1]
     record = json.loads((tmp_path / "second_2" / "training.json").read_text())
     run_id = json.loads((tmp_path / "first" / "run.json").read_text())["run_id"]
@@ -77,9 +100,13 @@ def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(
 
 
 def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
-    """An adapter that PEFT made, with values in A and B, in `folder`; returns its logits of PROBE."""
+    """An adapter that PEFT made, with values in A and B, in `folder`;
+    returns its logits of PROBE.
+    """
     torch.manual_seed(1)
-    adapted = get_peft_model(load_base(model, four_bit=False), LoraConfig(task_type="CAUSAL_LM", **options))
+    adapted = get_peft_model(
+        load_base(model, four_bit=False), LoraConfig(task_type="CAUSAL_LM", **options)
+    )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -98,7 +125,12 @@ def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
             "target_modules": "all-linear",
             "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7},
         },
-        {"r": 3, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "use_dora": True},
+        {
+            "r": 3,
+            "target_modules": ["q_proj", "v_proj"],
+            "layers_to_transform": [1],
+            "use_dora": True,
+        },
     ],
 )
 def test_an_adapter_made_by_peft_can_be_trained_further(
@@ -106,16 +138,28 @@ def test_an_adapter_made_by_peft_can_be_trained_further(
 ) -> None:
     expected = peft_adapter(tmp_path / "made", models(), **options)
     train_type = "dora" if "use_dora" in options else "lora"
-    given = {**data, "model_name": models(), "train_type": train_type, "adapter": tmp_path / "made", "lr": 1e-30}
+    given = {
+        **data,
+        "model_name": models(),
+        "train_type": train_type,
+        "adapter": tmp_path / "made",
+        "lr": 1e-30,
+    }
     train_ok(2, tmp_path / "out", **given, logits_file=tmp_path / "logits")
-    torch.testing.assert_close(load_file(tmp_path / "logits")["logits"], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        load_file(tmp_path / "logits")["logits"], expected, atol=1e-4, rtol=1e-4
+    )
     with torch.no_grad():
-        again = load_adapter(load_base(models(), four_bit=False), tmp_path / "out")(input_ids=PROBE).logits
+        again = load_adapter(load_base(models(), four_bit=False), tmp_path / "out")(
+            input_ids=PROBE
+        ).logits
     torch.testing.assert_close(again, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
-def trained(models: Models, data: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(
+    models: Models, data: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "out"
     train_ok(1, folder, **data, model_name=models(), lora_rank=2)
     return folder
@@ -132,24 +176,35 @@ def test_another_base_or_a_changed_adapter_file_is_refused(
     save_file(state, other / "model.safetensors", metadata={"format": "pt"})
     given = {**data, "adapter": tmp_path / "first", "output_dir": tmp_path / "out"}
     statuses, output = run_ranks(2, flags(**given, model_name=other), tmp_path / "logs0")
-    assert statuses == [2, 2] and "it was trained on other weights than those of --model_name" in output
+    assert (
+        statuses == [2, 2]
+        and ("it was trained on other weights than those of --model_name") in output
+    )
     weights = tmp_path / "first" / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-3] ^= 1
     weights.write_bytes(content)
     statuses, output = run_ranks(2, flags(**given, model_name=models()), tmp_path / "logs1")
-    assert statuses == [2, 2] and "adapter_model.safetensors has changed: its SHA-256 differs" in output
+    assert (
+        statuses == [2, 2]
+        and ("adapter_model.safetensors has changed: its SHA-256 differs") in output
+    )
 
 
 def test_options_that_contradict_the_adapter_are_refused(models: Models, tmp_path: Path) -> None:
     good = make_adapter(models(), tmp_path / "good", target_modules=["q_proj", "up_proj"])
     words = ["--adapter", str(good), "--output_dir", str(tmp_path / "out")]
     config = parse_train_config(words)
-    assert (config.lora_rank, config.lora_alpha, set(config.lora_target_modules)) == (4, 8, {"q_proj", "up_proj"})
+    assert (config.lora_rank, config.lora_alpha, set(config.lora_target_modules)) == (
+        4,
+        8,
+        {"q_proj", "up_proj"},
+    )
     assert parse_train_config([*words, "--lora_rank", "4"]) == config
     cases = {
         ("--lora_rank", "16"): r"--lora_rank is 16, but the adapter's is 4: leave it out",
-        ("--train_type", "bnb_dora"): r"is LoRA and --train_type bnb_dora trains DoRA. Give one of lora, qlora",
+        ("--train_type", "bnb_dora"): r"is LoRA and --train_type bnb_dora trains DoRA. Give one of "
+        r"lora, qlora",
         ("--train_type", "full"): r"full has no adapter: leave out --adapter",
         ("--output_dir", str(good)): r"is in output_dir",
         ("--adapter", str(tmp_path)): r"has no adapter_config.json",
@@ -169,5 +224,9 @@ def test_resuming_a_finished_run_suggests_the_option_adapter(
     other = {**given, "resume": trained, "output_dir": tmp_path / "more", "lora_rank": 3}
     statuses, output = run_ranks(1, flags(**other), tmp_path / "logs1")
     assert statuses == [2] and advice in output
-    with pytest.raises(UserError, match=r"it is a checkpoint. Export its adapter: fsdp-qlora export"):
+    with pytest.raises(
+        UserError,
+        match=r"it is a checkpoint. Export its adapter: fsdp-qlora "
+        r"export",
+    ):
         read_adapter(trained / "checkpoints" / "step_000002")

@@ -59,13 +59,19 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
     staging.mkdir(parents=True)
     forms = {name: TensorForm(torch.float32, (2, 3)) for name in ("w/parameter", "w/exp_avg")}
     files = {TENSORS: write_tensors(staging / TENSORS, forms, [torch.zeros(2, 3)] * 2)}
-    state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": DESCRIPTION}
+    state = {
+        "about": {**ABOUT, "run_id": run_id},
+        "progress": {"step": step},
+        "tensors": DESCRIPTION,
+    }
     files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, state)
     checkpoint.publish_checkpoint(staging, checkpoint.step_folder(root, step), files)
     return checkpoint.step_folder(root, step)
 
 
-def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = False, **options: Any) -> Start:
+def begin(
+    out: Path, *, resume_from: str | Path = "auto", unattended: bool = False, **options: Any
+) -> Start:
     """Decide as a start does, and leave what it leaves when it is killed in its first step."""
     mirror = options.pop("mirror", None)
     request = StartRequest(OPTIONS, resume=str(resume_from), is_unattended=unattended, **options)
@@ -91,7 +97,8 @@ def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path: Pa
     assert again.run_id == first.run_id != "other" and again.failed_starts == 1
     add_step(out, 7, first.run_id)
     assert begin(out, resume_from=other, unattended=True).step == 7
-    assert begin(out, resume_from=other).run_id not in (first.run_id, "other")  # a person asks for it
+    # a person asks for it
+    assert begin(out, resume_from=other).run_id not in (first.run_id, "other")
 
 
 def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -> None:
@@ -100,7 +107,8 @@ def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
     first = begin(out, resume_from=earlier, unattended=True)
-    assert (first.step, first.used_seconds) == (1, 60)  # nobody has followed it yet; the budget is the run's
+    # nobody has followed it yet; the budget is the run's
+    assert (first.step, first.used_seconds) == (1, 60)
     add_step(out, 3, run_id)
     checkpoint.remove(earlier)
     assert begin(out, resume_from=earlier, unattended=True).step == 3
@@ -125,7 +133,9 @@ def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path: Path
         mirror.update(box)
     mirror.update(out)  # by a start that could not reach the mirror when it began
     assert mirror.steps() == [10, 20, 30]
-    newest = checkpoint.step_folder(tmp_path / "mirror" / run_files.CHECKPOINTS, 30) / checkpoint.STATE
+    newest = (
+        checkpoint.step_folder(tmp_path / "mirror" / run_files.CHECKPOINTS, 30) / checkpoint.STATE
+    )
     content = newest.read_bytes()
     newest.write_bytes(b"x" * len(content))  # a damaged copy is passed over
     assert begin(out, mirror=mirror).step == 20
@@ -141,7 +151,11 @@ def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path:
     out = tmp_path / "out"
     run_id = begin(out).run_id
     found = []
-    ends = [{"recompute": 3, "state": "out_of_memory"}, {"recompute": 6}, {"state": "out_of_memory"}]
+    ends = [
+        {"recompute": 3, "state": "out_of_memory"},
+        {"recompute": 6},
+        {"state": "out_of_memory"},
+    ]
     for step, end in enumerate(ends, start=1):
         status = read_json(out / run_files.STATUS)
         add_step(out, step, run_id)
@@ -187,9 +201,14 @@ def test_starts_killed_while_the_model_loads_make_no_progress(tmp_path: Path) ->
     for _ in range(3):
         kept.append(guard_of(out).loading())
         kept[-1].__enter__()
-    with pytest.raises(RunStopped, match="restarted 2 times without progress: each start from step 3") as stopped:
+    with pytest.raises(
+        RunStopped, match="restarted 2 times without progress: each start from step 3"
+    ) as stopped:
         guard_of(out)
-    assert stopped.value.ending.exit_code == 4 and read_json(out / run_files.STATUS)["state"] == "no_progress"
+    assert (
+        stopped.value.ending.exit_code == 4
+        and read_json(out / run_files.STATUS)["state"] == "no_progress"
+    )
 
 
 def as_torch_does() -> None:
@@ -205,18 +224,28 @@ def as_gloo_does() -> None:
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+        )
 
 
-@pytest.mark.parametrize("happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does])
-def test_preemption_during_loading_is_not_counted_as_a_failure(happens: Callable[[], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does]
+)
+def test_preemption_during_loading_is_not_counted_as_a_failure(
+    happens: Callable[[], None], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     before = signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
     for place in ("load", "prepare", "load", "prepare"):
         guard = guard_of(out)
         begun = exits.aborting_others(guard.presence), guard.control.signals.handled()
-        with pytest.raises(RunStopped, match="before training began") as stopped, begun[0], begun[1]:
+        with (
+            pytest.raises(RunStopped, match="before training began") as stopped,
+            begun[0],
+            begun[1],
+        ):
             with guard.loading():
                 if place == "load":
                     happens()
@@ -227,7 +256,8 @@ def test_preemption_during_loading_is_not_counted_as_a_failure(happens: Callable
 
 # --- checkpoints of other releases ---
 
-FORMAT_1 = Path(__file__).with_name("format_1")  # saved after two steps; what the third gives is beside it
+# saved after two steps; what the third gives is beside it
+FORMAT_1 = Path(__file__).with_name("format_1")
 
 
 @pytest.fixture
@@ -241,19 +271,25 @@ def test_a_checkpoint_of_format_1_resumes_to_the_same_bits(
 ) -> None:
     start = begin(tmp_path / "out", resume_from=saved_before)
     assert (start.step, Progress.from_dict(start.progress).num_tokens) == (2, 100)
-    assert "It was saved by other versions, which may change the numbers: torch 2.0.0 then" in lines[-1]
+    assert (
+        "It was saved by other versions, which may change the numbers: torch 2.0.0 then"
+    ) in lines[-1]
     monkeypatch.setattr(test_train_state, "SHAPES", {"lora_A": (2, 3), "lora_B": (4, 2)})
     ranks = read_ranks()
     start_process_group(ranks, HashStore())
     try:
         mesh = build_mesh(ranks, sharding_strategy="full_shard")
         model, optimizer = test_train_state.make_model("adamw", mesh)
-        TrainState(model, optimizer, mesh, ranks, is_large=False).load(Path(str(start.folder)), start.tensors)
+        TrainState(model, optimizer, mesh, ranks, is_large=False).load(
+            Path(str(start.folder)), start.tensors
+        )
         test_train_state.step(model, optimizer, 2)
         found = test_train_state.result_of(model)
     finally:
         stop_process_group()
-    torch.testing.assert_close(found, load_file(FORMAT_1 / "after_step_3.safetensors")["result"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        found, load_file(FORMAT_1 / "after_step_3.safetensors")["result"], rtol=1e-6, atol=1e-7
+    )
 
 
 def test_a_later_checkpoint_format_is_refused_and_kept(saved_before: Path, tmp_path: Path) -> None:
@@ -261,6 +297,10 @@ def test_a_later_checkpoint_format_is_refused_and_kept(saved_before: Path, tmp_p
     del manifest["sha256"]
     manifest["sha256"] = checkpoint._manifest_hash(manifest)
     (saved_before / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"step_000002 has checkpoint format 2, and this version .* reads 1"):
+    with pytest.raises(
+        UserError,
+        match=r"step_000002 has checkpoint format 2, and this version .* "
+        r"reads 1",
+    ):
         begin(tmp_path / "out", resume_from=saved_before.parent)
     assert saved_before.is_dir()

@@ -1,4 +1,6 @@
-"""Every optimizer's state, saved and loaded: the steps after it are the same to the last bit, on other splits too."""
+"""Every optimizer's state, saved and loaded: the steps after it are the same to the last bit, on
+other splits too.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,10 +26,17 @@ from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_ro
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]
 IN_8_BITS = ("adamw_8bit", "lion_8bit")
-ROUNDED = ("fused_adamw", "fused_adam")  # on a CPU the last elements of a tensor are rounded in another way
-# A vector, a matrix of fewer rows than ranks, which are together large enough for states in 8 bits but not alone, and
-# three that are, in blocks that are not full.
-SHAPES = {"norm": (7,), "lora_A": (2, 4000), "lora_B": (130, 65), "lora_C": (201, 50), "lora_D": (251, 40)}
+# on a CPU the last elements of a tensor are rounded in another way
+ROUNDED = ("fused_adamw", "fused_adam")
+# A vector, a matrix of fewer rows than ranks, which are together large enough for states in 8 bits
+# but not alone, and three that are, in blocks that are not full.
+SHAPES = {
+    "norm": (7,),
+    "lora_A": (2, 4000),
+    "lora_B": (130, 65),
+    "lora_C": (201, 50),
+    "lora_D": (251, 40),
+}
 
 
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -41,7 +50,9 @@ def step(model: nn.Module, optimizer: ShardedOptimizer, index: int, unused: str 
         if name.split(".")[1] == unused:
             continue
         whole = values(SHAPES[name.split(".")[1]], seed=index)
-        parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     optimizer.take_gradients()
     optimizer.step(0.01)
     optimizer.zero_grad()
@@ -62,7 +73,9 @@ def save(folder: Path) -> int:
         if ranks.is_rank_0:
             place.mkdir()
         all_gather_strings("", ranks.device)
-        description = write(train_state.TrainState(model, optimizer, mesh, ranks, is_large=is_large), place)
+        description = write(
+            train_state.TrainState(model, optimizer, mesh, ranks, is_large=is_large), place
+        )
         for index in range(3, 5):
             step(model, optimizer, index)
         result = result_of(model)
@@ -74,17 +87,29 @@ def save(folder: Path) -> int:
 
 
 def pass_over(folder: Path) -> int:
-    """In some steps a parameter has no gradient: it and its state stay as they are, also after a load."""
+    """In some steps a parameter has no gradient: it and its state stay as they are, also after a
+    load.
+    """
     mesh, ranks, *_ = next(cases(folder))
     place = folder / "pass_over"
     place.mkdir()
     model, optimizer = make_model("adamw", mesh)
     for index, unused in enumerate(("", "lora_C", "")):
         step(model, optimizer, index, unused)
-    description = write(train_state.TrainState(model, optimizer, mesh, ranks, is_large=False), place)
-    assert [int(optimizer.state_of(parameter)["step"]) for parameter in model.parameters()] == [3, 3, 3, 2, 3]
+    description = write(
+        train_state.TrainState(model, optimizer, mesh, ranks, is_large=False), place
+    )
+    assert [int(optimizer.state_of(parameter)["step"]) for parameter in model.parameters()] == [
+        3,
+        3,
+        3,
+        2,
+        3,
+    ]
     loaded_model, loaded = make_model("adamw", mesh)
-    train_state.TrainState(loaded_model, loaded, mesh, ranks, is_large=False).load(place, description)
+    train_state.TrainState(loaded_model, loaded, mesh, ranks, is_large=False).load(
+        place, description
+    )
     for each, its_optimizer in ((model, optimizer), (loaded_model, loaded)):
         step(each, its_optimizer, 3)
     assert torch.equal(result_of(model), result_of(loaded_model))
@@ -109,7 +134,9 @@ def load(folder: Path) -> int:
             step(model, optimizer, index)
         expected = load_file(place / "result.safetensors")["result"]
         tolerance = 1e-6 if name in ROUNDED else 0
-        torch.testing.assert_close(result_of(model), expected, rtol=tolerance, atol=tolerance, msg=f"{name} {is_large}")
+        torch.testing.assert_close(
+            result_of(model), expected, rtol=tolerance, atol=tolerance, msg=f"{name} {is_large}"
+        )
     return 0
 
 
@@ -131,11 +158,15 @@ def make_model(name: str, mesh: DeviceMesh) -> tuple[nn.Module, ShardedOptimizer
         part.weight = nn.Parameter(values(shape, seed=len(shape)))
         model.layer.add_module(key, part)
     fully_shard(model, mesh=mesh)
-    return model, ShardedOptimizer(model, name, lr=0.01, weight_decay=0.1, lr_ratio_B=1.0 if name in IN_8_BITS else 2.0)
+    return model, ShardedOptimizer(
+        model, name, lr=0.01, weight_decay=0.1, lr_ratio_B=1.0 if name in IN_8_BITS else 2.0
+    )
 
 
 def result_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])  # type: ignore[attr-defined]
+    return torch.cat(
+        [parameter.detach().full_tensor().flatten() for parameter in model.parameters()]
+    )  # type: ignore[attr-defined]
 
 
 def test_every_optimizer_resumes_bitwise_on_the_same_number_of_ranks(tmp_path: Path) -> None:
@@ -155,7 +186,8 @@ def test_paged_optimizers_load_state_into_paged_memory(monkeypatch: pytest.Monke
         paged.append(torch.zeros_like(local, dtype=dtype))
         return paged[-1]
 
-    monkeypatch.setattr(optimizer.optimizer, "get_state_buffer", get_state_buffer)  # a real one needs a GPU
+    # a real one needs a GPU
+    monkeypatch.setattr(optimizer.optimizer, "get_state_buffer", get_state_buffer)
     state = train_state.TrainState(model, optimizer, None, None, is_large=False)  # type: ignore[arg-type]
     stored = {key: torch.randint(256, (600, 8)).to(torch.uint8) for key in ("state1", "state2")}
     stored["absmax1"] = torch.rand(19)
@@ -166,10 +198,15 @@ def test_paged_optimizers_load_state_into_paged_memory(monkeypatch: pytest.Monke
     loaded = optimizer.state_of(model.weight)
     assert synchronized
     assert len(paged) == 2 and loaded["state1"] is paged[0] and loaded["state2"] is paged[1]
-    assert all(torch.equal(loaded[key], value) and loaded[key] is not value for key, value in stored.items())
+    assert all(
+        torch.equal(loaded[key], value) and loaded[key] is not value
+        for key, value in stored.items()
+    )
 
 
-def test_8bit_optimizer_state_requires_the_same_number_of_ranks(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_8bit_optimizer_state_requires_the_same_number_of_ranks(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     options = {
         "model_name": models(),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),

@@ -1,6 +1,8 @@
-"""A small server with the routes and words of vLLM's that --rollout_url needs: for tests, where vLLM is not.
+"""A small server with the routes and words of vLLM's that --rollout_url needs: for tests, where
+vLLM is not.
 
-An answer depends on the adapter's bytes, the prompt and the seed alone, also after the server was killed.
+An answer depends on the adapter's bytes, the prompt and the seed alone, also after the server was
+killed.
 """
 
 import contextlib
@@ -17,11 +19,12 @@ Fault = Callable[[str, dict[str, Any]], tuple[int, Any] | None]
 
 
 class LoraServer(ThreadingHTTPServer):
-    """Answers with `choose`, which gets the adapter's folder and a request; returns token ids and log-probabilities.
+    """Answers with `choose`, which gets the adapter's folder and a request; returns token ids and
+    log-probabilities.
 
-    faults: each may answer a path and a body itself, with a status and content: JSON, bytes as they are, an iterator of
-    all that is sent, the place of a redirect, or None, which cuts the connection.
-    asked: the paths and bodies of all requests. adapters: name -> folder.
+    faults: each may answer a path and a body itself, with a status and content: JSON, bytes as they
+    are, an iterator of all that is sent, the place of a redirect, or None, which cuts the
+    connection. asked: the paths and bodies of all requests. adapters: name -> folder.
     """
 
     daemon_threads = True
@@ -72,7 +75,10 @@ class LoraServer(ThreadingHTTPServer):
             return 404, _error(f"The model `{body['model']}` does not exist.")
         with self.lock:
             tokens, logps = self.choose(self.adapters[body["model"]], body)
-        choice = {"token_ids": tokens, "finish_reason": "stop" if tokens[-1] == self.end else "length"}
+        choice = {
+            "token_ids": tokens,
+            "finish_reason": "stop" if tokens[-1] == self.end else "length",
+        }
         choice["logprobs"] = None if body["logprobs"] is None else {"token_logprobs": logps}
         return 200, {"model": body["model"], "choices": [choice]}
 
@@ -139,7 +145,11 @@ class Sampler:
         logps: list[float] = []
         while len(tokens) < request["max_tokens"] and self.end not in tokens:
             with torch.no_grad():
-                logits = self.model(input_ids=torch.tensor([request["prompt"] + tokens])).logits[0, -1].float()
+                logits = (
+                    self.model(input_ids=torch.tensor([request["prompt"] + tokens]))
+                    .logits[0, -1]
+                    .float()
+                )
             drawn = (logits / request["temperature"]).log_softmax(dim=-1)
             tokens.append(int(torch.multinomial(drawn.exp(), 1, generator=source)))
             logps.append(float(drawn[tokens[-1]]))

@@ -21,7 +21,9 @@ def of_step(grad_norm: float, **others: Any) -> dict[str, Any]:
     return {"grad_norm": grad_norm, **others}
 
 
-def of_answers(equal: float, cut: float, grad_norm: float = 0.0, reward: float = 0.0) -> dict[str, Any]:
+def of_answers(
+    equal: float, cut: float, grad_norm: float = 0.0, reward: float = 0.0
+) -> dict[str, Any]:
     metrics = {"frac_reward_zero_std": equal, "reward": reward, "completions/clipped_ratio": cut}
     return of_step(grad_norm, **metrics)
 
@@ -39,14 +41,38 @@ ENDED = {"grad_norm": 0.1, "completions/clipped_ratio": 0.9}
 @pytest.mark.parametrize(
     ("steps", "at", "said"),
     [
-        ([EQUAL] * 20, 5, ["The last 5 steps learned nothing", "equal rewards (0 in", "100% of the answers were cut"]),
-        ([of_answers(1, 0.25, 0.1, 2.0)] * 9, 5, ["equal rewards (2 in", "25% of the answers were cut"]),
-        ([of_answers(1, 0)] * 9, 5, ["equal rewards", "more --num_generations or a higher --temperature"]),
+        (
+            [EQUAL] * 20,
+            5,
+            [
+                "The last 5 steps learned nothing",
+                "equal rewards (0 in",
+                "100% of the answers were cut",
+            ],
+        ),
+        (
+            [of_answers(1, 0.25, 0.1, 2.0)] * 9,
+            5,
+            ["equal rewards (2 in", "25% of the answers were cut"],
+        ),
+        (
+            [of_answers(1, 0)] * 9,
+            5,
+            ["equal rewards", "more --num_generations or a higher --temperature"],
+        ),
         ([DIFFERENT, *[EQUAL] * 5], 6, [NOTHING]),
         ([EQUAL], 1, ["The last step learned nothing"]),
         ([EQUAL] * 2, 2, ["The last 2 steps learned nothing"]),
-        ([IDLE] * 9, 5, ["The last 5 steps learned nothing: the gradient was 0", "--dry_run samples"]),
-        ([CUT] * 9, 5, ["100% of the answers of the last 5 steps were cut at --max_completion_length 4"]),
+        (
+            [IDLE] * 9,
+            5,
+            ["The last 5 steps learned nothing: the gradient was 0", "--dry_run samples"],
+        ),
+        (
+            [CUT] * 9,
+            5,
+            ["100% of the answers of the last 5 steps were cut at --max_completion_length 4"],
+        ),
         ([{**IDLE, "skipped": True}, *[IDLE] * 5], 6, [NOTHING]),
         ([EQUAL, EQUAL, EQUAL, EQUAL, DIFFERENT] * 5, 0, []),
         ([IDLE, IDLE, IDLE, IDLE, LEARNS] * 5, 0, []),
@@ -55,7 +81,9 @@ ENDED = {"grad_norm": 0.1, "completions/clipped_ratio": 0.9}
         ([WITHOUT_REWARD] * 20, 0, []),
     ],
 )
-def test_steps_in_a_row_without_learning_are_told_once(steps: list[dict[str, Any]], at: int, said: list[str]) -> None:
+def test_steps_in_a_row_without_learning_are_told_once(
+    steps: list[dict[str, Any]], at: int, said: list[str]
+) -> None:
     """Also where each step is of a resumed run."""
     idle = IdleSteps(len(steps), 4)
     told = []
@@ -69,9 +97,16 @@ def test_steps_in_a_row_without_learning_are_told_once(steps: list[dict[str, Any
 
 
 @pytest.mark.parametrize("value", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_grpo_that_cannot_learn_says_why_and_not_again(value: int, models: Models, tmp_path: Path) -> None:
+def test_grpo_that_cannot_learn_says_why_and_not_again(
+    value: int, models: Models, tmp_path: Path
+) -> None:
     options = inputs(models, tmp_path, function=NO_REWARD.format(value=value))
-    options |= {"max_completion_length": 4, "gradient_accumulation_steps": 4, "num_epochs": 3, "max_steps": 7}
+    options |= {
+        "max_completion_length": 4,
+        "gradient_accumulation_steps": 4,
+        "num_epochs": 3,
+        "max_steps": 7,
+    }
     said = train_ok(2, tmp_path / "out", **options)
     assert said.count(NOTHING) == 1 and f"equal rewards ({value} in the mean" in said
     assert "of the answers were cut at --max_completion_length 4: raise it" in said
@@ -81,7 +116,11 @@ def test_grpo_that_cannot_learn_says_why_and_not_again(value: int, models: Model
 
 
 def test_grpo_that_learns_from_cut_answers_says_nothing(models: Models, tmp_path: Path) -> None:
-    options = inputs(models, tmp_path) | {"max_completion_length": 4, "gradient_accumulation_steps": 8, "num_epochs": 3}
+    options = inputs(models, tmp_path) | {
+        "max_completion_length": 4,
+        "gradient_accumulation_steps": 8,
+        "num_epochs": 3,
+    }
     assert "were cut at" not in train_ok(1, tmp_path / "out", **options, max_steps=6)
 
 
@@ -89,7 +128,13 @@ def test_pairs_without_a_gradient_are_told(models: Models, tmp_path: Path) -> No
     """Pairs of which the model prefers the right answer by more than the margin of a hinge."""
     longer = [{"prompt": f"sort {n}", "chosen": " blue", "rejected": " red" * 9} for n in range(8)]
     run = {"model_name": models(), "train_type": "lora", "quant_cache": "off", "lora_rank": 4}
-    hinge = {"objective": "cpo", "loss_type": "hinge", "sft_weight": 0.0, "beta": 1.0, "max_steps": 6}
+    hinge = {
+        "objective": "cpo",
+        "loss_type": "hinge",
+        "sft_weight": 0.0,
+        "beta": 1.0,
+        "max_steps": 6,
+    }
     rows = write_rows(tmp_path / "rows.jsonl", longer)
     said = train_ok(1, tmp_path / "pairs", **run, **hinge, dataset=rows)
     assert said.count("The last 5 steps learned nothing: the gradient was 0") == 1
@@ -97,6 +142,13 @@ def test_pairs_without_a_gradient_are_told(models: Models, tmp_path: Path) -> No
 
 def test_a_student_all_of_whose_answers_are_cut_is_told(models: Models, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "taught.jsonl", taught_rows(20))
-    own = {"objective": "distill_on_policy", "max_completion_length": 1, "batch_size": 2, "num_epochs": 1}
-    said = train_ok(1, tmp_path / "out", **run_options(models(), file, **own, context_length=512, max_steps=6))
+    own = {
+        "objective": "distill_on_policy",
+        "max_completion_length": 1,
+        "batch_size": 2,
+        "num_epochs": 1,
+    }
+    said = train_ok(
+        1, tmp_path / "out", **run_options(models(), file, **own, context_length=512, max_steps=6)
+    )
     assert said.count("were cut at --max_completion_length 1") == 1

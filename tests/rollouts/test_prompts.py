@@ -1,4 +1,6 @@
-"""Prompts of a run that makes its rows: what a row asks, what functions get of it, and which rows are left out."""
+"""Prompts of a run that makes its rows: what a row asks, what functions get of it, and which rows
+are left out.
+"""
 
 import contextlib
 import dataclasses
@@ -51,8 +53,15 @@ def read(folder: Path, rows: list[Any], **options: Any) -> RunData:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHATML
     path = folder / "rows.jsonl"
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    usual = {"dataset": (str(path),), "max_completion_length": 8, "objective": "grpo", "rewards": ("number",)}
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
+    usual = {
+        "dataset": (str(path),),
+        "max_completion_length": 8,
+        "objective": "grpo",
+        "rewards": ("number",),
+    }
     picked = pick_data(TrainConfig(**{**usual, **options}))
     return prepare_data(tokenizer, picked, vocab_size=len(tokenizer))
 
@@ -81,15 +90,25 @@ def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> 
     assert filled == ["<user>sort?<assistant>"]
 
 
-# The columns of rows that GRPO knows as prompts, as texts know them -> the text before the completion.
+# The columns of rows that GRPO knows as prompts, as texts know them -> the text before the
+# completion.
 KNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "problem": ({"problem": "sort", "solution": "1"}, "### Instruction:\nsort\n\n### Response:"),
     "query": ({"query": "sort"}, "### Instruction:\nsort\n\n### Response:"),
-    "conversations": ({"conversations": [{"from": "human", "value": "sort"}]}, "<user>sort<assistant>"),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "sort"}]},
+        "<user>sort<assistant>",
+    ),
     "a chat of functions": ({"contents": [*ASKED]}, "<system>be brief<user>sort<assistant>"),
-    "guanaco": ({"text": "### Human: a### Assistant: b### Human: c### Assistant: d"}, "### Human: c### Assistant:"),
+    "guanaco": (
+        {"text": "### Human: a### Assistant: b### Human: c### Assistant: d"},
+        "### Human: c### Assistant:",
+    ),
     "another case": ({"Question": "sort?"}, "Question:\nsort?"),
-    "a system prompt": ({"prompt": "sort", "system": "be brief"}, "<system>be brief<user>sort<assistant>"),
+    "a system prompt": (
+        {"prompt": "sort", "system": "be brief"},
+        "<system>be brief<user>sort<assistant>",
+    ),
 }
 
 
@@ -99,7 +118,9 @@ def test_grpo_knows_the_prompt_columns_that_texts_know(name: str, tmp_path: Path
     data = read(tmp_path, [row])
     assert text in texts(data, tmp_path)[0]
     columns = data.prompts[0].columns
-    assert {name: columns[name] for name in row if name != "prompt"} == {k: row[k] for k in row if k != "prompt"}
+    assert {name: columns[name] for name in row if name != "prompt"} == {
+        k: row[k] for k in row if k != "prompt"
+    }
 
 
 TOOLS = [{"name": "f"}]
@@ -161,13 +182,21 @@ IN_ORDER = {
 UNUSED = [("conversations", "input"), ("prompt", "input")]
 
 
-@pytest.mark.parametrize(("first", "second"), [p for p in itertools.combinations(IN_ORDER, 2) if p not in UNUSED])
-def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first: str, second: str, tmp_path: Path) -> None:
-    row: dict[str, Any] = {name: [{"from": "human", "value": name}] if name == "conversations" else name
-                           for name in (second, first)}  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second"), [p for p in itertools.combinations(IN_ORDER, 2) if p not in UNUSED]
+)
+def test_training_grpo_dpo_and_generate_ask_the_same_prompt(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    row: dict[str, Any] = {
+        name: [{"from": "human", "value": name}] if name == "conversations" else name
+        for name in (second, first)
+    }
     answered = row | {column: "yes" for name in row if (column := IN_ORDER[name])}
     reading = RequestedFormat().find([*answered], [answered])
-    trained = FORMATS[reading.dataset_format].read({name: answered[column] for column, name in reading.names.items()})
+    trained = FORMATS[reading.dataset_format].read(
+        {name: answered[column] for column, name in reading.names.items()}
+    )
     preferred = FORMATS["preference"].read(row | {"chosen": "yes", "rejected": "no"})
     assert isinstance(preferred, PreferenceRow)
     [(_, generated)] = read_questions(write_rows(tmp_path / "prompts.jsonl", [answered]))
@@ -190,27 +219,45 @@ def test_reward_functions_get_all_columns(tmp_path: Path) -> None:
 
 # Rows whose right answer is in no column of its own -> that answer.
 GOLD: dict[str, tuple[dict[str, Any], str | None]] = {
-    "verl": ({"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": "42"}, "data_source": "x"}, "42"),
+    "verl": (
+        {
+            "prompt": ASKED,
+            "reward_model": {"style": "rule", "ground_truth": "42"},
+            "data_source": "x",
+        },
+        "42",
+    ),
     "open-r1": ({"prompt": ASKED, "verification_info": '{"ground_truth": "42"}'}, "42"),
     "a turn": ({"messages": [*ASKED, {"role": "assistant", "content": "42"}]}, "42"),
-    "a turn of gpt": ({"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "42"}]}, "42"),
+    "a turn of gpt": (
+        {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "42"}]},
+        "42",
+    ),
     "a text": ({"prompt": "sort", "completion": "42"}, "42"),
     "messages": ({"prompt": ASKED, "completion": [{"role": "assistant", "content": "42"}]}, "42"),
-    "a column": ({"messages": [*ASKED, {"role": "assistant", "content": "no"}], "solution": "42"}, None),
+    "a column": (
+        {"messages": [*ASKED, {"role": "assistant", "content": "no"}], "solution": "42"},
+        None,
+    ),
     "an open chat": ({"messages": ASKED, "reward_model": "{broken", "ground_truth": "42"}, None),
 }
 
 
 def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path: Path) -> None:
     prompts = read(tmp_path, [row for row, _ in GOLD.values()]).prompts
-    assert [prompt.for_rewards.get("answer") for prompt in prompts] == [right for _, right in GOLD.values()]
+    assert [prompt.for_rewards.get("answer") for prompt in prompts] == [
+        right for _, right in GOLD.values()
+    ]
     assert not any("answer" in prompt.columns for prompt in prompts)  # by which runs are recognized
 
 
 def test_the_table_has_prompts_and_their_lengths_with_completions(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
     for row, prompt in enumerate(data.prompts):
-        assert data.train[row].input_ids.tolist() == prompt.ids and data.lengths[row] == len(prompt.ids) + 8
+        assert (
+            data.train[row].input_ids.tolist() == prompt.ids
+            and data.lengths[row] == len(prompt.ids) + 8
+        )
     assert not data.train.learned.any()
     assert data.train.row_numbers.tolist() == [1, 2] and data.context_length == 16
 
@@ -219,7 +266,12 @@ def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
     letters = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}, {"prompt": "?"}])
-    usual = {"objective": "grpo", "rewards": ("number",), "max_completion_length": 3, "max_bad_rows": 1.0}
+    usual = {
+        "objective": "grpo",
+        "rewards": ("number",),
+        "max_completion_length": 3,
+        "max_bad_rows": 1.0,
+    }
     config = TrainConfig(dataset=(str(path),), **usual)
     data = prepare_data(tokenizer, pick_data(config), vocab_size=3)
     assert data.train.input_ids.tolist() == [2, 2] and data.lengths.tolist() == [5]
@@ -227,29 +279,50 @@ def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[str]) -> None:
-    rows = [{"prompt": "sort"}, {"prompt": ""}, {"answer": "1"}, {"prompt": "z" * 40}, "{broken\n", {"prompt": 3}]
+    rows = [
+        {"prompt": "sort"},
+        {"prompt": ""},
+        {"answer": "1"},
+        {"prompt": "z" * 40},
+        "{broken\n",
+        {"prompt": 3},
+    ]
     with pytest.raises(UserError, match="5 of 6 rows cannot be used"):
         read(tmp_path, rows, context_length=32)
     data = read(tmp_path, rows, context_length=32, max_bad_rows=1.0)
     assert len(data.prompts) == 1
     reasons = {place.rpartition(":")[2]: reason for place, reason in data.rejected}
-    assert "no room" in reasons["4"] and "no prompt in a column" in reasons["2"] == reasons["3"] != reasons["6"]
+    assert ("no room") in reasons["4"] and ("no prompt in a column") in reasons["2"] == reasons[
+        "3"
+    ] != reasons["6"]
     with pytest.raises(UserError, match="has no prompts"):
         read(tmp_path, rows, dataset=("dummy",))
 
 
 def test_changed_prompt_columns_are_another_run(tmp_path: Path) -> None:
-    before, after = (read(tmp_path, [{"prompt": "sort", "answer": answer}]) for answer in ("1", "2"))
+    before, after = (
+        read(tmp_path, [{"prompt": "sort", "answer": answer}]) for answer in ("1", "2")
+    )
     again = read(tmp_path, [{"prompt": "sort", "answer": "1"}])
     assert before.identity == again.identity != after.identity
 
 
 def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": f"sort {number}"} for number in range(7)])
-    usual = {"objective": "grpo", "rewards": ("number",), "num_generations": 4, "num_epochs": 2, "context_length": 64}
+    usual = {
+        "objective": "grpo",
+        "rewards": ("number",),
+        "num_generations": 4,
+        "num_epochs": 2,
+        "context_length": 64,
+    }
     config = TrainConfig(**usual, gradient_accumulation_steps=6, num_iterations=2)
     schedule = make_schedule(config, data, 2)
-    assert (schedule.global_batch_size, schedule.steps_per_epoch, schedule.total_steps) == (12, 4, 8)
+    assert (schedule.global_batch_size, schedule.steps_per_epoch, schedule.total_steps) == (
+        12,
+        4,
+        8,
+    )
     steps = [rows.reshape(3, 4) for _, rows in schedule.rows_of_steps(data.train_rows)]
     assert all((step == step[:, :1]).all() for step in steps)  # a prompt's answers are together
     for first in range(0, 8, 2):
@@ -261,7 +334,11 @@ def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path
     assert (rows.reshape(3, 4) == steps[5]).all()
     with pytest.raises(UserError, match=r"no whole groups of 5\. Give 2, 3, 4, 6, 12"):
         make_schedule(dataclasses.replace(config, num_generations=5), data, 2)
-    with pytest.raises(UserError, match=r"needs 12 prompts \(48 answers, 4 to each\), and there are 7"):
+    with pytest.raises(
+        UserError,
+        match=r"needs 12 prompts \(48 answers, 4 to each\), and there "
+        r"are 7",
+    ):
         make_schedule(dataclasses.replace(config, gradient_accumulation_steps=24), data, 2)
 
 
@@ -270,11 +347,18 @@ def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"sort {number}"}) + "\n" for number in range(9)))
-    asked = {"objective": "grpo", "rewards": "length:4", "num_generations": 2, "model_name": models(), "dataset": rows}
+    asked = {
+        "objective": "grpo",
+        "rewards": "length:4",
+        "num_generations": 2,
+        "model_name": models(),
+        "dataset": rows,
+    }
     asked |= {"max_completion_length": 8, "num_gpus": 2, "gpu": "RTX 3090"}
     assert main(["plan", "--auto", "true", *flags(**asked)]) == 0
     said = capsys.readouterr().out
-    assert "Generation: 2 answers to each of 8 prompts for a step, of 8 on a rank 8 at a" in said  # 16 would need 16
+    # 16 would need 16
+    assert "Generation: 2 answers to each of 8 prompts for a step, of 8 on a rank 8 at a" in said
     assert "fits: " in said and "2 x 8 rows per step" in said
 
 
@@ -290,9 +374,16 @@ class Parrot:
 
 @pytest.fixture
 def rollouts(tmp_path: Path) -> Iterator[Callable[..., Iterator[StepRows]]]:
-    """The rows of a run's steps, two of which learn from the same answers; they are in tmp_path / "rollouts.jsonl"."""
+    """The rows of a run's steps, two of which learn from the same answers; they are in tmp_path /
+    "rollouts.jsonl".
+    """
     data = read(tmp_path, [{"prompt": f"sort {'a' * number}"} for number in range(8)])
-    usual = {"objective": "grpo", "rewards": ("length:1",), "num_generations": 2, "num_iterations": 2}
+    usual = {
+        "objective": "grpo",
+        "rewards": ("length:1",),
+        "num_generations": 2,
+        "num_iterations": 2,
+    }
     config = TrainConfig(**usual, context_length=64, gradient_accumulation_steps=4, max_steps=4)
     ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -330,12 +421,18 @@ def test_a_checkpoint_recognizes_the_answers_that_it_needs(
     assert fourth.position == third.position and fourth.table.digest == third.table.digest
     edited(path, 5, **changes)
     before = path.read_bytes()
-    with pytest.raises(TrainingError, match=r"lacks answers that step 4 learns from, or has others .* Restore it"):
+    with pytest.raises(
+        TrainingError,
+        match=r"lacks answers that step 4 learns from, or has others "
+        r".* Restore it",
+    ):
         next(rollouts(**since))
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)], ids=["20", "80"])
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)], ids=["20", "80"]
+)
 def test_damaged_rollouts_are_refused_or_give_the_same_rows(
     seeds: range, rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path
 ) -> None:
@@ -347,7 +444,9 @@ def test_damaged_rollouts_are_refused_or_give_the_same_rows(
     for seed in seeds:
         path.write_bytes(damaged(whole, seed))
         with contextlib.suppress(TrainingError):
-            assert next(rollouts(first=3, position=third.position)).table.digest == third.table.digest
+            assert (
+                next(rollouts(first=3, position=third.position)).table.digest == third.table.digest
+            )
             ends[True] += 1
         _answers(path)  # of the report
     assert 0 < ends[True] < len(seeds) and psutil.Process().memory_info().rss - memory < 2**30

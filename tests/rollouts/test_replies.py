@@ -54,11 +54,16 @@ TOLD = {"7": logp(HALF), "5": logp(QUARTER)}
 
 def tells(server: LoraServer, found: Any) -> None:
     content = {"choices": [{"prompt_logprobs": found}]}
-    server.faults.append(lambda path, body: (200, json.dumps(content).encode()) if "prompt" in body else None)
+    server.faults.append(
+        lambda path, body: (200, json.dumps(content).encode()) if "prompt" in body else None
+    )
 
 
-def test_the_likeliest_tokens_and_the_rest_are_read(teacher: ServerTeacher, server: LoraServer) -> None:
-    unknown = {"12": logp(QUARTER), "5": logp(HALF), "9": logp(-9999.0)}  # more than asked; 12 is the teacher's alone
+def test_the_likeliest_tokens_and_the_rest_are_read(
+    teacher: ServerTeacher, server: LoraServer
+) -> None:
+    # more than asked; 12 is the teacher's alone
+    unknown = {"12": logp(QUARTER), "5": logp(HALF), "9": logp(-9999.0)}
     tells(server, [None, TOLD, TOLD, unknown])
     teacher.ask([PROMPT], [COMPLETION], 0)
     never = torch.tensor(1e-30).log().item()
@@ -79,9 +84,15 @@ def test_the_likeliest_tokens_and_the_rest_are_read(teacher: ServerTeacher, serv
         ([None, TOLD, TOLD, {**TOLD, "blue": logp(-9.0)}], 'the id "blue"'),
         ([None, TOLD, TOLD, {**TOLD, "9" * 400: logp(-9.0)}], "a token with the id"),
         ([None, TOLD, TOLD, {**TOLD, "3": None}], "null as the log-probability of the token 3"),
-        ([None, TOLD, TOLD, {**TOLD, "3": logp(math.nan)}], "nan as the log-probability of the token 3"),
+        (
+            [None, TOLD, TOLD, {**TOLD, "3": logp(math.nan)}],
+            "nan as the log-probability of the token 3",
+        ),
         ([None, TOLD, TOLD, {**TOLD, "3": logp(10**300)}], "as the log-probability of the token 3"),
-        ([None, TOLD, TOLD, {**TOLD, "3": logp(True)}], "true as the log-probability of the token 3"),
+        (
+            [None, TOLD, TOLD, {**TOLD, "3": logp(True)}],
+            "true as the log-probability of the token 3",
+        ),
         ([None, TOLD, TOLD, {**TOLD, "3": logp(HALF)}], "probabilities add up to 1.25"),
     ],
 )
@@ -92,5 +103,10 @@ def test_what_a_teachers_server_cannot_mean_is_refused(
     with pytest.raises(RolloutError) as caught:
         teacher.ask([PROMPT], [COMPLETION], 0)
     message = str(caught.value)
-    assert said in message and server.url in message and "--max-logprobs 2" in message and len(message) < 1000
+    assert (
+        said in message
+        and server.url in message
+        and ("--max-logprobs 2") in message
+        and len(message) < 1000
+    )
     assert not re.search(r"\wError\(|NoneType|subscript", message)

@@ -1,4 +1,6 @@
-"""Reward functions: the ready ones, the user's own, their failures, and the advantages that follow from them."""
+"""Reward functions: the ready ones, the user's own, their failures, and the advantages that follow
+from them.
+"""
 
 import contextlib
 import datetime
@@ -18,7 +20,13 @@ import pytest
 
 from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers, parse_rewards
-from fsdp_qlora.training.rl.source import Rollout, advantages, append_rollouts, metrics_of, truncate_rollouts
+from fsdp_qlora.training.rl.source import (
+    Rollout,
+    advantages,
+    append_rollouts,
+    metrics_of,
+    truncate_rollouts,
+)
 from fsdp_qlora.utils.errors import RolloutError, TrainingError, UserError
 
 pytestmark = pytest.mark.quick
@@ -29,7 +37,12 @@ SAID = ["42", " 42\n", "it is $1,042.50.", "none", "6 x 7 = 42"]
 def values_of(word: str, completions: list[Any] = SAID, **columns: Any) -> list[float | None]:
     """What the ready function says of the answers, as a run calls it."""
     ids = [list(range(len(said))) for said in completions]
-    batch = {"prompts": ["?"] * len(ids), "completions": completions, "completion_ids": ids, **columns}
+    batch = {
+        "prompts": ["?"] * len(ids),
+        "completions": completions,
+        "completion_ids": ids,
+        **columns,
+    }
     with contextlib.closing(Scorer([word], zero_on_error=False, seconds=60)) as scorer:
         [values] = scorer.score(batch, range(len(ids))).values()
     return values
@@ -42,7 +55,8 @@ def test_builtin_rewards_score_text_and_messages() -> None:
     assert values_of("regex:<a>.*</a>", ["<a>\n1</a>", "x<a></a>", " <a></a> "]) == [1, 0, 1]
     assert values_of("length:2", ["", "ab", "abc", "abcd", "abcdefgh"]) == [0, 0, -0.5, -1, -1]
     messages = [[{"role": "assistant", "content": said}] for said in SAID]
-    assert values_of("exact_match=2", messages, answer=["42"] * 5) == [1, 1, 0, 0, 0]  # weighed later
+    # weighed later
+    assert values_of("exact_match=2", messages, answer=["42"] * 5) == [1, 1, 0, 0, 0]
     assert values_of("number") == [None] * 5  # nothing is known to be right
 
 
@@ -69,12 +83,18 @@ def test_builtin_rewards_score_text_and_messages() -> None:
         ("def number(): pass\n", "number,{path}:number", "two functions are called number"),
     ],
 )
-def test_invalid_reward_functions_are_named_before_training(tmp_path: Path, text: str, word: str, said: str) -> None:
+def test_invalid_reward_functions_are_named_before_training(
+    tmp_path: Path, text: str, word: str, said: str
+) -> None:
     path = tmp_path / "own.py"
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match=re.escape(said)):
-        Scorer(word.format(path=path).split(","), zero_on_error=False, seconds=2 if "2 s" in said else 60).start()
+        Scorer(
+            word.format(path=path).split(","),
+            zero_on_error=False,
+            seconds=2 if "2 s" in said else 60,
+        ).start()
 
 
 IMPORTS = """
@@ -100,7 +120,11 @@ def test_a_reward_file_runs_once_with_its_neighbours_and_pools(tmp_path: Path) -
     (tmp_path / "beside.py").write_text("ONE = 1.0")
     words = [f"{path}:a", f"{path}:b=-0.5", "length:20=1e-2"]
     with contextlib.closing(Scorer(words, zero_on_error=False, seconds=60)) as s:
-        assert [(reward.name, reward.weight) for reward in s.rewards] == [("a", 1), ("b", -0.5), ("length", 0.01)]
+        assert [(reward.name, reward.weight) for reward in s.rewards] == [
+            ("a", 1),
+            ("b", -0.5),
+            ("length", 0.01),
+        ]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         assert s.start()[1:] == [f"own.py:b=-0.5 (sha256 {digest})", "length:20=0.01"]
         for _ in range(2):
@@ -108,43 +132,89 @@ def test_a_reward_file_runs_once_with_its_neighbours_and_pools(tmp_path: Path) -
         assert log.read_text() == "x"
 
 
-BATCH = {"prompts": ["?"] * 3, "completions": ["a", "bb", "ccc"], "completion_ids": [[1]] * 3, "answer": [1, 0, 2]}
-CALLS = "import math, os, pathlib, re, time\ncalls = []\ndef f(completions, answer, **_):\n    calls.append(0)\n    "
+BATCH = {
+    "prompts": ["?"] * 3,
+    "completions": ["a", "bb", "ccc"],
+    "completion_ids": [[1]] * 3,
+    "answer": [1, 0, 2],
+}
+CALLS = (
+    "import math, os, pathlib, re, time\ncalls = []\ndef f(completions, answer, **_):\n    "
+    "calls.append(0)\n    "
+)
 # What a function does -> what is said, and the values where errors count as zero.
 FAILING: dict[str, tuple[str, str, list[float]]] = {
-    "an error": ("return [1 / each for each in answer]", "row 7 of the dataset: ZeroDivisionError", [0, 0, 0]),
+    "an error": (
+        "return [1 / each for each in answer]",
+        "row 7 of the dataset: ZeroDivisionError",
+        [0, 0, 0],
+    ),
     "once": (
-        "if len(calls) == 1: raise ConnectionError('busy')\n    return [sorted(answer).index(a) for a in answer]",
+        "if len(calls) == 1: raise ConnectionError('busy')\n    return [sorted(answer).index(a) "
+        "for a in answer]",
         "row 7, 9 of the dataset: ConnectionError: busy",
         [0, 0, 0],
     ),
-    "its own timeout": ("raise TimeoutError('no judge')", "row 7 of the dataset: TimeoutError: no judge", [0, 0, 0]),
-    "too few": ("return [1.0]", "row 7, 9 of the dataset: it returned 1 values for 3 answers", [0, 0, 0]),
+    "its own timeout": (
+        "raise TimeoutError('no judge')",
+        "row 7 of the dataset: TimeoutError: no judge",
+        [0, 0, 0],
+    ),
+    "too few": (
+        "return [1.0]",
+        "row 7, 9 of the dataset: it returned 1 values for 3 answers",
+        [0, 0, 0],
+    ),
     "too many": ("return [1.0] * 9", "it returned 9 values for 3 answers", [0, 0, 0]),
-    "without an end": ("import itertools; return itertools.repeat(1.0)", "it returned 4 values for 3", [0, 0, 0]),
+    "without an end": (
+        "import itertools; return itertools.repeat(1.0)",
+        "it returned 4 values for 3",
+        [0, 0, 0],
+    ),
     "nan": ("return [1, math.nan, 3]", "row 7 of the dataset: it returned nan", [1, 0, 3]),
-    "a text": ("return '1' * len(completions)", "row 7 of the dataset: TypeError: it returned a str", [0, 0, 0]),
+    "a text": (
+        "return '1' * len(completions)",
+        "row 7 of the dataset: TypeError: it returned a str",
+        [0, 0, 0],
+    ),
     "texts": ("return [1, 2, '3']", "row 9 of the dataset: it returned '3'", [1, 2, 0]),
     "a set": ("return {1.0, 2.0, 3.0}", "TypeError: it returned a set", [0, 0, 0]),
     "bytes": ("return [1, 2, b'3']", "row 9 of the dataset: it returned b'3'", [1, 2, 0]),
     "a number": ("return 3", "TypeError", [0, 0, 0]),
     "an exit": ("raise SystemExit(0)", "SystemExit: 0", [0, 0, 0]),
     "a hard exit": ("os._exit(0)", r"row 7, 9 .* its process has ended \(status 0\)", [0, 0, 0]),
-    "memory": ("x = [bytes(2**26) for _ in range(999)]", "MemoryError: it takes more than 4 GiB", [0, 0, 0]),
-    "sleep": ("time.sleep(60)", r"row 7, 9 .* did not return within 1 s \(--hang_minutes\)", [0, 0, 0]),
-    "backtracking": ("re.fullmatch('(?:.|.|.)*#', 'a' * 99)", "did not return within 1 s", [0, 0, 0]),
+    "memory": (
+        "x = [bytes(2**26) for _ in range(999)]",
+        "MemoryError: it takes more than 4 GiB",
+        [0, 0, 0],
+    ),
+    "sleep": (
+        "time.sleep(60)",
+        r"row 7, 9 .* did not return within 1 s "
+        r"\(--hang_minutes\)",
+        [0, 0, 0],
+    ),
+    "backtracking": (
+        "re.fullmatch('(?:.|.|.)*#', 'a' * 99)",
+        "did not return within 1 s",
+        [0, 0, 0],
+    ),
     "words of its own": ("raise ValueError('\\ud800')", r"ValueError: \\ud800", [0, 0, 0]),
 }
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_failing_reward_functions_are_named_with_their_row(kind: str, tmp_path: Path, lines: list[str]) -> None:
+def test_failing_reward_functions_are_named_with_their_row(
+    kind: str, tmp_path: Path, lines: list[str]
+) -> None:
     does, said, values = FAILING[kind]
     path = tmp_path / "own.py"
     path.write_text(CALLS + does)
     for zero in (False, True):
         seconds = 1 if "return within" in said else 60
-        with contextlib.closing(Scorer([f"{path}:f"], zero_on_error=zero, seconds=seconds)) as scorer:
+        with contextlib.closing(
+            Scorer([f"{path}:f"], zero_on_error=zero, seconds=seconds)
+        ) as scorer:
             if zero:
                 assert scorer.score(BATCH, [7, 7, 9]) == {"f": values}
                 assert f"{sum(not value for value in values)} answers count as 0" in lines[-1]
@@ -156,20 +226,33 @@ def test_failing_reward_functions_are_named_with_their_row(kind: str, tmp_path: 
 def test_reward_functions_get_a_copy_and_their_prints_are_no_answers(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
-        "import sys\ndef f(completions, completion_ids, day, **_):\n    print('{}'); completions.reverse()\n"
+        "import sys\ndef f(completions, completion_ids, day, **_):\n    print('{}'); "
+        "completions.reverse()\n"
         "    assert not sys.stdin.read() and day == ['2024-05-06', None]\n"
         "    return [float(ids.pop()) for ids in completion_ids]\n"
     )
     day = [datetime.date(2024, 5, 6), None]  # JSON has no dates
-    batch = {"prompts": ["?"] * 2, "completions": ["a", "b"], "completion_ids": [[1, 2], [3]], "day": day}
+    batch = {
+        "prompts": ["?"] * 2,
+        "completions": ["a", "b"],
+        "completion_ids": [[1, 2], [3]],
+        "day": day,
+    }
     with contextlib.closing(Scorer([f"{path}:f"], zero_on_error=False, seconds=60)) as scorer:
         assert [scorer.score(batch, [1, 1]) for _ in range(2)] == [{"f": [2, 3]}] * 2
     assert batch["completions"] == ["a", "b"] and batch["completion_ids"] == [[1, 2], [3]]
 
 
 def test_rewards_without_a_right_answer_are_refused_with_the_columns() -> None:
-    rows = [{"prompt": "sort", "ground_truth": "blue"}, {"prompt": "list", "other": 1, "answer": None}]
-    with pytest.raises(UserError, match=r"have: prompt, ground_truth, other, answer\..* --columns answer=ground_truth"):
+    rows = [
+        {"prompt": "sort", "ground_truth": "blue"},
+        {"prompt": "list", "other": 1, "answer": None},
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"have: prompt, ground_truth, other, answer\..* --columns "
+        r"answer=ground_truth",
+    ):
         check_answers(parse_rewards(["length:3", "exact_match"]), rows)
     check_answers(parse_rewards(["length:3"]), rows)
     check_answers(parse_rewards(["number"]), [*rows, {"solution": "3"}])
@@ -184,24 +267,42 @@ def test_advantages_are_by_group_batch_or_difference() -> None:
         for place, group in enumerate(known):
             for at, value in enumerate(rewards[place]):
                 difference = 0.0 if math.isnan(value) else value - statistics.fmean(group)
-                spread = all_of_them if scale == "batch" else statistics.stdev(group) if len(group) > 1 else 0
+                spread = (
+                    all_of_them
+                    if scale == "batch"
+                    else statistics.stdev(group)
+                    if len(group) > 1
+                    else 0
+                )
                 divisor = 1 if scale == "none" else spread + 1e-4
                 assert found[place, at] == pytest.approx(difference / divisor, abs=1e-12)
 
 
 def rollout(**changed: Any) -> Rollout:
-    usual = {"step": 1, "version": 0, "row": 1, "prompt": "?", "text": "a", "completion": Completion([5, 6], True)}
+    usual = {
+        "step": 1,
+        "version": 0,
+        "row": 1,
+        "prompt": "?",
+        "text": "a",
+        "completion": Completion([5, 6], True),
+    }
     reward = changed.get("reward", 1.0)
     usual |= {"reward": reward, "rewards": {"mine": reward}, "advantage": 0.0, "prompt_ids": [3]}
     return Rollout(**usual | changed)
 
 
 def test_a_rollout_is_the_line_that_runs_before_wrote() -> None:
-    names = "step version row prompt completion finish reward rewards advantage prompt_ids token_ids"
+    names = (
+        "step version row prompt completion finish reward rewards advantage prompt_ids token_ids"
+    )
     made = rollout(reward=None, completion=Completion([5], False, [-1.0]), old_logps=[-2.0])
     assert list(rollout().to_json()) == names.split()
     assert list(made.to_json()) == [*names.split(), "sampled_logps", "old_logps"]
-    assert made.to_json()["finish"] == "length" and Rollout.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert (
+        made.to_json()["finish"] == "length"
+        and Rollout.from_json(json.loads(json.dumps(made.to_json()))) == made
+    )
 
 
 def test_metrics_of_answers_have_trls_names_and_values() -> None:
@@ -209,10 +310,23 @@ def test_metrics_of_answers_have_trls_names_and_values() -> None:
     tokens = (2, 4, 3, 4)
     is_done = (True, False, True, False)
     made = [Completion([0] * number, done) for number, done in zip(tokens, is_done, strict=True)]
-    found = metrics_of([rollout(reward=reward, completion=each) for reward, each in zip(rewards, made, strict=True)], 2)
+    found = metrics_of(
+        [
+            rollout(reward=reward, completion=each)
+            for reward, each in zip(rewards, made, strict=True)
+        ],
+        2,
+    )
     assert found["reward"] == found["rewards/mine/mean"] == pytest.approx(2 / 3)
-    assert found["reward_std"] == found["rewards/mine/std"] == pytest.approx(statistics.stdev([1, 0, 1]))
-    lengths = {kind: found[f"completions/{kind}_length"] for kind in ("mean", "min", "max", "mean_terminated")}
+    assert (
+        found["reward_std"]
+        == found["rewards/mine/std"]
+        == pytest.approx(statistics.stdev([1, 0, 1]))
+    )
+    lengths = {
+        kind: found[f"completions/{kind}_length"]
+        for kind in ("mean", "min", "max", "mean_terminated")
+    }
     assert lengths == {"mean": 3.25, "min": 2, "max": 4, "mean_terminated": 2.5}
     assert found["completions/clipped_ratio"] == 0.5 and found["frac_reward_zero_std"] == 0
 
@@ -242,7 +356,9 @@ DAMAGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_line_removes_no_line_behind_it(kind: str, tmp_path: Path, lines: list[str]) -> None:
+def test_a_damaged_line_removes_no_line_behind_it(
+    kind: str, tmp_path: Path, lines: list[str]
+) -> None:
     path = tmp_path / "rollouts.jsonl"
     for step in (1, 3, 5):
         append_rollouts(path, [rollout(step=step), rollout(step=step)])
@@ -252,7 +368,9 @@ def test_a_damaged_line_removes_no_line_behind_it(kind: str, tmp_path: Path, lin
     last = truncate_rollouts(path, 3)
     assert [record["step"] for record in last] == [3] * (1 if kind == "the last line" else 2)
     assert path.read_bytes() == b"".join(damaged[:left])
-    assert any("damaged lines" in line for line in lines) == (kind not in ("a later step", "nothing but zeros"))
+    assert any("damaged lines" in line for line in lines) == (
+        kind not in ("a later step", "nothing but zeros")
+    )
 
 
 def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
@@ -265,7 +383,9 @@ def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
             truncate_rollouts(path, 3)
 
 
-def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rollouts.jsonl"
     full = iter([True, True, False])
     append_rollouts(path, [rollout()])

@@ -1,4 +1,6 @@
-"""Runs that learn from their own answers: on several ranks, killed, continued, failing, and whether they learn."""
+"""Runs that learn from their own answers: on several ranks, killed, continued, failing, and whether
+they learn.
+"""
 
 import json
 import random
@@ -17,7 +19,12 @@ import torch
 from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint import checkpoint
@@ -41,15 +48,23 @@ OPTIONS: dict[str, Any] = {
     "save_every": 1,
 }
 SHORT = (
-    "def short(completions, answer, **_):\n    return [a - len(said) / 10 for said, a in zip(completions, answer)]\n"
+    "def short(completions, answer, **_):\n    return [a - len(said) / 10 for said, a in "
+    "zip(completions, answer)]\n"
 )
 
 
-def inputs(models: Models, folder: Path, *, prompts: int = 8, function: str = SHORT) -> dict[str, Any]:
+def inputs(
+    models: Models, folder: Path, *, prompts: int = 8, function: str = SHORT
+) -> dict[str, Any]:
     rows = [{"question": f"sort {number}", "answer": number % 3} for number in range(prompts)]
     (folder / "own.py").write_text(function)
     dataset = write_rows(folder / "rows.jsonl", rows)  # type: ignore[arg-type]
-    return {**OPTIONS, "model_name": models(), "dataset": dataset, "rewards": f"{folder / 'own.py'}:short"}
+    return {
+        **OPTIONS,
+        "model_name": models(),
+        "dataset": dataset,
+        "rewards": f"{folder / 'own.py'}:short",
+    }
 
 
 def lines_of(output_dir: Path) -> list[dict[str, Any]]:
@@ -57,25 +72,43 @@ def lines_of(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def mismatch(output_dir: Path) -> list[float]:
-    """The mean ratio of the trainer's to the sampled probabilities, and the largest mean difference of a step."""
+    """The mean ratio of the trainer's to the sampled probabilities, and the largest mean difference
+    of a step.
+    """
     ratios = read_metrics(output_dir, "sampling/importance_sampling_ratio/mean")
-    return [sum(ratios) / len(ratios), max(read_metrics(output_dir, "sampling/sampling_logp_difference/mean"))]
+    return [
+        sum(ratios) / len(ratios),
+        max(read_metrics(output_dir, "sampling/sampling_logp_difference/mean")),
+    ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_old_probabilities_of_the_step_itself_are_compared_too(precision: str, models: Models, tmp_path: Path) -> None:
-    options = {**inputs(models, tmp_path), "train_type": "qlora", "precision": precision, "temperature": 0.7}
+def test_old_probabilities_of_the_step_itself_are_compared_too(
+    precision: str, models: Models, tmp_path: Path
+) -> None:
+    options = {
+        **inputs(models, tmp_path),
+        "train_type": "qlora",
+        "precision": precision,
+        "temperature": 0.7,
+    }
     train_ok(2, tmp_path / "out", **{**options, "gradient_accumulation_steps": 4, "max_steps": 2})
     ratio, difference = mismatch(tmp_path / "out")
     if precision == "fp32":
         assert (ratio, difference) == pytest.approx((1, 0), abs=1e-5)
     else:
         assert 0.97 < ratio < 1.03 and 0 < difference < 0.05
-    assert all("old_logps" not in line and "sampled_logps" in line for line in lines_of(tmp_path / "out"))
+    assert all(
+        "old_logps" not in line and "sampled_logps" in line for line in lines_of(tmp_path / "out")
+    )
 
 
-@pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["own rows", "shared rows"])
-def test_answers_are_the_same_on_one_and_two_ranks(shared: int, models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shared", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["own rows", "shared rows"]
+)
+def test_answers_are_the_same_on_one_and_two_ranks(
+    shared: int, models: Models, tmp_path: Path
+) -> None:
     options = {**inputs(models, tmp_path), "num_iterations": 2, "max_steps": 4}
     for ranks, size in ((1, 1), (2, shared)):
         split = {"gradient_accumulation_steps": 8 * size // ranks, "context_parallel_size": size}
@@ -95,7 +128,9 @@ def test_answers_are_the_same_on_one_and_two_ranks(shared: int, models: Models, 
     # In float32 the trainer has the probabilities that the answers were drawn with.
     assert [mismatch(tmp_path / ranks) for ranks in "12"] == [pytest.approx([1, 0], abs=1e-5)] * 2
     # The second step on the same answers is of another policy.
-    assert read_metrics(tmp_path / "1", "reward")[::2] == read_metrics(tmp_path / "1", "reward")[1::2]
+    assert (
+        read_metrics(tmp_path / "1", "reward")[::2] == read_metrics(tmp_path / "1", "reward")[1::2]
+    )
 
 
 FAILING = """
@@ -106,7 +141,9 @@ def short(completions, answer, prompts, **_):
 """
 
 
-def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tmp_path: Path) -> None:
+def test_a_failing_function_ends_every_rank_with_a_checkpoint(
+    models: Models, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     mirror = tmp_path / "mirror"
     options = {**inputs(models, tmp_path, function=FAILING), "output_dir": out, "mirror": mirror}
@@ -115,17 +152,23 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
     said = run(options, tmp_path / "first", [1, 1])
     assert said.count("The reward function short failed at row 7 of the dataset: TypeError") == 2
     kept = [line["step"] for line in lines_of(mirror)]
-    assert kept == [step for step in range(1, kept[-1] + 1, 2) for _ in range(8)] and 1 <= kept[-1] < 7
+    assert (
+        kept == [step for step in range(1, kept[-1] + 1, 2) for _ in range(8)] and 1 <= kept[-1] < 7
+    )
     assert list(checkpoint.published(out / "checkpoints")) == [kept[-1] + 1]
     # On another machine, with the mirror alone.
     shutil.rmtree(out)
     (tmp_path / "own.py").write_text(FAILING + "# changed\n")
     said = run({**options, "on_reward_error": "zero"}, tmp_path / "second")
     assert re.search(
-        r"reward functions were own.py:short=1 \(sha256 (\w+)\), and are now own.py:short=1 \(sha256 (?!\1)", said
+        r"reward functions were own.py:short=1 \(sha256 (\w+)\), and are now own.py:short=1 "
+        r"\(sha256 (?!\1)",
+        said,
     )
     assert f"Resuming at step {kept[-1] + 1}" in said and "8 answers count as 0" in said
-    assert [line["step"] for line in lines_of(out)] == [step for step in (1, 3, 5, 7) for _ in range(8)]
+    assert [line["step"] for line in lines_of(out)] == [
+        step for step in (1, 3, 5, 7) for _ in range(8)
+    ]
     zeros = [line["rewards"]["short"] == 0 for line in lines_of(out) if line["row"] == 7]
     assert zeros == [True] * 4
 
@@ -137,7 +180,9 @@ CHATML = (
 
 
 def make_chat_model(folder: Path, *, template: str = CHATML, ends: list[int] | None = None) -> Path:
-    """A model whose turns end with a token that is not the tokenizer's end token; `ends` are those that it names."""
+    """A model whose turns end with a token that is not the tokenizer's end token; `ends` are those
+    that it names.
+    """
     model = make_model(folder, vocab_size=330, pad_token_id=None)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -153,10 +198,22 @@ def make_chat_model(folder: Path, *, template: str = CHATML, ends: list[int] | N
 def test_sampled_answers_end_at_the_end_tokens_of_the_model(place: str, tmp_path: Path) -> None:
     end = 97
     ending = CHATML.replace("<|im_end|>\n", "<|im_end|>\n</s>") if place == "template" else None
-    model = make_chat_model(tmp_path / "model", **({"template": ending} if ending else {"ends": [end, 1]}))
-    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>") if ending else end
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": w}]} for w in WORDS[:8]])  # type: ignore[dict-item,misc]
-    options = {**OPTIONS, "rewards": "length:4", "model_name": model, "dataset": rows, "max_completion_length": 64}
+    model = make_chat_model(
+        tmp_path / "model", **({"template": ending} if ending else {"ends": [end, 1]})
+    )
+    end = (
+        AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>") if ending else end
+    )
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": w}]} for w in WORDS[:8]]
+    )  # type: ignore[dict-item,misc]
+    options = {
+        **OPTIONS,
+        "rewards": "length:4",
+        "model_name": model,
+        "dataset": rows,
+        "max_completion_length": 64,
+    }
     options["context_length"] = 128
     train_ok(1, tmp_path / "out", **options, gradient_accumulation_steps=32, max_steps=1)
     answers = [line["token_ids"] for line in lines_of(tmp_path / "out")]
@@ -172,23 +229,41 @@ def test_the_end_of_a_templates_turn_is_saved_with_adapter_and_merge(
     model = make_chat_model(tmp_path / "model")
     out = tmp_path / "out"
     merged = tmp_path / "merged"
-    turns = [[{"role": "user", "content": word}, {"role": "assistant", "content": "blue"}] for word in WORDS[:8]]
+    turns = [
+        [{"role": "user", "content": word}, {"role": "assistant", "content": "blue"}]
+        for word in WORDS[:8]
+    ]
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": messages} for messages in turns])  # type: ignore[dict-item,misc]
     options = (
-        {**OPTIONS, "rewards": "exact_match"} if objective == "grpo" else {"train_type": "lora", "precision": "fp32"}
+        {**OPTIONS, "rewards": "exact_match"}
+        if objective == "grpo"
+        else {"train_type": "lora", "precision": "fp32"}
     )
-    said = train_ok(1, out, **options, model_name=model, dataset=rows, gradient_accumulation_steps=4, max_steps=1)
+    said = train_ok(
+        1,
+        out,
+        **options,
+        model_name=model,
+        dataset=rows,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+    )
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
     assert "Answers end with <|im_end|>, not with the tokenizer's </s>" in said
     assert main(["merge", *flags(adapter=out, out=merged)]) == 0
     for folder in (out, merged):
-        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, end]
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [
+            1,
+            end,
+        ]
         assert "ends with `<|im_end|>`" in (folder / "README.md").read_text()
     assert GenerationConfig.from_pretrained(merged).eos_token_id == [1, end]
 
 
 def kill_at(phase: str, number: int, *, with_signal: int = signal.SIGKILL) -> None:
-    """Kill this rank at a sign of life in a phase: each token, micro-batch, update and saved tensor gives one."""
+    """Kill this rank at a sign of life in a phase: each token, micro-batch, update and saved tensor
+    gives one.
+    """
     from fsdp_qlora.distributed.supervision.clock import Heartbeat
 
     left = iter(range(number, 0, -1))
@@ -212,7 +287,11 @@ def short(completions, **_):
 
 
 def test_a_run_stops_while_answers_are_generated_or_scored(models: Models, tmp_path: Path) -> None:
-    options = {**inputs(models, tmp_path), "gradient_accumulation_steps": 4, "output_dir": tmp_path / "out"}
+    options = {
+        **inputs(models, tmp_path),
+        "gradient_accumulation_steps": 4,
+        "output_dir": tmp_path / "out",
+    }
     preempted = [ENDINGS["preempted"].exit_code] * 2
     stopped = partial(kill_at, "rows", 4, with_signal=signal.SIGTERM)
     said = run(options, tmp_path / "generating", preempted, fault=stopped)
@@ -224,20 +303,38 @@ def test_a_run_stops_while_answers_are_generated_or_scored(models: Models, tmp_p
 
 
 # "rows" is while answers are generated, too.
-MOMENTS = {"rows": (10, 30), "compute": (6, 20), "save": (90, 200), "update": (1, 3), "exchange": (2, 3)}
+MOMENTS = {
+    "rows": (10, 30),
+    "compute": (6, 20),
+    "save": (90, 200),
+    "update": (1, 3),
+    "exchange": (2, 3),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["grpo", pytest.param("distill_on_policy", marks=pytest.mark.nightly)])
-def test_killed_at_any_moment_a_run_gives_the_same_bytes(objective: str, models: Models, tmp_path: Path) -> None:
-    options = {**inputs(models, tmp_path, prompts=6), "gradient_accumulation_steps": 4, "num_epochs": 2}
+@pytest.mark.parametrize(
+    "objective", ["grpo", pytest.param("distill_on_policy", marks=pytest.mark.nightly)]
+)
+def test_killed_at_any_moment_a_run_gives_the_same_bytes(
+    objective: str, models: Models, tmp_path: Path
+) -> None:
+    options = {
+        **inputs(models, tmp_path, prompts=6),
+        "gradient_accumulation_steps": 4,
+        "num_epochs": 2,
+    }
     if objective == "grpo":
         options["num_iterations"] = 2
     else:
         rows = [{"prompt": f"sort {i}", "teacher_prompt": f"sort {i} now"} for i in range(48)]
         dataset = write_rows(tmp_path / "taught.jsonl", rows)
         options = {**options, "objective": objective, "dataset": dataset, "precision": "bf16"}
-        options = {name: value for name, value in options.items() if name not in ("rewards", "num_generations")}
+        options = {
+            name: value
+            for name, value in options.items()
+            if name not in ("rewards", "num_generations")
+        }
     whole = tmp_path / "whole"
     out = tmp_path / "out"
     run({**options, "output_dir": whole}, tmp_path / "reference")
@@ -254,7 +351,9 @@ def test_killed_at_any_moment_a_run_gives_the_same_bytes(objective: str, models:
 
 
 def make_letters(folder: Path) -> dict[str, Any]:
-    """A tiny model of eight letters, four digits and a stop, and prompts that ask for 1 to 4 letters."""
+    """A tiny model of eight letters, four digits and a stop, and prompts that ask for 1 to 4
+    letters.
+    """
     tokens = ["<s>", "</s>", *"abcdefgh1234."]
     sizes = {"vocab_size": len(tokens), "max_position_embeddings": 64, "pad_token_id": None}
     model = make_model(folder / "model", **sizes)
@@ -267,31 +366,70 @@ def make_letters(folder: Path) -> dict[str, Any]:
         "    said = [''.join(said.split()) for said in completions]\n"
         "    return [float(len(s) == n and s.isalpha()) for s, n in zip(said, letters)]\n"
     )
-    return {"model_name": model, "dataset": folder / "rows.jsonl", "rewards": f"{folder / 'own.py'}:as_many"}
+    return {
+        "model_name": model,
+        "dataset": folder / "rows.jsonl",
+        "rewards": f"{folder / 'own.py'}:as_many",
+    }
 
 
 @pytest.mark.nightly
 def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path: Path) -> None:
-    options = {**make_letters(tmp_path), "objective": "grpo", "train_type": "lora", "precision": "fp32", "lr": 3e-3}
-    options |= {"num_generations": 32, "max_completion_length": 6, "batch_size": 64, "scale_rewards": "none"}
-    options |= {"num_epochs": 64, "output_dir": tmp_path / "out", "quant_cache": "off", "log_to": "jsonl"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "train.py")]
-    done = subprocess.run([*command, *flags(**options)], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    options = {
+        **make_letters(tmp_path),
+        "objective": "grpo",
+        "train_type": "lora",
+        "precision": "fp32",
+        "lr": 3e-3,
+    }
+    options |= {
+        "num_generations": 32,
+        "max_completion_length": 6,
+        "batch_size": 64,
+        "scale_rewards": "none",
+    }
+    options |= {
+        "num_epochs": 64,
+        "output_dir": tmp_path / "out",
+        "quant_cache": "off",
+        "log_to": "jsonl",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        str(ROOT / "train.py"),
+    ]
+    done = subprocess.run(
+        [*command, *flags(**options)], cwd=ROOT, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     rewards = read_metrics(tmp_path / "out", "reward")
     assert rewards[0] < 0.1 and sum(rewards[-8:]) / 8 > 0.9, rewards
     page = (tmp_path / "out" / "report.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     [of_run] = data["runs"]
-    assert of_run["steps"]["reward"][-1] == pytest.approx(rewards[-1]) and len(of_run["steps"]["reward"]) == 64
+    assert (
+        of_run["steps"]["reward"][-1] == pytest.approx(rewards[-1])
+        and len(of_run["steps"]["reward"]) == 64
+    )
     samples = of_run["samples"]
-    assert [sample["step"] for sample in samples] == sorted({1, samples[1]["step"], 64}) and len(samples) == 3
+    assert [sample["step"] for sample in samples] == sorted({1, samples[1]["step"], 64}) and len(
+        samples
+    ) == 3
     assert all("reward" in sample["text"] for sample in samples)
 
 
 @pytest.mark.nightly
 def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "demo_model.py"), "--output_dir", str(tmp_path / "model")]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "demo_model.py"),
+        "--output_dir",
+        str(tmp_path / "model"),
+    ]
     assert subprocess.run(command, capture_output=True).returncode == 0
     rows = [
         {
@@ -310,7 +448,10 @@ def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
         "rewards": f"number,{tmp_path / 'own.py'}:brief=0.1",
         "max_completion_length": 16,
     }
-    options |= {"model_name": tmp_path / "model", "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
+    options |= {
+        "model_name": tmp_path / "model",
+        "dataset": write_rows(tmp_path / "rows.jsonl", rows),
+    }
     options |= {"context_length": 256, "gradient_accumulation_steps": 4, "max_steps": 3, "lr": 1e-5}
     train_ok(2, tmp_path / "out", **{**options, "save_every": "none"})
     assert len(read_metrics(tmp_path / "out", "rewards/number/mean")) == 3

@@ -1,4 +1,6 @@
-"""Answers from a server: what it is asked, what is waited for, what ends a run, and runs whose server is killed."""
+"""Answers from a server: what it is asked, what is waited for, what ends a run, and runs whose
+server is killed.
+"""
 
 import contextlib
 import itertools
@@ -48,8 +50,12 @@ class Stops:
 
 
 def choose(adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Some tokens that depend on all that they should depend on; half of the answers end by themselves."""
-    numbers = torch.Generator().manual_seed(request["seed"] + len(request["prompt"]) + len(Path(adapter).name))
+    """Some tokens that depend on all that they should depend on; half of the answers end by
+    themselves.
+    """
+    numbers = torch.Generator().manual_seed(
+        request["seed"] + len(request["prompt"]) + len(Path(adapter).name)
+    )
     tokens = torch.randint(0, END, (LONGEST,), generator=numbers).tolist()
     tokens = [*tokens[:1], END] if tokens[0] % 2 else tokens
     return tokens, [-0.1 * token for token in tokens]
@@ -64,7 +70,9 @@ def server() -> Iterator[LoraServer]:
 
 
 @pytest.fixture
-def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
+def engine(
+    server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ServerEngine]:
     """The engine of a run on one rank; its adapter is a number that grows."""
     monkeypatch.setattr(engine_module, "_PAUSE_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
@@ -97,26 +105,39 @@ def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
 
 @pytest.mark.quick
 def test_ranks_wait_for_rank_0_by_gloo_whatever_their_device(engine: ServerEngine) -> None:
-    ranks = Ranks(0, 0, 1, 1, torch.device("meta"))  # as a GPU, with which NCCL's kernels would wait
+    # as a GPU, with which NCCL's kernels would wait
+    ranks = Ranks(0, 0, 1, 1, torch.device("meta"))
     assert engine_module.run_on_rank_0(lambda: "42", Control(), ranks, 0) == "42"
 
 
 @pytest.mark.quick
-def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine: ServerEngine, server: LoraServer) -> None:
+def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(
+    engine: ServerEngine, server: LoraServer
+) -> None:
     engine.server._patience = 60.0
     first = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
     assert len(first) == len({body["seed"] for body in bodies}) == 6
-    by_prompt = sorted((tuple(body["prompt"]), choose(server.adapters[body["model"]], body)) for body in bodies)
+    by_prompt = sorted(
+        (tuple(body["prompt"]), choose(server.adapters[body["model"]], body)) for body in bodies
+    )
     found = [(tuple(p), (a.token_ids, a.logps)) for p, a in zip(PROMPTS, first, strict=True)]
     assert sorted(found) == by_prompt
     assert all(answer.is_done == (answer.token_ids[-1] == END) for answer in first)
-    settings = {"temperature": 0.7, "max_tokens": LONGEST, "top_p": 1.0, "top_k": -1, "stop_token_ids": [END]}
+    settings = {
+        "temperature": 0.7,
+        "max_tokens": LONGEST,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": [END],
+    }
     assert all(body.items() >= settings.items() for body in bodies)
     assert engine.complete(PROMPTS, 1, 1) != first
     engine.complete(PROMPTS, 2, 2)
     names = [body["lora_name"] for body in asked(server, "load_lora_adapter")]
-    assert [name.rpartition("-")[0] for name in names] == ["run-v0", "run-v1", "run-v2"] and len({*names}) == 3
+    assert [name.rpartition("-")[0] for name in names] == ["run-v0", "run-v1", "run-v2"] and len(
+        {*names}
+    ) == 3
     assert [body["lora_name"] for body in asked(server, "unload_lora_adapter")] == names[:2]
     assert sorted(path.name for path in engine.prefix.parent.iterdir()) == [
         "run-v1",
@@ -127,7 +148,9 @@ def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine: Se
 def once(path: str, status: int, content: Any) -> Any:
     """A fault that befalls the first request to a path."""
     left = [1]
-    return lambda found, body: (status, content) if found == f"/v1/{path}" and left and left.pop() else None
+    return lambda found, body: (
+        (status, content) if found == f"/v1/{path}" and left and left.pop() else None
+    )
 
 
 def forgets(server: LoraServer) -> Any:
@@ -148,8 +171,14 @@ def forgets(server: LoraServer) -> Any:
         (once("models", 0, None), "Waiting for the server"),
         (once("completions", 503, {"error": {"message": "busy"}}), "HTTP 503: busy"),
         (once("completions", 0, None), "Waiting for the server"),
-        (once("completions", 200, {"model": "x", "choices": [{"finish_reason": "abort"}]}), "ended with 'abort'"),
-        (once("load_lora_adapter", 404, {"error": {"message": "no such folder"}}), "no such folder"),
+        (
+            once("completions", 200, {"model": "x", "choices": [{"finish_reason": "abort"}]}),
+            "ended with 'abort'",
+        ),
+        (
+            once("load_lora_adapter", 404, {"error": {"message": "no such folder"}}),
+            "no such folder",
+        ),
         (forgets, "it had lost the adapter"),
     ],
 )
@@ -204,7 +233,10 @@ def slowly(first: bytes, then: bytes) -> Any:
     [
         (answer(model="run-v7"), "answers as run-v7 where run-v0-"),
         (answer(token_ids=None), "text alone"),
-        (answer(token_ids=[1, 2, 3, 10]), "returns the token 10, and the model's vocabulary has 10"),
+        (
+            answer(token_ids=[1, 2, 3, 10]),
+            "returns the token 10, and the model's vocabulary has 10",
+        ),
         (answer(token_ids=[1, 2, True, 3]), "returns the token True"),
         (answer(token_ids=[1] * 5), "returns 5 tokens, cut, where 4 are asked"),
         (answer(token_ids=[1] * 3000, finish_reason="stop"), "returns 3,000 tokens"),
@@ -223,7 +255,10 @@ def slowly(first: bytes, then: bytes) -> Any:
         (says("http://localhost:1/", 302), "HTTP 302: http://localhost:1/"),
         (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" "), "was waited for, 0.3 s: timed out"),
         (slowly(b"HTTP/1.1 200 OK\r\nX: ", b"a"), "was waited for, 0.3 s: timed out"),
-        (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20), "answers /v1/completions with more than"),
+        (
+            slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20),
+            "answers /v1/completions with more than",
+        ),
         (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
         (answer(logprobs={"token_logprobs": [-math.inf] * LONGEST}), "no log-probability"),
@@ -233,13 +268,21 @@ def slowly(first: bytes, then: bytes) -> Any:
         (answer(logprobs={"token_logprobs": [-1.0, -1.0, False, -1.0]}), "but false for one"),
         (answer(logprobs={"token_logprobs": "none"}), "logprobs: 0"),
         (answer(logprobs={}), "vllm serve MODEL --enable-lora"),
-        (answer(logprobs=None), "no log-probability of each token, by which tokens are weighed, but none. It must"),
         (
-            lambda path, body: (400, {"error": {"message": "too long"}}) if "prompt" in body else None,
+            answer(logprobs=None),
+            "no log-probability of each token, by which tokens are weighed, but none. It must",
+        ),
+        (
+            lambda path, body: (
+                (400, {"error": {"message": "too long"}}) if "prompt" in body else None
+            ),
             "HTTP 400: too long",
         ),
         (lambda path, body: (200, {"data": [{"id": "other"}]}), "--served-model-name /models/base"),
-        (lambda path, body: (500, {}) if "lora_path" in body else None, "does not load the adapter"),
+        (
+            lambda path, body: (500, {}) if "lora_path" in body else None,
+            "does not load the adapter",
+        ),
         (lambda path, body: (0, None) if "prompt" in body else None, "was waited for, 0.3 s"),
     ],
 )
@@ -249,11 +292,28 @@ def test_unusable_rollout_server_ends_the_run_in_one_sentence(
     server.faults.append(fault)
     with pytest.raises(RolloutError) as caught:
         engine.complete(PROMPTS, 0, 0)
-    assert said in str(caught.value) and server.url in str(caught.value) and len(str(caught.value)) < 1000
+    assert (
+        said in str(caught.value)
+        and server.url in str(caught.value)
+        and len(str(caught.value)) < 1000
+    )
     assert not re.search(r"\wError\(|NoneType|subscript", str(caught.value))
 
 
-_PARTS = (b"", b"null", b"true", b"-1", b"1e999", b"9" * 400, b"{}", b'"\\ud800"', b"\xff", b"\0", b"NaN", b"[" * 10**5)
+_PARTS = (
+    b"",
+    b"null",
+    b"true",
+    b"-1",
+    b"1e999",
+    b"9" * 400,
+    b"{}",
+    b'"\\ud800"',
+    b"\xff",
+    b"\0",
+    b"NaN",
+    b"[" * 10**5,
+)
 
 
 def damaged(content: bytes, seed: int) -> bytes:
@@ -262,7 +322,11 @@ def damaged(content: bytes, seed: int) -> bytes:
     for _ in range(choose.randint(1, 3)):
         start = choose.randrange(len(content))
         end = choose.randint(start, min(len(content), start + choose.choice((1, 8, 80))))
-        content = content[:start] + choose.choice((*_PARTS, b"a" * 2**21, content[start:end] * 3)) + content[end:]
+        content = (
+            content[:start]
+            + choose.choice((*_PARTS, b"a" * 2**21, content[start:end] * 3))
+            + content[end:]
+        )
     return content
 
 
@@ -270,7 +334,9 @@ def damaging(seed: int, path: str, body: dict[str, Any]) -> tuple[int, Any] | No
     return (200, damaged(json.dumps(answer_of(body)).encode(), seed)) if "prompt" in body else None
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=["20", "180"])
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=["20", "180"]
+)
 def test_damaged_answers_end_in_a_sentence_and_take_little_memory(
     engine: ServerEngine, server: LoraServer, seeds: range, tmp_path: Path
 ) -> None:
@@ -288,7 +354,9 @@ def test_damaged_answers_end_in_a_sentence_and_take_little_memory(
             ends["refused"] += 1
         engine.server.is_closed = False
     assert ends.total() == len(seeds) and ends["refused"] > len(seeds) / 2, ends
-    assert this.memory_info().rss - before < 2**30 and set(this.children(recursive=True)) <= processes
+    assert (
+        this.memory_info().rss - before < 2**30 and set(this.children(recursive=True)) <= processes
+    )
 
 
 @pytest.mark.quick
@@ -306,7 +374,9 @@ def test_run_waiting_for_a_server_can_be_stopped(engine: ServerEngine, server: L
 
 
 @pytest.mark.quick
-def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine, server: LoraServer) -> None:
+def test_no_thread_asks_the_server_after_a_run_has_stopped(
+    engine: ServerEngine, server: LoraServer
+) -> None:
     def away(path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
         engine.control.signals.requested = 4 if "prompt" in body else 0
         return (0, None) if "prompt" in body else None
@@ -316,7 +386,12 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine,
     others = {*threading.enumerate()}
     with pytest.raises(RunStopped):
         engine.complete(PROMPTS, 0, 0)
-    wait_for(lambda: not [each for each in {*threading.enumerate()} - others if each.name == "begun-call"], 20)
+    wait_for(
+        lambda: (
+            not [each for each in {*threading.enumerate()} - others if each.name == "begun-call"]
+        ),
+        20,
+    )
 
 
 @pytest.mark.quick
@@ -324,11 +399,25 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine,
     ("fault", "said"),
     [
         (None, ""),
-        (lambda path, body: (404, {"detail": "Not Found"}) if body == {} and "load" in path else None, "RUNTIME_LORA"),
-        (lambda path, body: (200, {"data": [{"id": "other"}]}), "has the model other, and the run trains hub/base"),
+        (
+            lambda path, body: (
+                (404, {"detail": "Not Found"}) if body == {} and "load" in path else None
+            ),
+            "RUNTIME_LORA",
+        ),
+        (
+            lambda path, body: (200, {"data": [{"id": "other"}]}),
+            "has the model other, and the run trains hub/base",
+        ),
         (lambda path, body: (200, []), "answers /v1/models without data"),
-        (lambda path, body: (200, {"data": [{"id": None}]}), "with null as data[0].id, which is a text"),
-        (lambda path, body: (200, {"data": [{"id": "a", "parent": "b"}]}), "answers /v1/models without a base model"),
+        (
+            lambda path, body: (200, {"data": [{"id": None}]}),
+            "with null as data[0].id, which is a text",
+        ),
+        (
+            lambda path, body: (200, {"data": [{"id": "a", "parent": "b"}]}),
+            "answers /v1/models without a base model",
+        ),
         (lambda path, body: (200, b"<html>"), "answers /v1/models with no JSON"),
         (lambda path, body: (0, None), "was waited for"),
     ],
@@ -365,9 +454,13 @@ class ServerProcess:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self._command, cwd=ROOT, env=self._environment, stdout=self._log.open("a"), stderr=subprocess.STDOUT,
+            self._command,
+            cwd=ROOT,
+            env=self._environment,
+            stdout=self._log.open("a"),
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -380,13 +473,18 @@ class ServerProcess:
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self._log.read_text()[-4000:]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/models", timeout=60):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.url}/v1/models", timeout=60),
+        ):
             return True
         return False
 
 
 @pytest.fixture(scope="module")
-def lora_server(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def lora_server(
+    models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     command = sys.executable, "-m", "tests.rollouts.lora_server", str(models()), "tiny", "{port}"
     found = ServerProcess(*command, log=tmp_path_factory.mktemp("server") / "server.log")
     yield found
@@ -395,7 +493,9 @@ def lora_server(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def whole(
-    lora_server: ServerProcess, models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    lora_server: ServerProcess,
+    models: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, object], Path]:
     """Options of a run, and its folder: nothing has disturbed it."""
     folder = tmp_path_factory.mktemp("whole")
@@ -411,9 +511,12 @@ def options_of(
 ) -> dict[str, object]:
     scorer = folder / "scorer.py"
     scorer.write_text(
-        "def even(completion_ids, **_):\n    return [sum(id % 2 == 0 for id in ids) for ids in completion_ids]\n"
+        "def even(completion_ids, **_):\n    return [sum(id % 2 == 0 for id in ids) for ids in "
+        "completion_ids]\n"
     )
-    rows = write_rows(folder / "prompts.jsonl", [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]])
+    rows = write_rows(
+        folder / "prompts.jsonl", [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]]
+    )
     return {
         "model_name": model,
         "base_name": "hub/tiny",
@@ -443,7 +546,9 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def farthest(records: list[dict[str, Any]]) -> float:
-    """The largest difference between a log-probability of the server and that of the trainer at that version."""
+    """The largest difference between a log-probability of the server and that of the trainer at
+    that version.
+    """
     pairs = [zip(record["sampled_logps"], record["old_logps"], strict=True) for record in records]
     return max(abs(a - b) for each in pairs for a, b in each)
 
@@ -453,8 +558,15 @@ def test_a_killed_server_is_waited_for_and_changes_no_byte(
     lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
 ) -> None:
     records = read_rollouts(whole[1])
-    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(records) < 1e-4
-    assert len({record["sampled_logps"][0] for record in records if record["row"] == records[0]["row"]}) > 4
+    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(
+        records
+    ) < 1e-4
+    assert (
+        len(
+            {record["sampled_logps"][0] for record in records if record["row"] == records[0]["row"]}
+        )
+        > 4
+    )
     with ended(Job(whole[0] | {"output_dir": tmp_path / "out"}, tmp_path / "logs")) as job:
         wait_for(lambda: "step 2/8" in job.output())
         lora_server.kill()
@@ -462,7 +574,10 @@ def test_a_killed_server_is_waited_for_and_changes_no_byte(
         lora_server.start()
         assert job.wait() == [0, 0], job.output()
     assert "answers again after" in job.output()
-    assert adapter(tmp_path / "out") == adapter(whole[1]) and read_rollouts(tmp_path / "out") == records
+    assert (
+        adapter(tmp_path / "out") == adapter(whole[1])
+        and read_rollouts(tmp_path / "out") == records
+    )
 
 
 class Base(Sampler):
@@ -473,14 +588,18 @@ class Base(Sampler):
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_adapters_ends_the_run(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_server_that_ignores_adapters_ends_the_run(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     sampler = Base(str(models()))
     with LoraServer("tiny", sampler, sampler.end) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         options = options_of(server, models(), tmp_path, "out", precision="bf16")
         output = finish(options, tmp_path / "logs", [1, 1]).output()
         server.shutdown()
-    assert "[rank 1] error: The server ignores the adapter" in output and "uses the adapter:" not in output
+    assert ("[rank 1] error: The server ignores the adapter") in output and (
+        "uses the adapter:"
+    ) not in output
     [(to_base, to_model), *_] = re.findall(r"are (\S+) from the base's and (\S+) from", output)
     assert float(to_base) < 0.01 < 0.02 < float(to_model)
     assert 1 <= steps_done(tmp_path / "out") < 8 and [*(tmp_path / "out" / "checkpoints").iterdir()]
@@ -522,7 +641,9 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
         assert job.wait() == [1, 1], job.output()
     lora_server.start()
     refused = finish(
-        options | {"base_name": "hub/other", "output_dir": tmp_path / "other"}, tmp_path / "logs_other", [2, 2]
+        options | {"base_name": "hub/other", "output_dir": tmp_path / "other"},
+        tmp_path / "logs_other",
+        [2, 2],
     )
     assert "--served-model-name" in refused.output() and "Tokenizing" not in refused.output()
     assert "[rank 1] error: The server" in job.output() and "was waited for, 6 s" in job.output()
@@ -531,12 +652,22 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif("FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md")
+@pytest.mark.skipif(
+    "FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md"
+)
 def test_vllm_answers_with_the_newest_adapter(models: Callable[..., Path], tmp_path: Path) -> None:
     model = models(head_dim=32, max_position_embeddings=512)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    words = f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny --enable-lora --port"
-    command = os.environ["FSDP_QLORA_VLLM"], *words.split(), "{port}", *["--dtype", "float32", "--enforce-eager"]
+    words = (
+        f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny "
+        "--enable-lora --port"
+    )
+    command = (
+        os.environ["FSDP_QLORA_VLLM"],
+        *words.split(),
+        "{port}",
+        *["--dtype", "float32", "--enforce-eager"],
+    )
     server = ServerProcess(*command, log=tmp_path / "vllm.log", **environment)
     try:
         wait_for(server.answers)
@@ -544,4 +675,6 @@ def test_vllm_answers_with_the_newest_adapter(models: Callable[..., Path], tmp_p
     finally:
         server.kill()
     records = read_rollouts(tmp_path / "out")
-    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(records) < 1e-3
+    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(
+        records
+    ) < 1e-3

@@ -47,7 +47,11 @@ def test_freeing_space_deletes_the_least_needed_checkpoint_first(
     checkpoint.quarantine(make(tmp_path, 1_000_001))
     with monkeypatch.context() as patch:  # one that cannot be deleted gives no room
         rmtree = shutil.rmtree
-        patch.setattr(shutil, "rmtree", lambda path, **how: path.name.endswith(".set_aside") or rmtree(path, **how))
+        patch.setattr(
+            shutil,
+            "rmtree",
+            lambda path, **how: path.name.endswith(".set_aside") or rmtree(path, **how),
+        )
         freed += [delete_oldest(tmp_path) for _ in range(3)]
     assert freed == ["step_1000001.set_aside", "step_000001", "step_000003", "step_000002", None]
     checkpoint.verify(tmp_path / "step_1000000")
@@ -65,7 +69,9 @@ def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Pat
 
 def test_nodes_that_do_not_share_the_output_folder_are_refused(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "first", Ranks(0, 0, 1, 1, torch.device("cpu")), StartRequest({}))
-    second = RunFolder(tmp_path / "second", Ranks(1, 0, 1, 1, torch.device("cpu")), StartRequest({}))
+    second = RunFolder(
+        tmp_path / "second", Ranks(1, 0, 1, 1, torch.device("cpu")), StartRequest({})
+    )
     first.prepare({}, {"run_id": "abc"}, keep_run=False, all_write=True)
     second.prepare({}, {"run_id": "abc"}, keep_run=False)
     with pytest.raises(UserError, match="Rank 1's machine does not see"):
@@ -76,7 +82,9 @@ def test_nodes_that_do_not_share_the_output_folder_are_refused(tmp_path: Path) -
         second.prepare({}, {"run_id": "abd"}, keep_run=False, all_write=True)
 
 
-def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_an_early_kill_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
 
     def die(*_: object) -> None:
@@ -86,7 +94,8 @@ def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pyt
         patch.setattr(resume, "publish_files", die)
         folder = RunFolder(out, read_ranks(), StartRequest({}))
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
-    assert [path.name for path in out.iterdir()] == [run_files.RUN]  # from here on, the same run is resumed
+    # from here on, the same run is resumed
+    assert [path.name for path in out.iterdir()] == [run_files.RUN]
     (out / run_files.RUN).rename(out / ".run.json.0123456789abcdef.partial")
     (out / ".saving").mkdir()
     (out / run_files.STATUS).touch()

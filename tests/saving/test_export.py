@@ -28,24 +28,40 @@ from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_ro
 Models = Callable[..., Path]
 
 
-def test_a_tokenizer_with_several_chat_templates_is_saved_whole(models: Models, tmp_path: Path) -> None:
+def test_a_tokenizer_with_several_chat_templates_is_saved_whole(
+    models: Models, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models(), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(folder)
-    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
+    options = {
+        "model_name": folder,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "max_steps": 1,
+    }
     train_ok(2, tmp_path / "out", **options)
     train_ok(2, tmp_path / "out", **options, resume="auto:replace")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
-    assert (tmp_path / "out" / "adapter_config.json").is_file() and not (tmp_path / "out" / ".saving").exists()
+    assert (tmp_path / "out" / "adapter_config.json").is_file() and not (
+        tmp_path / "out" / ".saving"
+    ).exists()
 
 
-def test_full_training_keeps_the_generation_config_of_its_base(models: Models, tmp_path: Path) -> None:
+def test_full_training_keeps_the_generation_config_of_its_base(
+    models: Models, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models(), folder)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5], "temperature": 0.7, "do_sample": true}')
-    options = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1, "train_type": "full"}
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [1, 5], "temperature": 0.7, "do_sample": true}'
+    )
+    options = {
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "max_steps": 1,
+        "train_type": "full",
+    }
     train_ok(2, tmp_path / "out", model_name=folder, **options)
     saved, base = (path / "generation_config.json" for path in (tmp_path / "out", folder))
     assert saved.read_bytes() == base.read_bytes()
@@ -60,7 +76,9 @@ def test_a_run_that_cannot_start_leaves_the_earlier_result(models: Models, tmp_p
     state = load_file(broken / "model.safetensors")
     state["model.norm.weight"][3] = torch.nan
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
-    argv = flags(model_name=broken, dataset=data, output_dir=tmp_path / "out", resume="auto:replace")
+    argv = flags(
+        model_name=broken, dataset=data, output_dir=tmp_path / "out", resume="auto:replace"
+    )
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [2] and "model.norm.weight has values that are not finite" in output
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == earlier
@@ -85,7 +103,9 @@ def _train_differently(argvs: list[list[str]]) -> int:
 
 
 @pytest.mark.parametrize("what", ["options", "rows"])
-def test_ranks_that_disagree_are_stopped_before_training(what: str, models: Models, tmp_path: Path) -> None:
+def test_ranks_that_disagree_are_stopped_before_training(
+    what: str, models: Models, tmp_path: Path
+) -> None:
     rows = [write_rows(tmp_path / f"{rank}.jsonl", make_rows(4, seed=rank)) for rank in range(2)]
     argvs = [
         flags(
@@ -117,7 +137,9 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
     gather = saving._gather_all
     write = PackedFiles.write
 
-    def gather_all(named: list[tuple[str, torch.Tensor]], *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+    def gather_all(
+        named: list[tuple[str, torch.Tensor]], *args: object, **kwargs: object
+    ) -> dict[str, torch.Tensor]:
         named = list(named)
         gathered.extend(name for name, _ in named)
         return gather(named, *args, **kwargs)  # type: ignore[arg-type]
@@ -140,31 +162,65 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
     monkeypatch.setattr(PackedFiles, "write", write_while_there_is_room)
     room_from = 1
     everything = save()
-    saved = {name: tensor for path in output.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    saved = {
+        name: tensor
+        for path in output.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     expected = load_file(folder / "model.safetensors")
-    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert saved.keys() == expected.keys() and all(
+        torch.equal(saved[name], expected[name]) for name in expected
+    )
     assert list(checkpoint.published(output / "checkpoints")) == [3]
     room_from = 0
-    with pytest.raises(TrainingError, match=r"No space left.*the same command saves it without training again"):
+    with pytest.raises(
+        TrainingError,
+        match=r"No space left.*the same command saves it without "
+        r"training again",
+    ):
         save()
     assert set(gathered) == everything and not list(output.glob(".saving*"))
     assert list(checkpoint.published(output / "checkpoints")) == [3]
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
-def test_vllm_gets_each_expert_under_its_name_in_the_files(family: str, models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.nightly)]
+)
+def test_vllm_gets_each_expert_under_its_name_in_the_files(
+    family: str, models: Models, tmp_path: Path
+) -> None:
     base = models(family, **FAMILIES[family])
-    options = {"model_name": base, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "train_type": "lora"}
-    options |= {"lora_target_parameters": "experts.gate_up_proj,experts.down_proj", "lr": 1e-2, "lora_rank": 4}
+    options = {
+        "model_name": base,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "train_type": "lora",
+    }
+    options |= {
+        "lora_target_parameters": "experts.gate_up_proj,experts.down_proj",
+        "lr": 1e-2,
+        "lora_rank": 4,
+    }
     run = tmp_path / "run"
-    train_ok(1, **options, output_dir=run, max_steps=3, batch_size=2, context_length=256, precision="fp32")
+    train_ok(
+        1,
+        **options,
+        output_dir=run,
+        max_steps=3,
+        batch_size=2,
+        context_length=256,
+        precision="fp32",
+    )
     served = tmp_path / "served"
     merged = tmp_path / "merged"
     assert main(["export", str(run), "--for", "vllm", "--out", str(served)]) == 0
     assert main(["merge", "--adapter", str(run), "--out", str(merged), "--dtype", "fp32"]) == 0
     config = json.loads((served / "adapter_config.json").read_text())
     adapter, before, after = (
-        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
         for folder in (served, base, merged)
     )
     experts = [name for name in before if re.search(r"experts[.]\d+[.]", name)]
@@ -176,7 +232,10 @@ def test_vllm_gets_each_expert_under_its_name_in_the_files(family: str, models: 
         key = f"base_model.model.{name.removesuffix('.weight')}"
         update = adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
         torch.testing.assert_close(
-            update * config["lora_alpha"] / config["r"], after[name] - before[name], atol=1e-6, rtol=0
+            update * config["lora_alpha"] / config["r"],
+            after[name] - before[name],
+            atol=1e-6,
+            rtol=0,
         )
         changed += bool(update.norm() > 1e-3)
     assert changed > len(experts) / 2

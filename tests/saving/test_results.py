@@ -44,21 +44,29 @@ def inputs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def finished_at(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """finished_at(3): the folder of a run on two ranks that had no more than 3 steps, with its model's logits."""
+def finished_at(
+    inputs: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    """finished_at(3): the folder of a run on two ranks that had no more than 3 steps, with its
+    model's logits.
+    """
     made: dict[int, Path] = {}
 
     def get(steps: int) -> Path:
         if steps not in made:
             made[steps] = folder = tmp_path_factory.mktemp("finished") / "out"
-            train_ok(2, folder, **{**inputs, "max_steps": steps}, logits_file=folder.parent / "logits")
+            train_ok(
+                2, folder, **{**inputs, "max_steps": steps}, logits_file=folder.parent / "logits"
+            )
         return made[steps]
 
     return get
 
 
 def stop_at_step(how: str) -> None:
-    """Let every rank be told to stop, or meet a loss that is not finite, in its step after STOPPED_AT - 1."""
+    """Let every rank be told to stop, or meet a loss that is not finite, in its step after
+    STOPPED_AT - 1.
+    """
     from fsdp_qlora.data.batches.schedule import StepRows
     from fsdp_qlora.distributed.supervision.stops import Budget
     from fsdp_qlora.training.trainer import Trainer
@@ -82,7 +90,12 @@ def stop_at_step(how: str) -> None:
 def files_of(folder: Path) -> dict[str, bytes]:
     """The result's files by name, as result.json lists them."""
     names = json.loads((folder / "result.json").read_text())["files"]
-    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "training.json"} <= set(names)
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+        "training.json",
+    } <= set(names)
     return {name: (folder / name).read_bytes() for name in [*names, "result.json"]}
 
 
@@ -91,7 +104,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     [("SIGTERM", 75), ("not finite", 1), pytest.param("--max_hours", 3, marks=pytest.mark.nightly)],
 )
 def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
-    how: str, exit_code: int, inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
+    how: str,
+    exit_code: int,
+    inputs: dict[str, object],
+    finished_at: Callable[[int], Path],
+    tmp_path: Path,
 ) -> None:
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "max_hours": 1}
     output = run(options, tmp_path / "logs", [exit_code] * 2, fault=partial(stop_at_step, how))
@@ -101,20 +118,31 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
     assert f"Adapter of step {STOPPED_AT}: {out}" in output
     assert adapter(out) == adapter(reference)
     with torch.no_grad():
-        logits = load_adapter(load_decoded_base(Path(str(inputs["model_name"]))), out)(input_ids=PROBE).logits
-    torch.testing.assert_close(logits, load_file(reference.parent / "logits")["logits"], atol=1e-4, rtol=1e-4)
+        logits = load_adapter(load_decoded_base(Path(str(inputs["model_name"]))), out)(
+            input_ids=PROBE
+        ).logits
+    torch.testing.assert_close(
+        logits, load_file(reference.parent / "logits")["logits"], atol=1e-4, rtol=1e-4
+    )
     card = (out / "README.md").read_text()
     for prompt in (PROMPT, PROMPT_WITH_INPUT):
-        assert f"```text\n{prompt.format(instruction='{instruction}', input='{input}')}\n```" in card
+        assert (
+            f"```text\n{prompt.format(instruction='{instruction}', input='{input}')}\n```" in card
+        )
     newest = out / "checkpoints" / f"step_{STOPPED_AT:06d}"
     assert main(["export", str(newest), "--out", str(tmp_path / "again")]) == 0
     assert files_of(tmp_path / "again") == files_of(out)
     run(options, tmp_path / "logs_resumed")
-    assert adapter(out) == adapter(finished_at(6)) and json.loads((out / "training.json").read_text())["step"] == 6
+    assert (
+        adapter(out) == adapter(finished_at(6))
+        and json.loads((out / "training.json").read_text())["step"] == 6
+    )
 
 
 def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
-    """Let evaluations give these losses, by step. A rank dies in that of step 5, or before it saves the result."""
+    """Let evaluations give these losses, by step. A rank dies in that of step 5, or before it saves
+    the result.
+    """
     from fsdp_qlora.export import save_results as saving
     from fsdp_qlora.training.trainer import Trainer
 
@@ -132,20 +160,34 @@ def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
     inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
 ) -> None:
     losses = {0: 3.5, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
-    options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "eval_steps": 1, "early_stopping": 2}
+    options = {
+        **inputs,
+        "max_steps": 6,
+        "output_dir": tmp_path / "out",
+        "eval_steps": 1,
+        "early_stopping": 2,
+    }
     options["save_every"] = 1
     out = tmp_path / "out"
     # The second start goes on behind the first of the two evaluations without a lower loss.
     for killed_at, newest in (("evaluation", 4), ("result", 5)):
-        output = run(options, tmp_path / killed_at, ANY, fault=partial(evaluate_to, losses, killed_at))
+        output = run(
+            options, tmp_path / killed_at, ANY, fault=partial(evaluate_to, losses, killed_at)
+        )
         assert max(published(out / "checkpoints")) == newest, output
     assert not (out / "adapter_model.safetensors").exists()
-    assert "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3." in output
+    assert (
+        "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3."
+    ) in output
     before = numbers(out)
     output = run(options, tmp_path / "logs1", fault=partial(evaluate_to, losses, ""))
-    assert "Stopped early after step 5" in output and "3.5000 -> 4.1000, lowest trained 4.0000 at step 3" in output
+    assert ("Stopped early after step 5") in output and (
+        "3.5000 -> 4.1000, lowest trained 4.0000 at step 3"
+    ) in output
     assert numbers(out) == before and status(out)["state"] == "finished"
-    assert adapter(out) == adapter(finished_at(5)) and adapter(out / "best") == adapter(finished_at(3))
+    assert adapter(out) == adapter(finished_at(5)) and adapter(out / "best") == adapter(
+        finished_at(3)
+    )
     assert main(["export", str(out), "--best", "--out", str(tmp_path / "best")]) == 0
     assert files_of(tmp_path / "best") == files_of(out / "best")
     assert "finished already" in run(options, tmp_path / "logs2")
@@ -153,7 +195,11 @@ def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
 
 CASES = {
     "loftq": {"init_lora_weights": "loftq"},
-    "DoRA and a trained head": {"train_type": "bnb_dora", "modules_to_save": "lm_head", "rank_pattern": "q_proj=2"},
+    "DoRA and a trained head": {
+        "train_type": "bnb_dora",
+        "modules_to_save": "lm_head",
+        "rank_pattern": "q_proj=2",
+    },
     "chats": {"prompt_template": "chatml"},
     "8-bit states, which are per rank": {"optimizer": "adamw_8bit"},
     "a whole model": {"train_type": "full", "lora_rank": 16},
@@ -193,13 +239,18 @@ def test_export_names_folders_that_it_cannot_use(
     newest = finished_at(3) / "checkpoints" / "step_000003"
     damaged.mkdir()
     for path in newest.iterdir():
-        (damaged / path.name).write_bytes(path.read_bytes()[: -8 if path.suffix == ".safetensors" else None])
+        (damaged / path.name).write_bytes(
+            path.read_bytes()[: -8 if path.suffix == ".safetensors" else None]
+        )
     other = models("qwen2", num_hidden_layers=1)
     cases = [
         ([str(tmp_path / "none")], "there is no such folder"),
         ([str(other)], "has no checkpoint in it"),
         ([str(damaged)], "is damaged: state_00000.safetensors has"),
-        ([str(newest), "--model_name", str(other)], "belongs to a model with other trainable parameters"),
+        (
+            [str(newest), "--model_name", str(other)],
+            "belongs to a model with other trainable parameters",
+        ),
         ([str(newest), "--base_name", "x"], "a name on the hub is OWNER/NAME"),
     ]
     for words, reason in cases:
@@ -211,9 +262,14 @@ def test_export_names_folders_that_it_cannot_use(
 def test_full_says_which_tensors_it_leaves_out(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3_5_text", layer_types=["full_attention"] * 2)
     weights = load_file(model / "model.safetensors")
-    ahead = {f"mtp.{name}.weight": torch.ones(2, 2) for name in "abcd"}  # which predict a second token
+    # which predict a second token
+    ahead = {f"mtp.{name}.weight": torch.ones(2, 2) for name in "abcd"}
     save_file({**weights, **ahead}, model / "model.safetensors", metadata={"format": "pt"})
-    options = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
+    options = {
+        "model_name": model,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "max_steps": 1,
+    }
     says = "Qwen3_5ForCausalLM does not build: mtp.a.weight, mtp.b.weight, mtp.c.weight (4 in all)"
     assert says in train_ok(1, tmp_path / "out", **options, train_type="full", precision="fp32")
 
@@ -221,9 +277,20 @@ def test_full_says_which_tensors_it_leaves_out(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_best_of_a_model_with_a_part_for_images_has_that_part(tmp_path: Path) -> None:
     model = make_multimodal(tmp_path / "model", "gemma3")
-    options = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)), "eval_fraction": 0.25}
-    options |= {"train_type": "full", "precision": "fp32", "lr": 1e-3, "max_steps": 2, "eval_steps": 1}
+    options = {
+        "model_name": model,
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+        "eval_fraction": 0.25,
+    }
+    options |= {
+        "train_type": "full",
+        "precision": "fp32",
+        "lr": 1e-3,
+        "max_steps": 2,
+        "eval_steps": 1,
+    }
     output = train_ok(1, tmp_path / "out", **options, context_length=256)
     assert "not saved" not in output
-    last, best = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("", "best"))  # of the same step
+    # of the same step
+    last, best = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("", "best"))
     assert last.keys() == best.keys() and all(torch.equal(last[name], best[name]) for name in last)

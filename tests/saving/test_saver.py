@@ -56,17 +56,25 @@ def test_a_run_that_cannot_save_for_too_long_ends(
         assert saver.save(Progress(step=step)) == (not disk.fails)
     assert sum("Training continues; the last checkpoint is step 4." in line for line in lines) == 2
     now += 900.5 + 900
-    with pytest.raises(TrainingError, match=r"no checkpoint could be saved for 45 minutes: .*Input/output error"):
+    with pytest.raises(
+        TrainingError,
+        match=r"no checkpoint could be saved for 45 minutes: "
+        r".*Input/output error",
+    ):
         saver.save(Progress(step=7))
 
 
-def test_a_run_whose_rank_is_lost_in_a_save_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_rank_is_lost_in_a_save_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(saving, "all_gather_strings", lambda text, *_: [text])
     disk = Disk()
-    saver = Saver(tmp_path, disk, Ranks(0, 0, 1, 1, torch.device("cpu")), identity={}, save_total_limit=3)  # type: ignore[arg-type]
+    saver = Saver(
+        tmp_path, disk, Ranks(0, 0, 1, 1, torch.device("cpu")), identity={}, save_total_limit=3
+    )  # type: ignore[arg-type]
     assert saver.save(Progress(step=1))
     monkeypatch.setattr(disk, "write", lost)  # a collective in it
     with pytest.raises(RuntimeError, match="closed by peer"):

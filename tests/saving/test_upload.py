@@ -1,4 +1,6 @@
-"""A result is uploaded to the hub; what cannot be uploaded is said before training, or in a sentence after it."""
+"""A result is uploaded to the hub; what cannot be uploaded is said before training, or in a
+sentence after it.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +29,9 @@ TOKEN = "hf_" + "s" * 34
 
 @dataclass
 class Hub:
-    """The calls of the hub's client that an upload makes. is_private: None before the repository was made."""
+    """The calls of the hub's client that an upload makes. is_private: None before the repository
+    was made.
+    """
 
     login: dict[str, Any] = field(default_factory=lambda: {"name": "owner"})
     is_private: bool | None = None
@@ -50,10 +54,15 @@ class Hub:
     def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> None:
         self.is_private = private
 
-    def create_commit(self, repo: str, operations: list[CommitOperationAdd], *, commit_message: str) -> None:
+    def create_commit(
+        self, repo: str, operations: list[CommitOperationAdd], *, commit_message: str
+    ) -> None:
         if not self.takes_commits:
             raise OSError(f"no right to write with {TOKEN}\nmore")
-        self.files = {added.path_in_repo: Path(str(added.path_or_fileobj)).read_bytes() for added in operations}
+        self.files = {
+            added.path_in_repo: Path(str(added.path_or_fileobj)).read_bytes()
+            for added in operations
+        }
 
 
 def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = None) -> int:
@@ -70,11 +79,18 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     out = tmp_path / "out"
     made = tmp_path / "made"
-    options = {"model_name": models(), "dataset": rows, "max_steps": 2, "eval_fraction": 0.1, "lora_rank": 2}
+    options = {
+        "model_name": models(),
+        "dataset": rows,
+        "max_steps": 2,
+        "eval_fraction": 0.1,
+        "lora_rank": 2,
+    }
     argv = flags(**options, output_dir=out, push_to_hub="owner/result", quant_cache="off")
     public = partial(train_with_a_hub_that_fails, is_private=False)
     statuses, said = on_ranks(1, public, (argv,), tmp_path / "logs_public")
-    assert statuses == [2] and "owner/result is public" in said and not out.exists()  # before training
+    # before training
+    assert statuses == [2] and "owner/result is public" in said and not out.exists()
     statuses, said = on_ranks(2, train_with_a_hub_that_fails, (argv,), tmp_path / "logs")
     assert statuses == [0, 0] and said.count("The upload to owner/result failed: ") == 1, said
     assert "no right to write" in said and TOKEN not in said
@@ -84,9 +100,13 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     assert main(["export", str(out), *flags(out=made, push_to_hub="owner/result")]) == 0
     names = json.loads((made / "result.json").read_text())["files"]
     assert hub.files == {name: (made / name).read_bytes() for name in names} and hub.is_private
-    assert hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    assert (
+        hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    )
     assert saving.upload(out, "owner/result") is None
-    assert hub.files["best/adapter_config.json"] == (out / "best" / "adapter_config.json").read_bytes()
+    assert (
+        hub.files["best/adapter_config.json"] == (out / "best" / "adapter_config.json").read_bytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +124,11 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     ],
 )
 def test_a_repository_is_checked_before_training(
-    repo: str, is_private: bool | None, login: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+    repo: str,
+    is_private: bool | None,
+    login: dict[str, Any],
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(saving, "get_token", lambda: login.get("token", TOKEN))
     monkeypatch.setattr(saving, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))

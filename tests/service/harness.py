@@ -1,4 +1,6 @@
-"""A service that a test may kill and start again, and the plain PEFT loop that it is compared with."""
+"""A service that a test may kill and start again, and the plain PEFT loop that it is
+compared with.
+"""
 
 import contextlib
 import json
@@ -39,10 +41,18 @@ class Service:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.teacher = str(options.get("teacher"))
-        usual = {"train_type": "lora", "precision": "fp32", "lora_rank": 8, "quant_cache": "off", "context_length": 128}
+        usual = {
+            "train_type": "lora",
+            "precision": "fp32",
+            "lora_rank": 8,
+            "quant_cache": "off",
+            "context_length": 128,
+        }
         given = {**usual, "nproc_per_node": world_size, **options}
         given |= {"model_name": model, "folder": folder, "port": self.port}
-        self._command = [*os.environ.get("FSDP_QLORA_SERVE", f"{sys.executable} -m fsdp_qlora serve").split()]
+        self._command = [
+            *os.environ.get("FSDP_QLORA_SERVE", f"{sys.executable} -m fsdp_qlora serve").split()
+        ]
         self._command += flags(**given)
         self.log = folder.parent / "service.log"
         self.environment = {**os.environ, "TINKER_API_KEY": KEY}
@@ -52,12 +62,19 @@ class Service:
     def start(self) -> None:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self._command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env=self.environment
+                self._command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self.environment,
             )
         for _ in range(_SECONDS * 10):
             assert self.process.poll() is None, self.log.read_text()[-6000:]
             try:
-                request = urllib.request.Request(f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY})
+                request = urllib.request.Request(
+                    f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY}
+                )
                 urllib.request.urlopen(request, timeout=5).close()
                 return
             except urllib.error.HTTPError:  # it has another key
@@ -68,7 +85,11 @@ class Service:
 
     def kill(self) -> None:
         """End all its processes at once, as a machine that loses its power does."""
-        ranks = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        ranks = (
+            psutil.Process(self.process.pid).children(recursive=True)
+            if self.process.poll() is None
+            else []
+        )
         for each in [self.process, *ranks]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -76,7 +97,9 @@ class Service:
         self.process.wait()
 
     def end(self) -> None:
-        """Kill it for good. A client that lived on would go on calling, and warn that nobody answers."""
+        """Kill it for good. A client that lived on would go on calling, and warn that nobody
+        answers.
+        """
         try:
             deadline = time.monotonic() + 60
             for closing in [each.close("success") for each in self._clients]:
@@ -90,7 +113,11 @@ class Service:
         return self._clients[-1]
 
     def trainer(self, rank: int = 4, seed: int = 1, **which: bool) -> tinker.TrainingClient:
-        return self.client().create_lora_training_client(self.model, rank=rank, seed=seed, **which).result()
+        return (
+            self.client()
+            .create_lora_training_client(self.model, rank=rank, seed=seed, **which)
+            .result()
+        )
 
     def saved(self, uri: str) -> Path:
         """The folder of saved weights."""
@@ -99,7 +126,9 @@ class Service:
         [folder] = [
             path.parent
             for path in self.folder.rglob("adapter_config.json")
-            if path.parent.name == name and path.parents[1].name == kind and path.parents[2].name in (run, safe(run))
+            if path.parent.name == name
+            and path.parents[1].name == kind
+            and path.parents[2].name in (run, safe(run))
         ]
         return folder
 
@@ -109,12 +138,16 @@ class Service:
 
 
 def outcome(service: Service, path: str, body: object, **headers: str) -> Any:
-    """The answer to a request that ranks work on, or to one that is refused at once: `error` says why."""
+    """The answer to a request that ranks work on, or to one that is refused at once: `error` says
+    why.
+    """
     status, answer = said(service, path, body, **headers)
     if status != 200 or "request_id" not in (answer or {}):
         return answer
     for _ in range(4):  # each waits for 25 s
-        status, found = said(service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]})
+        status, found = said(
+            service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]}
+        )
         if status != 408:
             return found
     raise AssertionError(f"no result: {path} {str(body)[:200]}")
@@ -129,10 +162,14 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 class Plain:
-    """One adapter in transformers and PEFT, with torch's own AdamW; the losses are written after the public docs."""
+    """One adapter in transformers and PEFT, with torch's own AdamW; the losses are written after
+    the public docs.
+    """
 
     def __init__(self, model: str, adapter: Path) -> None:
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+        base = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        )
         self.model = PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters)
@@ -140,7 +177,9 @@ class Plain:
     def logprobs(self, datum: types.Datum) -> Tensor:
         """Of each target of a datum, in its targets' shape."""
         targets = datum.loss_fn_inputs["target_tokens"].to_torch()
-        all_logprobs = self.model(torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
+        all_logprobs = (
+            self.model(torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
+        )
         return all_logprobs.gather(1, targets.reshape(len(targets), -1)).view(targets.shape)
 
     def forward_backward(
@@ -148,8 +187,13 @@ class Plain:
     ) -> tuple[float, list[Tensor]]:
         """The summed loss and the targets' log-probabilities; gradients add up."""
         found = [self.logprobs(datum) for datum in data]
-        inputs = [{name: each.to_torch() for name, each in datum.loss_fn_inputs.items()} for datum in data]
-        loss = sum(plain_loss(loss_fn, p, given, config or {}) for p, given in zip(found, inputs, strict=True))
+        inputs = [
+            {name: each.to_torch() for name, each in datum.loss_fn_inputs.items()} for datum in data
+        ]
+        loss = sum(
+            plain_loss(loss_fn, p, given, config or {})
+            for p, given in zip(found, inputs, strict=True)
+        )
         assert isinstance(loss, Tensor)
         loss.backward()
         return loss.item(), [each.detach() for each in found]
@@ -167,7 +211,9 @@ class Plain:
         return {name: each.detach() for name, each in get_peft_model_state_dict(self.model).items()}
 
 
-def plain_loss(loss_fn: str, p: Tensor, given: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def plain_loss(
+    loss_fn: str, p: Tensor, given: Mapping[str, Tensor], config: Mapping[str, float]
+) -> Tensor:
     """Of one datum, in the formulas of tinker-docs' pages about losses."""
     if loss_fn == "cross_entropy":
         return -(p * given["weights"]).sum()
@@ -188,12 +234,14 @@ def plain_loss(loss_fn: str, p: Tensor, given: Mapping[str, Tensor], config: Map
     return -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages).sum()
 
 
-def datums(count: int, seed: int = 0, *, of_policy: bool = False, likely: int = 0) -> list[types.Datum]:
+def datums(
+    count: int, seed: int = 0, *, of_policy: bool = False, likely: int = 0
+) -> list[types.Datum]:
     """Random sequences of uneven lengths.
 
     Args:
-        of_policy: with advantages and the log-probabilities of a policy that drew the tokens, else with weights.
-        likely: targets of each position, if several.
+        of_policy: with advantages and the log-probabilities of a policy that drew the tokens, else
+        with weights. likely: targets of each position, if several.
     """
     numbers = np.random.default_rng(seed)
     made = []
@@ -204,15 +252,22 @@ def datums(count: int, seed: int = 0, *, of_policy: bool = False, likely: int = 
         is_answer = (np.arange(length) >= prompt).astype(np.float32)
         given: dict[str, Any] = {"target_tokens": tokens[1:]}
         if of_policy:
-            drawn = -5.8 + 0.3 * numbers.standard_normal(length)  # a random model's, so that some ratios are clipped
+            # a random model's, so that some ratios are clipped
+            drawn = -5.8 + 0.3 * numbers.standard_normal(length)
             given |= {"logprobs": (drawn * is_answer).astype(np.float32)}
-            given |= {"advantages": (numbers.standard_normal(length) * is_answer).astype(np.float32)}
+            given |= {
+                "advantages": (numbers.standard_normal(length) * is_answer).astype(np.float32)
+            }
         elif likely:
             given["target_tokens"] = numbers.integers(2, VOCABULARY - 1, (length, likely))
             given["weights"] = numbers.random((length, likely)).astype(np.float32)
         else:
             given["weights"] = (numbers.random(length) * is_answer).astype(np.float32)
-        made.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=given))
+        made.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=given
+            )
+        )
     return made
 
 
@@ -220,15 +275,21 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> list[Tensor]:
     return [each["logprobs"].to_torch() for each in output.loss_fn_outputs]
 
 
-def assert_equal(found: Mapping[str, Tensor] | Sequence[Tensor], expected: Any, tolerance: float = 1e-5) -> None:
+def assert_equal(
+    found: Mapping[str, Tensor] | Sequence[Tensor], expected: Any, tolerance: float = 1e-5
+) -> None:
     """That tensors, in a list or under names, differ by 1e-5 at most."""
     assert len(found) == len(expected)
     for key in found if isinstance(found, Mapping) else range(len(found)):
         torch.testing.assert_close(found[key], expected[key], rtol=tolerance, atol=tolerance)  # type: ignore[index]
 
 
-def said(service: Service, path: str, body: object, method: str = "POST", **headers: str) -> tuple[int, Any]:
-    """Status and answer of a request by hand, the body as JSON if it is not bytes; 413 if it is not read to its end."""
+def said(
+    service: Service, path: str, body: object, method: str = "POST", **headers: str
+) -> tuple[int, Any]:
+    """Status and answer of a request by hand, the body as JSON if it is not bytes; 413 if it is not
+    read to its end.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     kind = {"X-API-Key": KEY, "Content-Type": "application/json", **headers}
     request = urllib.request.Request(f"{service.url}{path}", data=data, headers=kind, method=method)
@@ -238,7 +299,9 @@ def said(service: Service, path: str, body: object, method: str = "POST", **head
             return answer.status, json.loads(answer.read() or b"null") if is_json else {}
     except urllib.error.HTTPError as error:
         text = error.read()
-        return error.code, json.loads(text) if error.headers["Content-Type"] == "application/json" else None
+        return error.code, json.loads(text) if error.headers[
+            "Content-Type"
+        ] == "application/json" else None
     except urllib.error.URLError as error:
         if isinstance(error.reason, BrokenPipeError | ConnectionResetError):
             return 413, None

@@ -1,6 +1,8 @@
-"""A training loop as a user writes it, which a test may kill: python -m tests.service.loop URL MODEL LOG STEPS
+"""A training loop as a user writes it, which a test may kill: python -m tests.service.loop URL
+MODEL LOG STEPS
 
-It saves its state after each second step, notes the path in LOG, and goes on from the last one that is there.
+It saves its state after each second step, notes the path in LOG, and goes on from the last one that
+is there.
 """
 
 import json
@@ -19,15 +21,22 @@ def main(url: str, model: str, log: Path, steps: int) -> None:
     client = tinker.ServiceClient(base_url=url, api_key=KEY)
     saved = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     if saved:
-        trainer = client.create_training_client_from_state_with_optimizer(saved[-1]["path"]).result()
+        trainer = client.create_training_client_from_state_with_optimizer(
+            saved[-1]["path"]
+        ).result()
     else:
         trainer = client.create_lora_training_client(model, rank=4, seed=1).result()
     for step in range(saved[-1]["step"] if saved else 0, steps):
-        futures = [trainer.forward_backward(datums(3, 2 * step + part), "cross_entropy") for part in range(2)]
+        futures = [
+            trainer.forward_backward(datums(3, 2 * step + part), "cross_entropy")
+            for part in range(2)
+        ]
         trainer.optim_step(PARAMS).result()
         print(step, [future.result().metrics["loss:sum"] for future in futures], flush=True)
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        sampler.sample(types.ModelInput.from_ints([5, 6]), 2, types.SamplingParams(max_tokens=4, seed=step)).result()
+        sampler.sample(
+            types.ModelInput.from_ints([5, 6]), 2, types.SamplingParams(max_tokens=4, seed=step)
+        ).result()
         if step % 2 or step == steps - 1:
             path = trainer.save_state(f"step-{step + 1}").result().path
             with log.open("a") as file:  # one write: a line is there as a whole or not at all

@@ -1,4 +1,6 @@
-"""Who is let in: a key by default, no web page without one, and connections that say nothing keep nobody out."""
+"""Who is let in: a key by default, no web page without one, and connections that say nothing keep
+nobody out.
+"""
 
 import asyncio
 import json
@@ -32,7 +34,9 @@ class Open(Service):
     key = ""
 
     def __init__(self, *args: Any, **options: object) -> None:
-        self._without = {name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"}
+        self._without = {
+            name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"
+        }
         super().__init__(*args, **options)
 
     def start(self) -> None:
@@ -40,7 +44,9 @@ class Open(Service):
         super().start()
 
 
-def asked(service: Service, head: dict[str, str], body: bytes = SESSION, path: str = "create_session") -> int:
+def asked(
+    service: Service, head: dict[str, str], body: bytes = SESSION, path: str = "create_session"
+) -> int:
     """The status of a POST with this head alone."""
     request = urllib.request.Request(f"{service.url}/api/v1/{path}", data=body, headers=head)
     try:
@@ -51,7 +57,9 @@ def asked(service: Service, head: dict[str, str], body: bytes = SESSION, path: s
 
 
 @pytest.fixture(scope="module")
-def drawn(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def drawn(
+    models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
     """A service that has drawn a key of its own."""
     running = Open(models(), tmp_path_factory.mktemp("open") / "folder", 1)
     yield running
@@ -64,14 +72,21 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
     key = kept.read_text().strip()
     assert key.startswith("tml-") and len(key) > 30
     assert f"export TINKER_API_KEY={key}" in drawn.log.read_text()
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (drawn.folder, kept, drawn.folder / "service.db")}
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode)
+        for path in (drawn.folder, kept, drawn.folder / "service.db")
+    }
     assert modes == {"folder": 0o700, "api_key": 0o600, "service.db": 0o600}
     assert asked(drawn, JSON) == 401 and asked(drawn, {**JSON, "X-API-Key": "tml-other"}) == 401
     assert asked(drawn, {**JSON, "X-API-Key": key}) == 200
     drawn.kill()
     drawn.log.write_text("")
     drawn.start()
-    assert kept.read_text().strip() == key and "api_key" in drawn.log.read_text() and key not in drawn.log.read_text()
+    assert (
+        kept.read_text().strip() == key
+        and "api_key" in drawn.log.read_text()
+        and key not in drawn.log.read_text()
+    )
     drawn.kill()
     drawn._command += ["--api_key", "none"]
     drawn.start()
@@ -87,7 +102,12 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
         {**JSON, "Host": ""},
     ):
         assert asked(drawn, head) in (400, 403, 415), head
-    for host in (f"127.0.0.1:{drawn.port}", f"localhost:{drawn.port}", "localhost", f"[::1]:{drawn.port}"):
+    for host in (
+        f"127.0.0.1:{drawn.port}",
+        f"localhost:{drawn.port}",
+        "localhost",
+        f"[::1]:{drawn.port}",
+    ):
         assert asked(drawn, {**JSON, "Host": host}) == 200, host
     with tinker.ServiceClient(base_url=drawn.url, api_key="tml-any") as client:
         assert client.create_lora_training_client(drawn.model, rank=2).result().model_id
@@ -163,7 +183,10 @@ def test_silent_connections_are_closed_and_clients_get_in(service: Service) -> N
 @on_two_ranks
 def test_bodies_are_counted_as_they_come(service: Service) -> None:
     head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n"
-    for more in ("Transfer-Encoding: chunked\r\n", "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n"):
+    for more in (
+        "Transfer-Encoding: chunked\r\n",
+        "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n",
+    ):
         connection = connect(service, f"{head}{more}\r\n".encode())
         sent = 0
         try:
@@ -214,7 +237,9 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.quick
-def test_what_fails_within_an_answer_is_a_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_within_an_answer_is_a_line_and_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sent: list[Any] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:
@@ -226,8 +251,16 @@ def test_what_fails_within_an_answer_is_a_line_and_no_traceback(caplog: pytest.L
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": "/a\nb", "headers": [(b"host", b"localhost")], "client": None}
-    asyncio.run(Access(inner, None, "127.0.0.1", on_allowed=lambda client: None)(scope, receive, send))
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/a\nb",
+        "headers": [(b"host", b"localhost")],
+        "client": None,
+    }
+    asyncio.run(
+        Access(inner, None, "127.0.0.1", on_allowed=lambda client: None)(scope, receive, send)
+    )
     assert sent[0]["status"] == 500
     [line] = [record.getMessage() for record in caplog.records]
     assert "RecursionError" in line and "\n" not in line

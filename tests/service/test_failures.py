@@ -1,4 +1,6 @@
-"""A failure while ranks compute: of all ranks, it fails the request alone; of one, the service ends and goes on."""
+"""A failure while ranks compute: of all ranks, it fails the request alone; of one, the service ends
+and goes on.
+"""
 
 import contextlib
 import os
@@ -20,12 +22,21 @@ STEP = types.AdamParams(learning_rate=1e-3)
 
 
 @pytest.fixture
-def failing(models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def failing(
+    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Service]:
     program = Path(__file__).with_name("failing.py")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])))
-    monkeypatch.setenv("FSDP_QLORA_SERVE", f"{sys.executable} -m torch.distributed.run --nproc_per_node 2 {program}")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    )
+    monkeypatch.setenv(
+        "FSDP_QLORA_SERVE",
+        f"{sys.executable} -m torch.distributed.run --nproc_per_node 2 {program}",
+    )
     (tmp_path / "around").mkdir()
-    running = Service(models(), tmp_path / "around" / "folder", 2, train_type="qlora", hang_minutes=0.2)
+    running = Service(
+        models(), tmp_path / "around" / "folder", 2, train_type="qlora", hang_minutes=0.2
+    )
     yield running
     running.end()
 
@@ -43,7 +54,9 @@ def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
         train(each, 1)
         each.forward_backward(datums(2, 2), "cross_entropy")
     with pytest.raises(tinker.TinkerError, match="ArithmeticError"):
-        client.forward_backward(datums(2, of_policy=True), "dro", {"beta": ON_ALL}).result(timeout=60)
+        client.forward_backward(datums(2, of_policy=True), "dro", {"beta": ON_ALL}).result(
+            timeout=60
+        )
     train(client, 4)  # and is in the shards, when another one's request fails before it is
     train(twin, 4)
     client.forward_backward(datums(2, 5), "cross_entropy").result(timeout=60)

@@ -1,4 +1,6 @@
-"""The folder of a service: who made its adapters, a full disk, a damaged file; and the key out of sight."""
+"""The folder of a service: who made its adapters, a full disk, a damaged file; and the key out of
+sight.
+"""
 
 import contextlib
 import json
@@ -31,17 +33,27 @@ MODEL = f"{'0' * 32}:train:0"
 def ended(service: Service, *more: str) -> str:
     """What a start says that is refused."""
     run = subprocess.run(
-        [*service._command, *more], cwd=ROOT, env=service.environment, capture_output=True, text=True, timeout=120
+        [*service._command, *more],
+        cwd=ROOT,
+        env=service.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
     return run.stderr
 
 
 @pytest.mark.slow
-def test_another_alpha_is_refused_and_an_older_folder_taken_over(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_another_alpha_is_refused_and_an_older_folder_taken_over(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
     service = Service(models(), tmp_path / "folder", 1, api_key=KEY)
     try:
-        processes = [psutil.Process(service.process.pid), *psutil.Process(service.process.pid).children(recursive=True)]
+        processes = [
+            psutil.Process(service.process.pid),
+            *psutil.Process(service.process.pid).children(recursive=True),
+        ]
         assert not any(KEY in word for each in processes for word in each.cmdline())
         client = service.trainer()
         client.forward_backward(datums(2), "cross_entropy")
@@ -69,7 +81,8 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models: Callabl
         assert "lora_alpha" in reason and "32" in reason and "64" in reason
         assert "precision" in ended(service, "--precision", "bf16")
         assert "lora_target_modules" in ended(service, "--lora_target_modules", "q_proj,v_proj")
-        with contextlib.closing(sqlite3.connect(service.folder / "service.db")) as file, file:  # as 0.1 has written it
+        # as 0.1 has written it
+        with contextlib.closing(sqlite3.connect(service.folder / "service.db")) as file, file:
             [(about,)] = file.execute("SELECT about FROM entries WHERE kind = 'service'").fetchall()
             old = {"model": json.loads(about)["model"]}
             file.execute("UPDATE entries SET about = ? WHERE kind = 'service'", (json.dumps(old),))
@@ -84,7 +97,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 24 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder]).returncode
+    ):
         pytest.skip("mounting needs root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -98,7 +114,9 @@ def fill(disk: Path, left: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_fails_requests_and_nothing_else(models: Callable[..., Path], small_disk: Path) -> None:
+def test_a_full_disk_fails_requests_and_nothing_else(
+    models: Callable[..., Path], small_disk: Path
+) -> None:
     service = Service(models(), small_disk / "folder", 1, save_every="2")
     try:
         client = service.trainer(seed=3)
@@ -111,16 +129,23 @@ def test_a_full_disk_fails_requests_and_nothing_else(models: Callable[..., Path]
         def asked(kind: str, **body: Any) -> Any:
             nonlocal number
             number += 1
-            return outcome(service, f"/api/v1/{kind}", {"model_id": client.model_id, "seq_id": number - 1, **body})
+            return outcome(
+                service,
+                f"/api/v1/{kind}",
+                {"model_id": client.model_id, "seq_id": number - 1, **body},
+            )
 
         refused = asked("save_weights", path="a")
         assert "cannot be written" in refused["error"] and "--output_dir" not in refused["error"]
-        assert "metrics" in asked("optim_step", adam_params=STEP.model_dump())  # its state cannot be saved now
+        # its state cannot be saved now
+        assert "metrics" in asked("optim_step", adam_params=STEP.model_dump())
         fill(small_disk, 0)
         statuses = set()
         for _ in range(20):
             status, answer = said(
-                service, "/api/v1/create_session", {"tags": [], "sdk_version": "1", "user_metadata": {}}
+                service,
+                "/api/v1/create_session",
+                {"tags": [], "sdk_version": "1", "user_metadata": {}},
             )
             statuses.add(status)
             assert status == 200 or "cannot be read or written" in answer["error"]
@@ -158,7 +183,9 @@ def damaged(path: Path, how: str) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("how", ["zeros", "cut", "rubbish", "empty", "schema", "folder", "pipe", "gone"])
+@pytest.mark.parametrize(
+    "how", ["zeros", "cut", "rubbish", "empty", "schema", "folder", "pipe", "gone"]
+)
 def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, how: str) -> None:
     records = Records(tmp_path)
     for number in range(200):
@@ -192,7 +219,9 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
     records.put("sampler", sampler, {"time": 0.0})
     assert records.body("9") == b""  # not needed any more
     records.forget_old(8, 10**6)
-    assert [records.result(str(number)) is not None for number in range(10)] == [False] * 2 + [True] * 8
+    assert [records.result(str(number)) is not None for number in range(10)] == [False] * 2 + [
+        True
+    ] * 8
     records.forget_old(8, 350)
     assert [number for number in range(10) if records.result(str(number))] == [7, 8, 9]
     records.forget_direct_samplers(1.0)
@@ -223,7 +252,12 @@ def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
     desk = Desk(records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0))
     other = f"{'1' * 32}:train:0"
-    request = {"session_id": "1" * 32, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 2}}
+    request = {
+        "session_id": "1" * 32,
+        "model_seq_id": 0,
+        "base_model": "base",
+        "lora_config": {"rank": 2},
+    }
     piece = Piece(f"{other}:0", other, 0, "create_model")
     records.add(piece, json.dumps(request).encode())
     for live, kinds in ((4, ["drop", "create_model"]), (3, ["save", "drop", "create_model"])):

@@ -1,4 +1,6 @@
-"""kill -9 of the service and of its client: what comes out in the end has the bytes of a run that nobody disturbed."""
+"""kill -9 of the service and of its client: what comes out in the end has the bytes of a run that
+nobody disturbed.
+"""
 
 import json
 import random
@@ -39,7 +41,9 @@ def test_a_loop_goes_on_when_the_service_is_back(
     service: Service, undisturbed: tuple[bytes, float], tmp_path: Path
 ) -> None:
     whole, seconds = undisturbed
-    loop = threading.Thread(target=main, args=(service.url, service.model, tmp_path / "log.jsonl", STEPS))
+    loop = threading.Thread(
+        target=main, args=(service.url, service.model, tmp_path / "log.jsonl", STEPS)
+    )
     loop.start()
     time.sleep(0.5 * seconds)
     service.kill()
@@ -57,14 +61,24 @@ def test_killed_services_and_clients_end_with_equal_bytes(
     choose = random.Random(moment)
     log = tmp_path / "log.jsonl"
     out = tmp_path / "out.txt"
-    command = [sys.executable, "-m", "tests.service.loop", service.url, service.model, str(log), str(STEPS)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.service.loop",
+        service.url,
+        service.model,
+        str(log),
+        str(STEPS),
+    ]
 
     def start() -> subprocess.Popen[bytes]:
         with out.open("a") as file:
             return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
 
     loop = start()
-    for victim in choose.choice([["service"], ["client"], ["service", "client"], ["client", "service", "service"]]):
+    for victim in choose.choice(
+        [["service"], ["client"], ["service", "client"], ["client", "service", "service"]]
+    ):
         while not out.read_text() and loop.poll() is None:  # its first lines come after its imports
             time.sleep(0.01)
         time.sleep(choose.uniform(0.0, 0.8) * seconds)

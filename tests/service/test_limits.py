@@ -1,4 +1,6 @@
-"""Numbers, sizes and times of a request: one that cannot be done fails alone, before it takes memory."""
+"""Numbers, sizes and times of a request: one that cannot be done fails alone, before it takes
+memory.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,15 +30,21 @@ class Model:
 
     def ask(self, kind: str, **body: Any) -> Any:
         self.number += 1
-        return outcome(self.service, f"/api/v1/{kind}", {"model_id": self.name, "seq_id": self.number, **body})
+        return outcome(
+            self.service, f"/api/v1/{kind}", {"model_id": self.name, "seq_id": self.number, **body}
+        )
 
     def train(self, change: Callable[[Any], object] = lambda message: None, seed: int = 0) -> Any:
         """A forward_backward after `change` has changed its message; `error` says why it failed."""
         self.number += 1
         batch = types.ForwardBackwardInput(data=datums(2, seed), loss_fn="cross_entropy")
-        message = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, self.name, self.number))
+        message = forward_backward_request_to_proto(
+            types.ForwardBackwardRequest(batch, self.name, self.number)
+        )
         change(message)
-        return outcome(self.service, "/api/v1/forward_backward", message.SerializeToString(), **PROTOBUF)
+        return outcome(
+            self.service, "/api/v1/forward_backward", message.SerializeToString(), **PROTOBUF
+        )
 
     def adapter(self, name: str) -> Any:
         path = self.ask("save_weights_for_sampler", path=name)["path"]
@@ -54,7 +62,9 @@ class Model:
     ],
     ids=lambda each: ",".join(f"{name}={value:g}" for name, value in each.items()),
 )
-def test_a_step_that_overflows_fails_and_is_not_kept(service: Service, params: dict[str, float]) -> None:
+def test_a_step_that_overflows_fails_and_is_not_kept(
+    service: Service, params: dict[str, float]
+) -> None:
     model = Model(service, seed=3)
     twin = Model(service, seed=3)
     for each in (model, twin):
@@ -75,7 +85,20 @@ def test_times_to_live_have_bounds_and_listings_go_on(service: Service) -> None:
     rest = tinker.RestClient(base_url=service.url, api_key=KEY)
     run = uri.removeprefix("tinker://").partition("/")[0]
     at = f"/api/v1/training_runs/{run}/checkpoints/weights/kept/ttl"
-    odd: list[Any] = [10**18, 10**400, -5, 0, 1, 3599, 10**10, True, "3600", 3600.5, [3600], float("nan")]
+    odd: list[Any] = [
+        10**18,
+        10**400,
+        -5,
+        0,
+        1,
+        3599,
+        10**10,
+        True,
+        "3600",
+        3600.5,
+        [3600],
+        float("nan"),
+    ]
     for seconds in odd:
         if seconds != "3600":  # the client's own types take it for a number
             assert "error" in model.ask("save_weights", path="other", ttl_seconds=seconds), seconds
@@ -83,7 +106,10 @@ def test_times_to_live_have_bounds_and_listings_go_on(service: Service) -> None:
         assert status == 400, seconds
     assert "error" not in model.ask("save_weights", path="an_hour", ttl_seconds=3600)
     assert said(service, at, {"ttl_seconds": 10 * 365 * 24 * 3600}, "PUT")[0] == 200
-    found = {each.tinker_path: each.expires_at for each in rest.list_checkpoints(run).result().checkpoints}
+    found = {
+        each.tinker_path: each.expires_at
+        for each in rest.list_checkpoints(run).result().checkpoints
+    }
     assert found[uri] is not None and len(found) == 2
     assert said(service, at, {"ttl_seconds": None}, "PUT")[0] == 200
     assert rest.list_training_runs(limit=1000).result().training_runs
@@ -107,7 +133,10 @@ def wide(width: int) -> Callable[[Any], None]:
 @pytest.mark.parametrize("width", [321, 524_288, 2**40, 2**62])
 def test_a_small_request_of_many_values_takes_no_memory(service: Service, width: int) -> None:
     model = Model(service)
-    processes = [psutil.Process(service.process.pid), *psutil.Process(service.process.pid).children(recursive=True)]
+    processes = [
+        psutil.Process(service.process.pid),
+        *psutil.Process(service.process.pid).children(recursive=True),
+    ]
     before = sum(each.memory_info().rss for each in processes)
     assert "targets each" in model.train(wide(width))["error"]
     assert sum(each.memory_info().rss for each in processes) - before < 64 * 2**20
@@ -140,7 +169,9 @@ def test_stop_texts_are_few_and_short(service: Service) -> None:
     def sample(stop: Any, **other: Any) -> Any:
         params = {"max_tokens": 3, "stop": stop, **other}
         return outcome(
-            service, "/api/v1/asample", {"base_model": service.model, "prompt": prompt, "sampling_params": params}
+            service,
+            "/api/v1/asample",
+            {"base_model": service.model, "prompt": prompt, "sampling_params": params},
         )
 
     for stop in (["x"] * 10_000, ["y" * 5_000], [""]):
@@ -155,9 +186,17 @@ def test_metadata_is_bounded_json(service: Service) -> None:
     for _ in range(100):
         deep = [deep]
     for metadata in ({"x": "y" * 100_000}, {"x": float("nan")}):
-        assert said(service, "/api/v1/create_session", {**session, "user_metadata": metadata})[0] == 400
-        assert "user_metadata" in Model(service).ask("save_weights", path="a", user_metadata=metadata)["error"]
-    assert said(service, "/api/v1/create_session", {**session, "user_metadata": {"x": deep}})[0] in (200, 400)
+        assert (
+            said(service, "/api/v1/create_session", {**session, "user_metadata": metadata})[0]
+            == 400
+        )
+        assert (
+            "user_metadata"
+            in Model(service).ask("save_weights", path="a", user_metadata=metadata)["error"]
+        )
+    assert said(service, "/api/v1/create_session", {**session, "user_metadata": {"x": deep}})[
+        0
+    ] in (200, 400)
     assert said(service, "/api/v1/training_runs?limit=1000", b"", "GET")[0] == 200
 
 
@@ -168,4 +207,6 @@ def test_odd_numbers_of_requests_are_refused_and_used_ones_answered(service: Ser
         body = {"model_id": model.name, "seq_id": number, **step}
         assert said(service, "/api/v1/optim_step", body)[0] == 400, number
     assert "error" not in model.ask("optim_step", **step)
-    assert outcome(service, "/api/v1/optim_step", {"model_id": model.name, "seq_id": 1, **step})["metrics"]
+    assert outcome(service, "/api/v1/optim_step", {"model_id": model.name, "seq_id": 1, **step})[
+        "metrics"
+    ]

@@ -1,4 +1,6 @@
-"""A training request whose bits are flipped is read or refused, without an error of another kind or much memory."""
+"""A training request whose bits are flipped is read or refused, without an error of another kind or
+much memory.
+"""
 
 import random
 import tracemalloc
@@ -13,14 +15,20 @@ from tests.fresh_process import in_fresh_process
 from tests.service.harness import VOCABULARY, datums
 
 pytestmark = pytest.mark.quick
-LIMITS = Limits(vocabulary=VOCABULARY, context_length=128, tokens_at_once=512, targets_at_once=65_536)
+LIMITS = Limits(
+    vocabulary=VOCABULARY, context_length=128, tokens_at_once=512, targets_at_once=65_536
+)
 
 
 def read_flipped(likely: int) -> tuple[int, int, int]:
-    """Read 1,500 damaged requests: how many are read, how many refused, and the most bytes that Python allocated."""
+    """Read 1,500 damaged requests: how many are read, how many refused, and the most bytes that
+    Python allocated.
+    """
     choose = random.Random(likely)
     batch = types.ForwardBackwardInput(data=datums(3, 1, likely=likely), loss_fn="cross_entropy")
-    whole = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, "model", 1)).SerializeToString()
+    whole = forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(batch, "model", 1)
+    ).SerializeToString()
     assert len(TrainRequest.read(parse_train_request(whole), LIMITS).table) == 3
     read = 0
     refused = 0

@@ -1,4 +1,6 @@
-"""What a client calls things: nothing outside the folder, and weights that are saved anew are the new ones."""
+"""What a client calls things: nothing outside the folder, and weights that are saved anew are the
+new ones.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,17 @@ def around(service: Service) -> dict[str, float]:
     return {
         str(path): path.stat().st_mtime
         for path in places
-        if path not in known and not path.name.startswith("service.db") and path.parent.name != "folder"
+        if path not in known
+        and not path.name.startswith("service.db")
+        and path.parent.name != "folder"
         if service.folder not in path.parents
     }
 
 
 @on_two_ranks
-def test_a_model_of_the_clients_own_name_is_never_a_folder(service: Service, tmp_path: Path) -> None:
+def test_a_model_of_the_clients_own_name_is_never_a_folder(
+    service: Service, tmp_path: Path
+) -> None:
     other = tmp_path / "home"
     (other / "weights" / "thesis").mkdir(parents=True)
     (other / "weights" / "thesis" / "chapter").write_text("of another user")
@@ -63,7 +69,9 @@ def test_a_model_of_the_clients_own_name_is_never_a_folder(service: Service, tmp
         assert "error" in outcome(service, "/api/v1/load_weights", body), model
         saving = {"model_id": model, "seq_id": 1, "path": "thesis"}
         assert "error" in outcome(service, "/api/v1/save_weights", saving), model
-        assert "error" in outcome(service, "/api/v1/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert "error" in outcome(
+            service, "/api/v1/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}
+        )
     assert around(service) == before
     assert (other / "weights" / "thesis" / "chapter").read_text() == "of another user"
     assert [each.name for each in other.rglob("*")] == ["weights", "thesis", "chapter"]
@@ -77,7 +85,9 @@ def test_a_session_that_is_not_known_makes_no_model(service: Service) -> None:
         assert "session" in answer["error"]
     own = service.trainer().holder.get_session_id()
     for number in (-1, 10**30, "0", 1.5, None, True):
-        answer = outcome(service, "/api/v1/create_model", {**body, "session_id": own, "model_seq_id": number})
+        answer = outcome(
+            service, "/api/v1/create_model", {**body, "session_id": own, "model_seq_id": number}
+        )
         assert "error" in answer, number
 
 
@@ -89,7 +99,11 @@ def test_a_name_saved_anew_is_sampled_from_its_new_weights(service: Service, aga
 
     def save(name: str) -> str:
         is_state = again == "overwritten"
-        future = client.save_state(name, overwrite=True) if is_state else client.save_weights_for_sampler(name)
+        future = (
+            client.save_state(name, overwrite=True)
+            if is_state
+            else client.save_weights_for_sampler(name)
+        )
         path: str = future.result().path
         return path
 
@@ -120,12 +134,18 @@ def test_halves_of_surrogates_are_answered_as_other_texts(service: Service) -> N
         ("session_heartbeat", {"session_id": half}),
         ("retrieve_future", {"request_id": half}),
         ("weights_info", {"tinker_path": half}),
-        ("create_sampling_session", {"session_id": half, "sampling_session_seq_id": 0, "base_model": service.model}),
+        (
+            "create_sampling_session",
+            {"session_id": half, "sampling_session_seq_id": 0, "base_model": service.model},
+        ),
         ("cancel_future", {"request_id": half}),
         ("asample", {"sampling_session_id": half, "seq_id": 0}),
     ):
         status, answer = said(service, f"/api/v1/{path}", body)
-        assert path == "cancel_future" or (status in (400, 404) and "error" in answer), (path, status)
+        assert path == "cancel_future" or (status in (400, 404) and "error" in answer), (
+            path,
+            status,
+        )
     asked = {"tags": [], "sdk_version": "1", "user_metadata": {"of": half}, "display_name": "a"}
     assert said(service, "/api/v1/create_session", asked)[0] == 400
     assert said(service, "/api/v1/training_runs?limit=1000", b"", "GET")[0] == 200
@@ -153,9 +173,21 @@ def test_names_have_one_form_each(kind: str) -> None:
         "model": [MODEL],
         "sampler": [f"{HEX}:sample:3", f"{HEX}:sample:0-12", f"direct:{HEX}"],
         "request": [f"{MODEL}:4", f"{HEX}:sample:3:5"],
-        "checkpoint": [f"tinker://{MODEL}/weights/a.b-c_d", f"tinker://{MODEL}/sampler_weights/{'x' * 128}"],
+        "checkpoint": [
+            f"tinker://{MODEL}/weights/a.b-c_d",
+            f"tinker://{MODEL}/sampler_weights/{'x' * 128}",
+        ],
     }
     for name in right[kind]:
         assert has_form(kind, name)
-        for wrong in (f"{name}\n", f" {name}", f"x{name}", f"{name}/", name[:16], name.replace("0", "٠"), [name], 0):
+        for wrong in (
+            f"{name}\n",
+            f" {name}",
+            f"x{name}",
+            f"{name}/",
+            name[:16],
+            name.replace("0", "٠"),
+            [name],
+            0,
+        ):
             assert not has_form(kind, wrong), wrong

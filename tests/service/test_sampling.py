@@ -17,7 +17,9 @@ PROMPT = [5, 9, 33, 120, 7]
 STEP = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 
 
-def sample(sampler: tinker.SamplingClient, count: int = 1, **params: Any) -> list[types.SampledSequence]:
+def sample(
+    sampler: tinker.SamplingClient, count: int = 1, **params: Any
+) -> list[types.SampledSequence]:
     options = types.SamplingParams(**{"max_tokens": 12, **params})
     return [*sampler.sample(types.ModelInput.from_ints(PROMPT), count, options).result().sequences]
 
@@ -39,7 +41,12 @@ Trained = tuple[tinker.TrainingClient, tinker.SamplingClient, Plain]
 
 def test_logprobs_of_samples_equal_those_computed_for_them(trained: Trained) -> None:
     _, sampler, plain = trained
-    for params in ({"seed": 3}, {"seed": 4, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 5}):
+    for params in (
+        {"seed": 3},
+        {"seed": 4, "temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"top_k": 5},
+    ):
         [answer] = sample(sampler, **params)
         tokens = PROMPT + answer.tokens
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
@@ -67,7 +74,8 @@ def test_greedy_answers_equal_those_of_peft(trained: Trained) -> None:
 def test_seeds_repeat_answers_and_samples_differ(trained: Trained) -> None:
     _, sampler, _ = trained
     first, again, other = (
-        [each.tokens for each in sample(sampler, 4, seed=seed, temperature=2.0)] for seed in (1, 1, 2)
+        [each.tokens for each in sample(sampler, 4, seed=seed, temperature=2.0)]
+        for seed in (1, 1, 2)
     )
     assert first == again != other and len({tuple(each) for each in first}) == 4
     unseeded = [sample(sampler, temperature=2.0)[0].tokens for _ in range(2)]
@@ -78,7 +86,9 @@ def test_seeds_repeat_answers_and_samples_differ(trained: Trained) -> None:
 def test_answers_end_with_what_stops_them(service: Service, trained: Trained) -> None:
     _, sampler, _ = trained
     [whole] = sample(sampler, temperature=0.0, stop=[])
-    place = next(i for i, token in enumerate(whole.tokens) if i > 1 and token not in whole.tokens[:i])
+    place = next(
+        i for i, token in enumerate(whole.tokens) if i > 1 and token not in whole.tokens[:i]
+    )
     [stopped] = sample(sampler, temperature=0.0, stop=[whole.tokens[place]])
     assert stopped.tokens == whole.tokens[: place + 1] and stopped.stop_reason == "stop"
     tokenizer = AutoTokenizer.from_pretrained(service.model)
@@ -93,7 +103,9 @@ def test_prompts_get_their_likeliest_tokens(trained: Trained) -> None:
     _, sampler, plain = trained
     prompt = types.ModelInput.from_ints(PROMPT)
     options = types.SamplingParams(max_tokens=1)
-    answer = sampler.sample(prompt, 1, options, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+    answer = sampler.sample(
+        prompt, 1, options, include_prompt_logprobs=True, topk_prompt_logprobs=3
+    ).result()
     found = answer.topk_prompt_logprobs
     assert found is not None and found[0] is None and len(found) == len(PROMPT)
     with torch.no_grad():
@@ -104,7 +116,9 @@ def test_prompts_get_their_likeliest_tokens(trained: Trained) -> None:
 
 
 @on_two_ranks
-def test_samplers_keep_their_weights_while_training_goes_on(service: Service, trained: Trained) -> None:
+def test_samplers_keep_their_weights_while_training_goes_on(
+    service: Service, trained: Trained
+) -> None:
     client, sampler, _ = trained
     base = service.client().create_sampling_client(base_model=service.model).result()
     unnamed = client.save_weights_and_get_sampling_client().result()
@@ -112,7 +126,9 @@ def test_samplers_keep_their_weights_while_training_goes_on(service: Service, tr
     before = [each.compute_logprobs(prompt).result()[1:] for each in (sampler, base, unnamed)]
     client.forward_backward(datums(4, 9), "cross_entropy")
     client.optim_step(STEP).result()
-    later = client.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()[1:]
+    later = (
+        client.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()[1:]
+    )
     after = [each.compute_logprobs(prompt).result()[1:] for each in (sampler, base, unnamed)]
     assert before == after
     assert before[0] == before[2] and not np.allclose(later, before[2], atol=1e-3)

@@ -1,4 +1,6 @@
-"""Requests that no client sends: each gets an error, nothing is written outside the folder, and the service goes on."""
+"""Requests that no client sends: each gets an error, nothing is written outside the folder, and the
+service goes on.
+"""
 
 import json
 import random
@@ -18,11 +20,43 @@ from tests.service.loop import main
 from tests.tiny import all_slow_but
 
 OF_MODELS = ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
-OTHERS = ["create_session", "create_model", "get_info", "create_sampling_session", "session_heartbeat", "weights_info"]
+OTHERS = [
+    "create_session",
+    "create_model",
+    "get_info",
+    "create_sampling_session",
+    "session_heartbeat",
+    "weights_info",
+]
 JSON = [*OF_MODELS, *OTHERS, "asample", "retrieve_future"]
-ODD: list[Any] = [None, True, -1, 2**70, 1e400, float("nan"), "", "x" * 100_000, [], {}, [[]], "../../x", "\0"]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    2**70,
+    1e400,
+    float("nan"),
+    "",
+    "x" * 100_000,
+    [],
+    {},
+    [[]],
+    "../../x",
+    "\0",
+]
 STEPS = 6
-PATHS = ["../../../outside", "/outside", "a/b", "..", ".", ".hidden", "x\0y", "a" * 4_000, "tinker://a/weights/b", ""]
+PATHS = [
+    "../../../outside",
+    "/outside",
+    "a/b",
+    "..",
+    ".",
+    ".hidden",
+    "x\0y",
+    "a" * 4_000,
+    "tinker://a/weights/b",
+    "",
+]
 
 
 ADAM = ["learning_rate", "beta1", "weight_decay", "eps", "grad_clip_norm"]
@@ -91,9 +125,19 @@ class Stranger:
 
     def wrong(self) -> tuple[str, Any, dict[str, str]]:
         makers: list[Callable[[], tuple[str, Any, dict[str, str]]]] = [
-            self.odd_value, self.odd_value, self.bad_path, self.no_json, self.odd_tensor, self.odd_prompt, self.no_key,
-            self.unknown, self.rubbish, self.odd_name, self.odd_number, self.flipped_bits,
-        ]  # fmt: skip
+            self.odd_value,
+            self.odd_value,
+            self.bad_path,
+            self.no_json,
+            self.odd_tensor,
+            self.odd_prompt,
+            self.no_key,
+            self.unknown,
+            self.rubbish,
+            self.odd_name,
+            self.odd_number,
+            self.flipped_bits,
+        ]
         return self.choose.choice(makers)()
 
     def odd_value(self) -> tuple[str, Any, dict[str, str]]:
@@ -105,7 +149,9 @@ class Stranger:
         odd = [value for value in ODD if type(value) is not type(body[name])]
         body[name] = self.choose.choice(odd[name == "path" :])  # weights may have no name
         if self.choose.random() < 0.3:
-            body = {**self.right(kind), "surplus": 1} if kind in ("optim_step", "save_weights") else {}
+            body = (
+                {**self.right(kind), "surplus": 1} if kind in ("optim_step", "save_weights") else {}
+            )
         return f"/api/v1/{kind}", body, {}
 
     def bad_path(self) -> tuple[str, Any, dict[str, str]]:
@@ -119,7 +165,9 @@ class Stranger:
         return f"/api/v1/{kind}", body, {}
 
     def no_json(self) -> tuple[str, Any, dict[str, str]]:
-        body = self.choose.choice([b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000, b'"x"', b"\0" * 999])
+        body = self.choose.choice(
+            [b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000, b'"x"', b"\0" * 999]
+        )
         return f"/api/v1/{self.choose.choice(JSON)}", body, {}
 
     def odd_tensor(self) -> tuple[str, Any, dict[str, str]]:
@@ -127,7 +175,9 @@ class Stranger:
         [datum] = datums(1, self.choose.randrange(99))
         number = self.number + 1
         batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
-        request = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, self.model, number))
+        request = forward_backward_request_to_proto(
+            types.ForwardBackwardRequest(batch, self.model, number)
+        )
         first = request.data[0]
         how = self.choose.randrange(12)
         weights = first.loss_fn_inputs["weights"]
@@ -139,13 +189,17 @@ class Stranger:
         elif how == 2:
             del first.loss_fn_inputs["target_tokens"]
         elif how == 3:
-            first.model_input[0].encoded_text.tokens = b"\xff\xff\xff\x7f" * len(datum.model_input.to_ints())
+            first.model_input[0].encoded_text.tokens = b"\xff\xff\xff\x7f" * len(
+                datum.model_input.to_ints()
+            )
         elif how == 4:
             first.model_input[0].encoded_text.tokens = b"123"
         elif how == 5:
             first.model_input[0].image.data = b"no picture"
         elif how == 6:
-            request.loss_fn = self.choose.choice(["", "custom", "stable_reinforce", "__class__", "x" * 9_999])
+            request.loss_fn = self.choose.choice(
+                ["", "custom", "stable_reinforce", "__class__", "x" * 9_999]
+            )
         elif how == 7:
             targets.dense = b"\xff" * len(targets.dense)
         elif how == 8:
@@ -156,7 +210,11 @@ class Stranger:
             del request.data[:]
         else:
             first.model_input[0].encoded_text.tokens *= 1_000
-        return "/api/v1/forward_backward", request.SerializeToString(), {"Content-Type": "application/x-protobuf"}
+        return (
+            "/api/v1/forward_backward",
+            request.SerializeToString(),
+            {"Content-Type": "application/x-protobuf"},
+        )
 
     def odd_prompt(self) -> tuple[str, Any, dict[str, str]]:
         body = self.right("asample")
@@ -171,17 +229,31 @@ class Stranger:
             *({"num_samples": each} for each in (0, 10**9)),
             *({"sampling_params": {"max_tokens": each}} for each in (-1, "many")),
             *({"sampling_params": {"max_tokens": 2, "temperature": each}} for each in (-1, 1e400)),
-            *({"sampling_params": each} for each in ({"top_p": 0}, {"stop": {"a": 1}}, {"top_k": -9})),
-            *({name: 10**9} for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")),
+            *(
+                {"sampling_params": each}
+                for each in ({"top_p": 0}, {"stop": {"a": 1}}, {"top_k": -9})
+            ),
+            *(
+                {name: 10**9}
+                for name in (
+                    "topk_prompt_logprobs",
+                    "prompt_alt_tokens_k",
+                    "prompt_logprobs_last_n",
+                )
+            ),
             *({"sampling_session_id": each, "seq_id": None} for each in ("none", None)),
         ]
         return "/api/v1/asample", body | self.choose.choice(odd), {}
 
     def odd_name(self) -> tuple[str, Any, dict[str, str]]:
         """A model, session or sampler that is none."""
-        kind = self.choose.choice([*OF_MODELS, "get_info", "asample", "create_model", "session_heartbeat"])
+        kind = self.choose.choice(
+            [*OF_MODELS, "get_info", "asample", "create_model", "session_heartbeat"]
+        )
         body = self.right(kind)
-        name = next(name for name in ("model_id", "sampling_session_id", "session_id") if name in body)
+        name = next(
+            name for name in ("model_id", "sampling_session_id", "session_id") if name in body
+        )
         body[name] = self.choose.choice(NAMES)(body[name])
         return f"/api/v1/{kind}", body, {}
 
@@ -189,7 +261,11 @@ class Stranger:
         """A number that overflows somewhere."""
         kind, changed = self.choose.choice(
             [
-                *(("optim_step", {"adam_params": {name: value}}) for name in ADAM for value in (-1.0, 1e39, 1e308)),
+                *(
+                    ("optim_step", {"adam_params": {name: value}})
+                    for name in ADAM
+                    for value in (-1.0, 1e39, 1e308)
+                ),
                 *(("save_weights", {"ttl_seconds": value}) for value in (0, -1, 10**18, 10**400)),
                 *(("optim_step", {"seq_id": value}) for value in (0, -1, 10**6, 2**62, 2**64)),
                 ("create_model", {"lora_config": {"rank": 2**40}}),
@@ -202,12 +278,16 @@ class Stranger:
         return f"/api/v1/{kind}", {**self.right(kind), **changed}, {}
 
     def flipped_bits(self) -> tuple[str, Any, dict[str, str]]:
-        """A forward_backward whose bits are flipped, or its numbers huge. Where it is still one, it is for no model."""
+        """A forward_backward whose bits are flipped, or its numbers huge. Where it is still one, it
+        is for no model.
+        """
         [datum] = datums(1, self.choose.randrange(99))
         number = self.number + 1
         batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
         model = f"{self.model}0"
-        request = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, model, number))
+        request = forward_backward_request_to_proto(
+            types.ForwardBackwardRequest(batch, model, number)
+        )
         body = bytearray(request.SerializeToString())
         for _ in range(self.choose.choice([1, 3, 30])):
             body[self.choose.randrange(len(body))] ^= 1 << self.choose.randrange(8)
@@ -216,24 +296,35 @@ class Stranger:
     def no_key(self) -> tuple[str, Any, dict[str, str]]:
         kind = self.choose.choice(["create_session", "healthz", "retrieve_future"])
         body = self.right("create_session") if kind == "create_session" else {}
-        return f"/api/v1/{kind}", body, {"X-API-Key": self.choose.choice(["", KEY[:-1], KEY + "x", "tml-\xe9"])}
+        return (
+            f"/api/v1/{kind}",
+            body,
+            {"X-API-Key": self.choose.choice(["", KEY[:-1], KEY + "x", "tml-\xe9"])},
+        )
 
     def unknown(self) -> tuple[str, Any, dict[str, str]]:
-        path = self.choose.choice(["/", "/api/v1/../../etc/passwd", "/api/v1/nothing", "/docs", "/api/v2/x", "/%00"])
+        path = self.choose.choice(
+            ["/", "/api/v1/../../etc/passwd", "/api/v1/nothing", "/docs", "/api/v2/x", "/%00"]
+        )
         return path, {}, {}
 
     def rubbish(self) -> tuple[str, Any, dict[str, str]]:
         size = self.choose.choice([1, 100, 10_000, 70_000_000])
         body = (self.choose.randbytes(min(size, 10_000)) * (size // min(size, 10_000)))[:size]
         kind = self.choose.choice(["forward_backward", "optim_step", "asample"])
-        return f"/api/v1/{kind}", body, {"Content-Type": self.choose.choice(["application/x-protobuf", "a" * 99])}
+        return (
+            f"/api/v1/{kind}",
+            body,
+            {"Content-Type": self.choose.choice(["application/x-protobuf", "a" * 99])},
+        )
 
 
 def is_refused(service: Service, path: str, body: Any, headers: dict[str, str]) -> bool:
     """Whether a request is answered with an error, at once or by its future."""
     status, answer = said(service, path, body, **headers)
     if status != 200:
-        return 400 <= status < 500 and status not in (408, 409, 429)  # at which the client would try again
+        # at which the client would try again
+        return 400 <= status < 500 and status not in (408, 409, 429)
     if "request_id" not in (answer or {}):
         return False
     status, answer = said(service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]})
@@ -265,10 +356,15 @@ on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indire
 
 @on_two_ranks
 @pytest.mark.parametrize(
-    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)]
+    "count",
+    [pytest.param(60, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)],
 )
-def test_hostile_requests_change_nothing_of_two_clients(service: Service, tmp_path: Path, count: int) -> None:
-    """Two loops train while a stranger asks; they end with the bytes of one that nobody disturbs."""
+def test_hostile_requests_change_nothing_of_two_clients(
+    service: Service, tmp_path: Path, count: int
+) -> None:
+    """Two loops train while a stranger asks; they end with the bytes of one that
+    nobody disturbs.
+    """
 
     def trained(name: str) -> Path:
         main(service.url, service.model, tmp_path / name, STEPS)
@@ -296,7 +392,9 @@ def test_hostile_requests_change_nothing_of_two_clients(service: Service, tmp_pa
 
 @on_two_ranks
 @pytest.mark.parametrize("seed", all_slow_but("", "01234", nightly="1234"))
-def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, int], seed: str) -> None:
+def test_wrong_requests_get_an_error_each(
+    service: Service, before: dict[Path, int], seed: str
+) -> None:
     stranger = Stranger(service, int(seed))
     for number in range(40):
         path, body, headers = stranger.wrong()
@@ -328,4 +426,7 @@ def test_what_is_not_served_is_refused_by_name_and_the_next_goes_on(service: Ser
     for name, ask in refused:
         with pytest.raises(tinker.TinkerError, match=name):
             ask().result(timeout=60)
-        assert client.forward_backward(data, "cross_entropy").result(timeout=60).metrics["loss:sum"] > 0
+        assert (
+            client.forward_backward(data, "cross_entropy").result(timeout=60).metrics["loss:sum"]
+            > 0
+        )

@@ -26,7 +26,9 @@ LOSSES: list[tuple[str, Mapping[str, float]]] = [
 
 def test_sft_equals_plain_peft_over_steps_of_several_requests(service: Service) -> None:
     client = service.trainer(rank=4, seed=7)
-    plain = Plain(service.model, service.saved(client.save_weights_for_sampler("start").result().path))
+    plain = Plain(
+        service.model, service.saved(client.save_weights_for_sampler("start").result().path)
+    )
     for step in range(5):
         params = PARAMS.model_copy(update={"grad_clip_norm": 0.5 if step % 2 else 0.0})
         first = datums(5, step)
@@ -42,16 +44,24 @@ def test_sft_equals_plain_peft_over_steps_of_several_requests(service: Service) 
 
 
 @on_two_ranks
-@pytest.mark.parametrize(("loss_fn", "config"), LOSSES, ids=lambda each: each if isinstance(each, str) else "")
-def test_losses_of_policies_equal_their_formulas(service: Service, loss_fn: str, config: Mapping[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("loss_fn", "config"), LOSSES, ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_losses_of_policies_equal_their_formulas(
+    service: Service, loss_fn: str, config: Mapping[str, float]
+) -> None:
     client = service.trainer(rank=2, seed=3)
-    plain = Plain(service.model, service.saved(client.save_weights_for_sampler("start").result().path))
+    plain = Plain(
+        service.model, service.saved(client.save_weights_for_sampler("start").result().path)
+    )
     for step in range(5 if loss_fn in ("ppo", "gspo") else 2):
         data = datums(6, step, of_policy=True)
         if loss_fn == "gspo":
             for datum in data:
                 is_answer = datum.loss_fn_inputs["advantages"].to_numpy() != 0
-                datum.loss_fn_inputs["sequence_ratio_mask"] = types.TensorData.from_numpy(is_answer.astype(np.float32))
+                datum.loss_fn_inputs["sequence_ratio_mask"] = types.TensorData.from_numpy(
+                    is_answer.astype(np.float32)
+                )
         found = client.forward_backward(data, loss_fn, config)  # type: ignore[arg-type]
         client.optim_step(PARAMS).result()
         loss, logprobs = plain.forward_backward(data, loss_fn, config)
@@ -64,15 +74,21 @@ def test_losses_of_policies_equal_their_formulas(service: Service, loss_fn: str,
 @on_two_ranks
 def test_a_custom_loss_gives_its_own_gradient(service: Service) -> None:
     client = service.trainer()
-    plain = Plain(service.model, service.saved(client.save_weights_for_sampler("start").result().path))
+    plain = Plain(
+        service.model, service.saved(client.save_weights_for_sampler("start").result().path)
+    )
     data = datums(4, 5)
 
-    def of_pairs(data: list[types.Datum], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def of_pairs(
+        data: list[types.Datum], logprobs: list[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
         sums = [
             (each * datum.loss_fn_inputs["weights"].to_torch()).sum()
             for each, datum in zip(logprobs, data, strict=True)
         ]
-        loss = -torch.nn.functional.logsigmoid(torch.stack(sums[::2]) - torch.stack(sums[1::2])).sum()
+        loss = -torch.nn.functional.logsigmoid(
+            torch.stack(sums[::2]) - torch.stack(sums[1::2])
+        ).sum()
         return loss, {"pairs": float(len(sums) // 2)}
 
     future = client.forward_backward_custom(data, of_pairs)
@@ -100,9 +116,13 @@ def test_forward_alone_leaves_no_gradient(service: Service) -> None:
 def test_a_request_larger_than_a_chunk_counts_as_a_whole(service: Service) -> None:
     client = service.trainer(seed=2)
     plain_client = service.trainer(seed=2)
-    client.holder._client_config = client.holder.get_client_config().model_copy(update={"fwdbwd_max_chunk_len": 2})
+    client.holder._client_config = client.holder.get_client_config().model_copy(
+        update={"fwdbwd_max_chunk_len": 2}
+    )
     data = datums(7, 3)
-    found, expected = (each.forward_backward(data, "cross_entropy").result() for each in (client, plain_client))
+    found, expected = (
+        each.forward_backward(data, "cross_entropy").result() for each in (client, plain_client)
+    )
     assert_equal(logprobs_of(found), logprobs_of(expected))
     for each in (client, plain_client):
         each.optim_step(PARAMS).result()

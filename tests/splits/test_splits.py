@@ -1,4 +1,6 @@
-"""The same rows give the same losses, however they are split over ranks and micro-batches: for every train type."""
+"""The same rows give the same losses, however they are split over ranks and micro-batches: for
+every train type.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,23 +13,35 @@ from fsdp_qlora.export.expand import expand_model
 from fsdp_qlora.model.architecture import chunking as pieces
 from tests import tiny
 from tests.rounding import SGD, rounding
-from tests.tiny import SIZES, all_slow_but, flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
+from tests.tiny import (
+    SIZES,
+    all_slow_but,
+    flags,
+    make_rows,
+    on_ranks,
+    read_metrics,
+    train_ok,
+    write_rows,
+)
 
 Models = Callable[..., Path]
 OFF = rounding(SIZES["vocab_size"])  # in parts on ranks, the longest sum
 # two whole steps, and one of 6 rows
 ROWS_PER_STEP = 12
 NUM_ROWS = 30
-# Ranks, micro-batches per rank, and ranks that share each row: micro-batches of 1, 12 and 4 rows, and parts of one.
+# Ranks, micro-batches per rank, and ranks that share each row: micro-batches of 1, 12 and 4 rows,
+# and parts of one.
 SPLITS = [(1, 12, 1), (1, 1, 1), (3, 1, 1), (2, 12, 2)]
 # Of one row each: what int8 makes of a token depends on the padding beside it.
 ROW_BY_ROW = [(1, 12, 1), (3, 4, 1), (2, 12, 2)]
-# 60 columns: rows end within blocks of 64 weights, shards within rows, and nothing divides by 3 ranks' shares.
+# 60 columns: rows end within blocks of 64 weights, shards within rows, and nothing divides by 3
+# ranks' shares.
 UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
 
 # Every row of TRAIN_TYPES once, by its first name.
 CASES: dict[str, dict[str, Any]] = {
-    name: {"train_type": name} for name in dict(reversed([(row, name) for name, row in TRAIN_TYPES.items()])).values()
+    name: {"train_type": name}
+    for name in dict(reversed([(row, name) for name, row in TRAIN_TYPES.items()])).values()
 }
 CASES["int8_lora"]["int8_threshold"] = 2.5  # below which there are outliers
 CASES["loftq"] = {"train_type": "qlora", "init_lora_weights": "loftq", "lora_rank": 4}
@@ -64,10 +78,15 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
-def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable[..., list[float]]) -> None:
-    first, *others = [train(case, *split) for split in (ROW_BY_ROW if case == "int8_lora" else SPLITS)]
+def test_losses_do_not_depend_on_the_split_over_ranks(
+    case: str, train: Callable[..., list[float]]
+) -> None:
+    first, *others = [
+        train(case, *split) for split in (ROW_BY_ROW if case == "int8_lora" else SPLITS)
+    ]
     assert len(set(first)) == 6
-    # An activation at the edge between two of int8's steps goes to the one or the other for the last bit of a sum.
+    # An activation at the edge between two of int8's steps goes to the one or the other for the
+    # last bit of a sum.
     tolerance = 2e-4 if case == "int8_lora" else OFF
     assert others == [pytest.approx(first, rel=tolerance)] * len(others)
 
@@ -77,10 +96,22 @@ def _train_in_pieces(argv: list[str]) -> int:
     return tiny._train(argv, None)
 
 
-@pytest.mark.parametrize("train_type", all_slow_but("qlora", ["qlora", "bnb_dora", "full"], nightly=["bnb_dora"]))
-def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type: str, models: Models, tmp_path: Path) -> None:
-    options = {"model_name": models("llama", **UNEVEN), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12))}
-    options |= {"train_type": train_type, "gradient_accumulation_steps": 2, "precision": "fp32", **SGD}
+@pytest.mark.parametrize(
+    "train_type", all_slow_but("qlora", ["qlora", "bnb_dora", "full"], nightly=["bnb_dora"])
+)
+def test_losses_are_the_same_where_mlps_are_computed_in_pieces(
+    train_type: str, models: Models, tmp_path: Path
+) -> None:
+    options = {
+        "model_name": models("llama", **UNEVEN),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12)),
+    }
+    options |= {
+        "train_type": train_type,
+        "gradient_accumulation_steps": 2,
+        "precision": "fp32",
+        **SGD,
+    }
     # Between steps an evaluation, which ends with weights that are sharded again.
     options |= {"eval_fraction": 0.2, "eval_steps": 1, "recompute": "offload"}
     whole = tmp_path / "whole"

@@ -38,14 +38,19 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
         state = json.loads(backend.to_str())
         # Left over from the last call, whatever it was; ours set both.
         state["truncation"] = state["padding"] = None
-    parts = [type(tokenizer).__name__, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}, state]
+    parts = [
+        type(tokenizer).__name__,
+        {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
+        state,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def through_cache(
     key: Sequence[object], make: Callable[[], tuple[TokenizedRows, DataReport]]
 ) -> tuple[TokenizedRows, DataReport]:
-    """Rows and their report, mapped from the cache, or made by one process of a machine at a time and kept there.
+    """Rows and their report, mapped from the cache, or made by one process of a machine at a time
+    and kept there.
 
     Args:
         key: all that the rows depend on, as JSON.
@@ -64,7 +69,9 @@ def through_cache(
 
 
 def _is_current(path: Path, rows: TokenizedRows, report: DataReport) -> bool:
-    """Whether images are as they were; those that could not be read are tried again in another start."""
+    """Whether images are as they were; those that could not be read are tried again in another
+    start.
+    """
     lacks_some = any(reason.startswith(UNREADABLE) for reason in report.rejected)
     is_of_this_start = path.stat().st_mtime >= psutil.Process().create_time()
     return (is_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images))
@@ -81,7 +88,8 @@ def _path_of(key: Sequence[object]) -> Path:
 def add_reference(
     rows: TokenizedRows, key: Sequence[object], compute: Callable[[], np.ndarray], ranks: Ranks
 ) -> TokenizedRows:
-    """The rows with the reference's log-probabilities: from each machine's cache, or computed by all ranks.
+    """The rows with the reference's log-probabilities: from each machine's cache, or computed by
+    all ranks.
 
     `key` is, as JSON, all that these depend on besides the rows.
     """
@@ -98,7 +106,9 @@ def add_reference(
 
 
 def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
-    """The rows of several datasets, one after the other, mapped from one file by all ranks of a machine."""
+    """The rows of several datasets, one after the other, mapped from one file by all ranks of a
+    machine.
+    """
     if len(parts) == 1:
         return parts[0]
     key = ["joined", *(part.digest for part in parts)]
@@ -107,7 +117,8 @@ def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache file. The system frees it when its holder dies, however that happens.
+    """Hold the lock of a cache file. The system frees it when its holder dies, however that
+    happens.
 
     Where no lock can be had, as in a folder that may only be read, each process works for itself.
     """
@@ -127,13 +138,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
     """Write a file atomically; a full or read-only folder disables the cache."""
-    metadata = {"report": json.dumps(redact_values(dataclasses.asdict(report))), "digest": rows.digest}
+    metadata = {
+        "report": json.dumps(redact_values(dataclasses.asdict(report))),
+        "digest": rows.digest,
+    }
     try:
         with staged_file(path) as partial:
             save_file(rows.arrays, partial, metadata)
     except (OSError, SafetensorError) as error:
         log.warning(
-            "Tokenized rows are not kept for the next start: %s cannot be written (%s). The environment variable "
+            "Tokenized rows are not kept for the next start: %s cannot be written (%s). The "
+            "environment variable "
             "FSDP_QLORA_CACHE names another folder.",
             path.parent,
             error,
@@ -147,7 +162,8 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
     """
     try:
         check_is_file(path)
-        # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none, measured.
+        # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none,
+        # measured.
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
@@ -157,9 +173,21 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         fields = json.loads(metadata["report"])
         if rows.digest != metadata["digest"]:
             raise ValueError("its content has changed since it was written")
-        return rows, DataReport(**(fields | {"parts": [SourceFile(**part) for part in fields["parts"]]}))
+        return rows, DataReport(
+            **(fields | {"parts": [SourceFile(**part) for part in fields["parts"]]})
+        )
     except FileNotFoundError:
         return None
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them again.")
+    except (
+        SafetensorError,
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        warn_from_any_rank(
+            f"The tokenized rows in {path} are damaged ({error}): making them again."
+        )
         return None

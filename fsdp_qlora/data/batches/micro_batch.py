@@ -1,7 +1,8 @@
-"""Micro-batches: rows of tokens become tensors, padded or concatenated (padding-free), for one pass of one rank.
+"""Micro-batches: rows of tokens become tensors, padded or concatenated (padding-free), for one pass
+of one rank.
 
-A `Collator` lays out an optimizer step or an evaluation: rounds of micro-batches that all ranks compute at the same
-time.
+A `Collator` lays out an optimizer step or an evaluation: rounds of micro-batches that all ranks
+compute at the same time.
 """
 
 import dataclasses
@@ -24,12 +25,14 @@ from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.device import to_device
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
-BESIDE = "beside_"  # before the names of the arguments of `describe_documents` for the teacher's documents
+# before the names of the arguments of `describe_documents` for the teacher's documents
+BESIDE = "beside_"
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one rank: B sequences of T tokens, padded, or B = 1 and each row a document of its own.
+    """The rows of one rank: B sequences of T tokens, padded, or B = 1 and each row a document of
+    its own.
 
     N tokens have a target in D documents; a row is one document, or two: answers to one prompt.
     """
@@ -37,7 +40,9 @@ class MicroBatch:
     input_ids: torch.Tensor
     """int64 [B, T]."""
     target_rows: torch.Tensor
-    """Which of the model's B * T outputs predict a target, int64 [N]; where a teacher's documents follow, [2 * N]."""
+    """Which of the model's B * T outputs predict a target, int64 [N]; where a teacher's documents
+    follow, [2 * N].
+    """
     targets: torch.Tensor
     """The tokens to predict, int64 [N]; -100 counts nothing."""
     num_targets: list[int]
@@ -47,15 +52,23 @@ class MicroBatch:
     desired: torch.Tensor
     """1 for a desired answer and 0 for another, float32 [rows]; empty where rows have no label."""
     reference: torch.Tensor
-    """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
+    """Log-probabilities under the reference that are known before, float32 [D]; empty where they
+    are not.
+    """
     answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Values of targets. Of sampled answers, each [N]: advantages, shares (one over the targets of its row), and
-    old_logps and sampled_logps where rows have them, all float32; table_indices, int64: which of the table's tokens the
-    target is. Of turns with weights: weights. From a teacher: see data/batches/taught.py, [N, ..]. Empty for others."""
+    """Values of targets. Of sampled answers, each [N]: advantages, shares (one over the targets of
+    its row), and old_logps and sampled_logps where rows have them, all float32; table_indices,
+    int64: which of the table's tokens the target is. Of turns with weights: weights. From a
+    teacher: see data/batches/taught.py, [N, ..]. Empty for others.
+    """
     documents: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
+    """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty
+    if padded.
+    """
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
-    """Token ids of each rank that shares the vocabulary, int64 on the CPU; None where ranks share none."""
+    """Token ids of each rank that shares the vocabulary, int64 on the CPU; None where ranks share
+    none.
+    """
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Arguments of the model for images, from its processor; empty without any."""
     calls_towers: bool = False
@@ -66,7 +79,9 @@ class MicroBatch:
         return {"input_ids": self.input_ids} | dict(self.documents) | dict(self.images)
 
     def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
-        """Copy to a device, with what only losses of documents read if they are asked `per_document`."""
+        """Copy to a device, with what only losses of documents read if they are asked
+        `per_document`.
+        """
         names = ["input_ids", "target_rows", "targets"]
         names += ["target_counts", "desired", "reference"] if per_document else []
         columns = {name: getattr(self, name) for name in names}
@@ -77,7 +92,8 @@ class MicroBatch:
         return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
 
     def part(self, index: int, num_parts: int) -> "MicroBatch":
-        """One of equally many tokens for each rank that shares this micro-batch, with their targets.
+        """One of equally many tokens for each rank that shares this micro-batch, with their
+        targets.
 
         Documents stay whole: their ranks exchange what attention needs of them.
         """
@@ -91,13 +107,18 @@ class MicroBatch:
         if not len(rows):
             rows = rows.new_zeros(1)
             targets = targets.new_full((1,), IGNORE_INDEX)
-            answers = {name: values.new_zeros(1, *values.shape[1:]) for name, values in answers.items()}
+            answers = {
+                name: values.new_zeros(1, *values.shape[1:]) for name, values in answers.items()
+            }
         return dataclasses.replace(
             self,
             input_ids=self.input_ids.chunk(num_parts, dim=1)[index],
             target_rows=rows,
             targets=targets,
-            num_targets=[int(document.sum()) for document in is_own[: sum(self.num_targets)].split(self.num_targets)],
+            num_targets=[
+                int(document.sum())
+                for document in is_own[: sum(self.num_targets)].split(self.num_targets)
+            ],
             answers=answers,
             documents=documents_of_part(self.documents, index, num_parts),
         )
@@ -105,7 +126,8 @@ class MicroBatch:
     def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
         """Add the tokens of the micro-batches on the ranks that share the vocabulary with this one.
 
-        All of them then have equally many targets, so that they take the same part in the head's collectives.
+        All of them then have equally many targets, so that they take the same part in the head's
+        collectives.
         """
         missing = max(len(batch.targets) for batch in batches) - len(self.targets)
         return dataclasses.replace(
@@ -113,37 +135,55 @@ class MicroBatch:
             target_rows=F.pad(self.target_rows.view(-1, len(self.targets)), (0, missing)).flatten(),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
             answers={
-                name: F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) for name, values in self.answers.items()
+                name: F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing))
+                for name, values in self.answers.items()
             },
             tokens_of_ranks=[batch.input_ids.flatten() for batch in batches],
         )
 
 
 def with_teacher(student: MicroBatch, teacher: MicroBatch) -> MicroBatch:
-    """Documents with the teacher's behind them, which have the same targets; `ReferencePass` takes them apart."""
+    """Documents with the teacher's behind them, which have the same targets; `ReferencePass` takes
+    them apart.
+    """
     inputs = inputs_with_teacher(student.model_inputs, teacher.model_inputs)
     rows = torch.cat([student.target_rows, teacher.target_rows + student.input_ids.numel()])
-    return dataclasses.replace(student, input_ids=inputs.pop("input_ids"), target_rows=rows, documents=inputs)
+    return dataclasses.replace(
+        student, input_ids=inputs.pop("input_ids"), target_rows=rows, documents=inputs
+    )
 
 
 def inputs_with_teacher(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
     """The model's arguments for the tokens of both, one behind the other."""
-    joined = {name: torch.cat([student[name], teacher[name]], dim=1) for name in ("input_ids", "position_ids")}
-    return dict(student) | {f"{BESIDE}{name}": value for name, value in teacher.items() if name not in joined} | joined
+    joined = {
+        name: torch.cat([student[name], teacher[name]], dim=1)
+        for name in ("input_ids", "position_ids")
+    }
+    return (
+        dict(student)
+        | {f"{BESIDE}{name}": value for name, value in teacher.items() if name not in joined}
+        | joined
+    )
 
 
 def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> MicroBatch:
     """Pad documents on the right to the longest of them.
 
-    There is no attention mask: in a causal model no token sees the padding after it, and padding is never a target.
+    There is no attention mask: in a causal model no token sees the padding after it, and padding is
+    never a target.
 
     Args:
-        rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows in this round.
+        rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows
+        in this round.
     """
     documents = table.learned_documents(rows)
     starts = table.document_offsets[documents]
     ends = table.document_offsets[documents + 1]
-    shape = (len(documents), int((ends - starts).max())) if len(documents) else (1, TOKENS_OF_AN_EMPTY_RANK)
+    shape = (
+        (len(documents), int((ends - starts).max()))
+        if len(documents)
+        else (1, TOKENS_OF_AN_EMPTY_RANK)
+    )
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -155,14 +195,19 @@ def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> Micro
 
 
 def concatenate_rows(
-    table: TokenizedRows, rows: Numbers, *, pad_token_id: int, shares_prompts: bool = False, num_parts: int = 1
+    table: TokenizedRows,
+    rows: Numbers,
+    *,
+    pad_token_id: int,
+    shares_prompts: bool = False,
+    num_parts: int = 1,
 ) -> MicroBatch:
     """Concatenate documents into one sequence (padding-free).
 
     Args:
-        rows, pad_token_id: as for `pad_rows`.
-        shares_prompts: compute once what both documents of a row begin with.
-        num_parts: equal parts that the sequence can be divided into, with a document of padding behind the others.
+        rows, pad_token_id: as for `pad_rows`. shares_prompts: compute once what both documents of a
+        row begin with. num_parts: equal parts that the sequence can be divided into, with a
+        document of padding behind the others.
     """
     if not len(rows):
         empty = pad_rows(table, rows, pad_token_id=pad_token_id)
@@ -198,7 +243,9 @@ def _batch(
     if places is not None:
         target_rows = places[target_rows]
     num_targets = table.document_targets[documents]
-    desired = table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
+    desired = (
+        table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
+    )
     reference = table.reference[documents] if len(table.reference) else table.reference
     has_values = len(table.advantages) > 0 or table.learned.dtype.kind == "f"
     return MicroBatch(
@@ -214,8 +261,12 @@ def _batch(
     )
 
 
-def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> dict[str, torch.Tensor]:
-    """`MicroBatch.answers` of some rows; without a target those of one that counts nothing, as in `learned_rows`."""
+def _answers(
+    table: TokenizedRows, rows: Numbers, num_targets: np.ndarray
+) -> dict[str, torch.Tensor]:
+    """`MicroBatch.answers` of some rows; without a target those of one that counts nothing, as in
+    `learned_rows`.
+    """
     bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
     learned = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
     indices = np.concatenate(learned) if num_targets.sum() else np.zeros(1, np.int64)
@@ -223,11 +274,16 @@ def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> di
         return {"weights": _floats(table.learned[indices])}
     advantages = table.advantages[np.asarray(rows, dtype=np.int64)]
     shares = 1 / np.maximum(num_targets, 1)
-    of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
+    of_rows = {
+        "advantages": np.repeat(advantages, num_targets),
+        "shares": np.repeat(shares, num_targets),
+    }
     of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
     values = {name: np.resize(array, len(indices)) for name, array in of_rows.items()}
     values |= {name: array[indices] for name, array in of_tokens.items() if len(array)}
-    return {name: _floats(array) for name, array in values.items()} | {"table_indices": torch.from_numpy(indices)}
+    return {name: _floats(array) for name, array in values.items()} | {
+        "table_indices": torch.from_numpy(indices)
+    }
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
@@ -235,10 +291,11 @@ def _floats(values: np.ndarray) -> torch.Tensor:
 
 
 def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T, ..], and the target.
+    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T,
+    ..], and the target.
 
-    At least one, without a target if need be, so that a micro-batch without targets runs forward and backward like the
-    others.
+    At least one, without a target if need be, so that a micro-batch without targets runs forward
+    and backward like the others.
     """
     following = torch.full_like(labels, IGNORE_INDEX)
     following[:, :-1] = labels[:, 1:]
@@ -248,19 +305,23 @@ def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, following[rows]
 
 
-def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *, num_parts: int = 1) -> dict[str, Any]:
+def describe_documents(
+    lengths: list[int], num_shared: Numbers | None = None, *, num_parts: int = 1
+) -> dict[str, Any]:
     """The arguments by which a model of transformers knows documents in one row of T tokens.
 
     Args:
-        num_shared: of each pair of documents, with how many of the first's tokens the second begins. The model computes
-            those once, all but their attention (model/architecture/attention.py).
+        num_shared: of each pair of documents, with how many of the first's tokens the second
+            begins. The model computes those once, all but their attention
+            (model/architecture/attention.py).
         num_parts: of equal size, for which a document is added if the tokens cannot be divided.
     Returns:
-        `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention function:
-        `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents + 1]; `max_length_q`,
-        `max_length_k`, the longest document's tokens; `document_lengths`, those of each, without asking a device.
-        With shared tokens `position_ids` are of the tokens that are computed; `own_tokens`, int64, has their places
-        among all T, and `places`, int64 [T], those of all T among them. The rest has names that other layers ignore.
+        `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention
+        function: `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents
+        + 1]; `max_length_q`, `max_length_k`, the longest document's tokens; `document_lengths`,
+        those of each, without asking a device. With shared tokens `position_ids` are of the tokens
+        that are computed; `own_tokens`, int64, has their places among all T, and `places`, int64
+        [T], those of all T among them. The rest has names that other layers ignore.
     """
     of_pairs = () if num_shared is None else num_shared
     missing = -(sum(lengths) - int(np.sum(of_pairs))) % num_parts
@@ -276,17 +337,28 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
         skipped = np.zeros(len(lengths), dtype=np.int64)
         skipped[1 : 2 * len(num_shared) : 2] = num_shared
         is_own = position_ids >= np.repeat(skipped, lengths)
-        in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)  # as far into the document before
+        # as far into the document before
+        in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)
         places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
-        arguments = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
+        arguments = {
+            "own_tokens": torch.from_numpy(np.flatnonzero(is_own)),
+            "places": torch.from_numpy(places),
+        }
         arguments["document_ends"] = bounds
         position_ids = position_ids[is_own]
-    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths} | arguments
+    return {
+        "position_ids": torch.from_numpy(position_ids)[None],
+        "document_lengths": lengths,
+    } | arguments
 
 
 def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) -> dict[str, Any]:
-    """The arguments of `describe_documents` for one of the ranks that share a row; documents stay whole."""
-    return dict(documents) | {"position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]}
+    """The arguments of `describe_documents` for one of the ranks that share a row; documents stay
+    whole.
+    """
+    return dict(documents) | {
+        "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]
+    }
 
 
 # --- the micro-batches of a step ---
@@ -298,10 +370,11 @@ _AHEAD = 2  # micro-batches whose images a thread reads before their use
 class Collator:
     """Makes one rank's micro-batches.
 
-    context_size: ranks that share each micro-batch. sharing_ranks: those that share the vocabulary with this one and
-    itself. shares_prompts: the model computes the common prefix of a pair once. has_teacher: a row's second document
-    is its teacher's. of_targets: gives `answers` of other rows than sampled ones. image_processor: for rows with
-    images; model_arguments: of the model's forward pass.
+    context_size: ranks that share each micro-batch. sharing_ranks: those that share the vocabulary
+    with this one and itself. shares_prompts: the model computes the common prefix of a pair once.
+    has_teacher: a row's second document is its teacher's. of_targets: gives `answers` of other rows
+    than sampled ones. image_processor: for rows with images; model_arguments: of the model's
+    forward pass.
     """
 
     schedule: Schedule
@@ -328,20 +401,32 @@ class Collator:
         """Lay out rows of which nothing is learned."""
         size = self.schedule.batch_size * self.schedule.data_size
         # Padded rows keep the order in which their losses were always added.
-        parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
+        parts = (
+            [rows[i : i + size] for i in range(0, len(rows), size)]
+            if self.schedule.padding
+            else [rows]
+        )
         rounds = itertools.chain(*(self.schedule.rounds(part, table.lengths) for part in parts))
         return Batches(self, table, rows, [*rounds])
 
     def repeated(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> "Batches":
         """Lay out the same micro-batch for every rank and round."""
-        return Batches(self, table, micro_batch, [[micro_batch] * self.schedule.data_size] * num_rounds)
+        return Batches(
+            self, table, micro_batch, [[micro_batch] * self.schedule.data_size] * num_rounds
+        )
 
     def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
-        """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
-        # Every rank knows all rows: laid out here, the others' tokens need no collective and no wait for it.
+        """This rank's part of a round, with what it must know of the ranks that share the
+        vocabulary with it.
+        """
+        # Every rank knows all rows: laid out here, the others' tokens need no collective and no
+        # wait for it.
         size = self.context_size
         ranks = {self.rank, *self.sharing_ranks}
-        whole = {data_rank: self._sequences(rows[data_rank], table) for data_rank in {rank // size for rank in ranks}}
+        whole = {
+            data_rank: self._sequences(rows[data_rank], table)
+            for data_rank in {rank // size for rank in ranks}
+        }
         if self.of_targets:
             batch = whole[self.data_rank]
             told = self.of_targets(table, rows[self.data_rank])
@@ -358,8 +443,12 @@ class Collator:
             return pad_rows(table, rows, pad_token_id=self.pad_token_id)
         concatenated = partial(concatenate_rows, pad_token_id=self.pad_token_id)
         if self.has_teacher and len(table.splits):
-            return with_teacher(concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1))
-        return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size)
+            return with_teacher(
+                concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1)
+            )
+        return concatenated(
+            table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size
+        )
 
     def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None and self.schedule.padding
@@ -372,7 +461,9 @@ class Collator:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The micro-batches of a step or an evaluation; iterating gives this rank's, one for each round."""
+    """The micro-batches of a step or an evaluation; iterating gives this rank's, one for each
+    round.
+    """
 
     collator: Collator
     table: TokenizedRows
@@ -396,7 +487,9 @@ class Batches:
         """Entries of a step's record that follow from its rows."""
         lengths = self.table.lengths
         computed = self.table.num_computed(shares_prompts=self.collator.shares_prompts)
-        of_computed, of_lock_step = self.collator.schedule.useful_shares(self.rounds, lengths, computed)
+        of_computed, of_lock_step = self.collator.schedule.useful_shares(
+            self.rounds, lengths, computed
+        )
         return {
             "num_tokens": int(lengths[self.rows].sum()),
             "useful_of_computed": round(of_computed, 4),
@@ -404,14 +497,18 @@ class Batches:
         }
 
     def describe_samples(self, places: Iterable[tuple[int, int]]) -> str:
-        """The dataset's numbers of the rows at (round, rank) places, as text; of all rows without a place."""
+        """The dataset's numbers of the rows at (round, rank) places, as text; of all rows without a
+        place.
+        """
         shared = {(index, rank // self.collator.context_size) for index, rank in places}
         chosen = [self.rounds[index][data_rank] for index, data_rank in sorted(shared)]
         return self.table.describe_numbers(np.concatenate(chosen) if chosen else self.rows)
 
 
 def _made_ahead(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """The micro-batches, up to `_AHEAD` of which a thread makes ahead. Its exceptions are raised here."""
+    """The micro-batches, up to `_AHEAD` of which a thread makes ahead. Its exceptions are raised
+    here.
+    """
     thread = ThreadPoolExecutor(1, thread_name_prefix="images")
     end: Any = object()
     try:

@@ -1,4 +1,6 @@
-"""Rows as token ids, one after the other in flat arrays; and the report on what became of a dataset's rows."""
+"""Rows as token ids, one after the other in flat arrays; and the report on what became of a
+dataset's rows.
+"""
 
 import bisect
 import dataclasses
@@ -39,23 +41,31 @@ class TokenizedRows:
     row_numbers: PerRow
     """The number of each row in the dataset, int64 [rows]."""
     splits: PerRow = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Tokens of the first document of each row, int64 [rows], where rows are two: a chosen and a rejected answer, or an
-    answer with a label and another row's."""
+    """Tokens of the first document of each row, int64 [rows], where rows are two: a chosen and a
+    rejected answer, or an answer with a label and another row's.
+    """
     desired: PerRow = field(default_factory=lambda: np.zeros(0, np.bool_))
     """The label of each row, bool [rows], where rows have one."""
     reference: PerDocument = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The reference's log-probability of each document, float32 [documents], where it was computed before training."""
+    """The reference's log-probability of each document, float32 [documents], where it was computed
+    before training.
+    """
     advantages: PerRow = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The advantage of each row, float32 [rows], where rows are sampled completions with their prompts."""
+    """The advantage of each row, float32 [rows], where rows are sampled completions with their
+    prompts.
+    """
     old_logps: PerToken = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Log-probability of each token under the policy that sampled it, float32 [tokens], where the policy has changed
-    since."""
+    """Log-probability of each token under the policy that sampled it, float32 [tokens], where the
+    policy has changed since.
+    """
     sampled_logps: PerToken = field(default_factory=lambda: np.zeros(0, np.float32))
     """The same as the engine gives them, float32 [tokens], where they are asked for."""
     images: PerImage = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
     """The images of all rows, by the names that `images.keep` gave them, uint8 [images, 16]."""
     image_sizes: PerRow = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """Where rows have images: how many each has, and how many numbers the processor makes of them, int64 [rows, 2]."""
+    """Where rows have images: how many each has, and how many numbers the processor makes of them,
+    int64 [rows, 2].
+    """
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -69,12 +79,25 @@ class TokenizedRows:
             "document": (num_documents * row, num_documents * (row + 1)),
             "image": self._first_images[row : row + 2],
         }
-        arrays = {name: getattr(self, name)[slice(*bounds[index])] for name, index in INDEXED_BY.items()}
-        return TokenizedRows(offsets=np.array([0, len(arrays["input_ids"])], dtype=np.int64), **arrays)
+        arrays = {
+            name: getattr(self, name)[slice(*bounds[index])] for name, index in INDEXED_BY.items()
+        }
+        return TokenizedRows(
+            offsets=np.array([0, len(arrays["input_ids"])], dtype=np.int64), **arrays
+        )
 
     @cached_property
     def _first_images(self) -> np.ndarray:
-        return np.cumsum([0, *(self.image_sizes[:, 0] if len(self.image_sizes) else np.zeros(len(self), np.int64))])
+        return np.cumsum(
+            [
+                0,
+                *(
+                    self.image_sizes[:, 0]
+                    if len(self.image_sizes)
+                    else np.zeros(len(self), np.int64)
+                ),
+            ]
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -96,18 +119,25 @@ class TokenizedRows:
     @cached_property
     def num_targets(self) -> np.ndarray:
         """Learned tokens of each row that have a predecessor to be predicted from, int64 [rows]."""
-        return self.document_targets.reshape(len(self), -1).sum(axis=1) if len(self.splits) else self.document_targets
+        return (
+            self.document_targets.reshape(len(self), -1).sum(axis=1)
+            if len(self.splits)
+            else self.document_targets
+        )
 
     @cached_property
     def document_targets(self) -> np.ndarray:
         """Learned tokens of each document that have a predecessor, int64 [documents]."""
         offsets_of_all = self.document_offsets
         counts = np.empty(len(offsets_of_all) - 1, np.int64)
-        for first in range(0, len(counts), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
+        # numpy adds up numbers as wide as their sum
+        for first in range(0, len(counts), _ROWS_COUNTED):
             offsets = offsets_of_all[first : first + _ROWS_COUNTED + 1]
             learned = self.learned[offsets[0] : offsets[-1]] != 0
             starts = offsets[:-1] - offsets[0]
-            counts[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
+            counts[first : first + len(starts)] = (
+                np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
+            )
         return counts
 
     @cached_property
@@ -121,19 +151,33 @@ class TokenizedRows:
     def documents(self, rows: Numbers) -> np.ndarray:
         """The numbers of the documents of some rows, int64."""
         numbers = np.asarray(rows, dtype=np.int64)
-        return np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel() if len(self.splits) else numbers
+        return (
+            np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
+            if len(self.splits)
+            else numbers
+        )
 
     def learned_documents(self, rows: Numbers) -> np.ndarray:
-        """The numbers of the documents that a model learns from: of a row with a label only the first."""
+        """The numbers of the documents that a model learns from: of a row with a label only the
+        first.
+        """
         return self.documents(rows)[::2] if len(self.desired) else self.documents(rows)
 
     @cached_property
     def as_documents(self) -> "TokenizedRows":
-        """A row for each document, in the same memory: a pair's row i becomes the rows 2 * i and 2 * i + 1."""
+        """A row for each document, in the same memory: a pair's row i becomes the rows 2 * i and 2
+        * i + 1.
+        """
         if not len(self.splits):
             return self
-        kept = {name: getattr(self, name) for name, index in INDEXED_BY.items() if index in ("token", "document")}
-        return TokenizedRows(offsets=self.document_offsets, row_numbers=self.row_numbers.repeat(2), **kept)
+        kept = {
+            name: getattr(self, name)
+            for name, index in INDEXED_BY.items()
+            if index in ("token", "document")
+        }
+        return TokenizedRows(
+            offsets=self.document_offsets, row_numbers=self.row_numbers.repeat(2), **kept
+        )
 
     def describe_numbers(self, rows: np.ndarray) -> str:
         """The numbers of some rows in the dataset, as text."""
@@ -146,21 +190,32 @@ class TokenizedRows:
         shared = []
         for start, split, end in zip(self.offsets[:-1], self.splits, self.offsets[1:], strict=True):
             length = min(split, end - start - split)
-            is_same = self.input_ids[start : start + length] == self.input_ids[start + split : start + split + length]
+            is_same = (
+                self.input_ids[start : start + length]
+                == self.input_ids[start + split : start + split + length]
+            )
             shared.append(length if is_same.all() else is_same.argmin())
         return np.array(shared, dtype=np.int64)
 
     def num_computed(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row that a model computes, int64 [rows]; a shared prompt once, if it `shares_prompts`."""
+        """Tokens of each row that a model computes, int64 [rows]; a shared prompt once, if it
+        `shares_prompts`.
+        """
         return self.lengths - self.num_shared if shares_prompts else self.lengths
 
     def num_learned_from(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row's learned documents that a model computes in one micro-batch, int64 [rows]."""
-        return self.splits if len(self.desired) else self.num_computed(shares_prompts=shares_prompts)
+        """Tokens of each row's learned documents that a model computes in one micro-batch, int64
+        [rows].
+        """
+        return (
+            self.splits if len(self.desired) else self.num_computed(shares_prompts=shares_prompts)
+        )
 
 
 class Lengths(NamedTuple):
-    """Tokens of each document in a micro-batch. shared: of each pair, tokens that both begin with, computed once."""
+    """Tokens of each document in a micro-batch. shared: of each pair, tokens that both begin with,
+    computed once.
+    """
 
     of_documents: list[int]
     shared: list[int] | None = None
@@ -176,25 +231,35 @@ INDEXED_BY: dict[str, str] = {
     for name, hint in get_type_hints(TokenizedRows, include_extras=True).items()
     if name != "offsets"
 }
-NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))
+NO_ROWS = TokenizedRows(
+    np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64)
+)
 
 
 def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> TokenizedRows:
     """The rows of all parts, copied; of one part that part itself.
 
     Args:
-        renumber: whether the parts are datasets of their own: then row numbers continue from part to part.
+        renumber: whether the parts are datasets of their own: then row numbers continue from part
+        to part.
     Raises:
-        ValueError: only some of the parts have an array. Rows without images may be beside rows with some.
+        ValueError: only some of the parts have an array. Rows without images may be beside rows
+        with some.
     """
     if len(parts) == 1:
         return parts[0]
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in INDEXED_BY}
     tokens = np.cumsum([0, *(len(part.input_ids) for part in parts)])
-    offsets = np.concatenate([[0], *(part.offsets[1:] + first for part, first in zip(parts, tokens, strict=False))])
+    offsets = np.concatenate(
+        [[0], *(part.offsets[1:] + first for part, first in zip(parts, tokens, strict=False))]
+    )
     last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) * renumber for part in parts)])
     arrays["row_numbers"] += last[:-1].repeat([len(part) for part in parts])
-    sizes = [np.resize(part.image_sizes, (len(part), 2)) for part in parts] if len(arrays["images"]) else []
+    sizes = (
+        [np.resize(part.image_sizes, (len(part), 2)) for part in parts]
+        if len(arrays["images"])
+        else []
+    )
     arrays["image_sizes"] = np.concatenate([NO_ROWS.image_sizes, *sizes])
     joined = TokenizedRows(offsets=offsets, **arrays)
     counts = {"token": tokens[-1], "row": len(joined), "document": len(joined.document_offsets) - 1}
@@ -204,13 +269,23 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
     return joined
 
 
-def join_completions(prompts: Sequence[Numbers], completions: Sequence[Numbers], numbers: Numbers) -> TokenizedRows:
-    """A row of each prompt and its completion, which is learned. numbers: of the prompts' rows in the dataset."""
-    parts = [np.asarray(part, np.int32) for pair in zip(prompts, completions, strict=True) for part in pair]
+def join_completions(
+    prompts: Sequence[Numbers], completions: Sequence[Numbers], numbers: Numbers
+) -> TokenizedRows:
+    """A row of each prompt and its completion, which is learned. numbers: of the prompts' rows in
+    the dataset.
+    """
+    parts = [
+        np.asarray(part, np.int32)
+        for pair in zip(prompts, completions, strict=True)
+        for part in pair
+    ]
     ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
     learned = np.tile([False, True], len(prompts))
     ids = np.concatenate([np.zeros(0, np.int32), *parts])
-    return TokenizedRows(ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64))
+    return TokenizedRows(
+        ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64)
+    )
 
 
 # --- the report ---
@@ -285,7 +360,11 @@ class DataReport(RowCounts):
 
     def places(self) -> list[tuple[str, str]]:
         """(place, reason) of every row that was left out, in the order of the dataset."""
-        reasons = sorted((row_number, reason) for reason, numbers in self.rejected.items() for row_number in numbers)
+        reasons = sorted(
+            (row_number, reason)
+            for reason, numbers in self.rejected.items()
+            for row_number in numbers
+        )
         return [(self._locate([row_number]), reason) for row_number, reason in reasons]
 
     def describe(self) -> str:
@@ -293,7 +372,8 @@ class DataReport(RowCounts):
         apart = f" and {self.num_apart:,} pieces of them" if self.num_apart else ""
         cut = f" in {self.num_truncated:,} rows" if self.num_truncated else ""
         text = (
-            f"Rows: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, {self.num_tokens:,} tokens "
+            f"Rows: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, "
+            f"{self.num_tokens:,} tokens "
             f"({self.num_targets:,} learned), {self.num_tokens_cut:,} tokens cut{cut}: "
         )
         return fit(text, self.origin)
@@ -306,7 +386,10 @@ class DataReport(RowCounts):
         """One line for each oddity of rows that are used, and for columns that are not."""
         names = [fit(name) for name in self.unused_columns[:_NAMED]]
         more = len(self.unused_columns) - _NAMED
-        unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: {', '.join(names)}"
+        unused = (
+            f"{self.origin}: columns that the format {self.dataset_format} does not use: "
+            f"{', '.join(names)}"
+        )
         unused += f" and {more:,} more" if more > 0 else ""
         return [*([unused] if names else []), *self._lines(self.notes)]
 
@@ -314,17 +397,30 @@ class DataReport(RowCounts):
         """A line of advice where many tokens are cut or prompts fill the context."""
         share = self.num_tokens_cut / max(1, self.num_tokens + self.num_tokens_cut)
         problems = [f"{share:.0%} of the tokens are cut off"] if share > CUT_SHARE_TO_WARN else []
-        problems += [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
+        problems += (
+            [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
+        )
         needed = self.length_of_99_percent
-        advice = f"--context_length {needed} would keep 99% of the rows whole." if needed > context_length else ""
-        line = f"{self.origin}: with --context_length {context_length} {' and '.join(problems)}. {advice}"
+        advice = (
+            (f"--context_length {needed} would keep 99% of the rows whole.")
+            if needed > context_length
+            else ""
+        )
+        line = (
+            f"{self.origin}: with --context_length {context_length} {' and '.join(problems)}. "
+            f"{advice}"
+        )
         return [line.rstrip()] if problems else []
 
     def _locate(self, numbers: Iterable[int]) -> str:
-        """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17; data/b.parquet row 1"."""
+        """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17;
+        data/b.parquet row 1".
+        """
 
         def file_of(row_number: int) -> SourceFile:
-            return self.parts[bisect.bisect_left(self.parts, row_number, key=lambda file: file.offset) - 1]
+            return self.parts[
+                bisect.bisect_left(self.parts, row_number, key=lambda file: file.offset) - 1
+            ]
 
         places = []
         for file, group in itertools.groupby(numbers, key=file_of):
@@ -336,6 +432,8 @@ class DataReport(RowCounts):
     def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
         lines = []
         for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
-            places = self._locate(numbers[:NUMBERS_SHOWN]) + ", ..." * (len(numbers) > NUMBERS_SHOWN)
+            places = self._locate(numbers[:NUMBERS_SHOWN]) + (", ...") * (
+                len(numbers) > NUMBERS_SHOWN
+            )
             lines.append(f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1))
         return lines

@@ -1,7 +1,7 @@
 """The schedule: which rows an optimizer step takes, and which micro-batches of them a rank takes.
 
-Functions of options, seed and epoch alone, the same on every rank and in every run. A `RowSource` gives a step's rows:
-rows in memory, or what else produces them step by step.
+Functions of options, seed and epoch alone, the same on every rank and in every run. A `RowSource`
+gives a step's rows: rows in memory, or what else produces them step by step.
 """
 
 import heapq
@@ -22,7 +22,8 @@ BEGINNING: Mapping[str, Any] = {}
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
 TOKENS_OF_AN_EMPTY_RANK = 2  # which has no rows in a round, and computes like the others
 _STEPS_LOOKED_AT = 100
-MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
+# keeps the rows that an epoch takes of a dataset independent of their order
+MIXTURE_STREAM = 0x6D6978
 
 
 def num_micro_batches(num_rows: int, batch_size: int, data_size: int) -> int:
@@ -63,8 +64,9 @@ class Schedule:
     mixture: Mixture | None = None
     """The datasets' parts in an epoch; without it an epoch takes every row once."""
     batching: str = "padding_free"
-    """padded: pad the rows of a micro-batch to the longest of them; padding_free: concatenate them; packed: concatenate
-    as many as fit batch_size x context_length tokens."""
+    """padded: pad the rows of a micro-batch to the longest of them; padding_free: concatenate them;
+    packed: concatenate as many as fit batch_size x context_length tokens.
+    """
     context_length: int = 0
     """The most tokens of a row; used by packing."""
     num_generations: int = 1
@@ -93,10 +95,13 @@ class Schedule:
         return (
             f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.data_size} rank"
             f"{'s' * (self.data_size > 1)} x {self.batch_size} rows x {micro_batches} "
-            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch, {warmup_steps} of warm-up"
+            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch, "
+            f"{warmup_steps} of warm-up"
         )
 
-    def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+    def rows_of_steps(
+        self, train_rows: np.ndarray, *, first: int = 0
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """Give (step, its rows) for every step, beginning with step `first`."""
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, self.steps_per_epoch)
@@ -138,23 +143,33 @@ class Schedule:
         for _, rows in self.rows_of_steps(train_rows):
             rounds = self.rounds(rows, lengths)
             most_rounds = max(most_rounds, len(rounds))
-            longest = max([longest, *itertools.chain(*rounds)], key=lambda piece: self.tokens_computed(piece, computed))
+            longest = max(
+                [longest, *itertools.chain(*rounds)],
+                key=lambda piece: self.tokens_computed(piece, computed),
+            )
         return longest, most_rounds
 
     def useful_shares(
         self, rounds: Sequence[Round], lengths: np.ndarray, computed: np.ndarray | None = None
     ) -> tuple[float, float]:
-        """Shares of the tokens that are rows' own: of those computed, and of those that the ranks' time is enough for.
+        """Shares of the tokens that are rows' own: of those computed, and of those that the ranks'
+        time is enough for.
 
         In each round all ranks take as long as the one with the most tokens.
 
         Args:
-            rounds: a step's micro-batches. computed: tokens of every row that are computed, if they are not all.
+            rounds: a step's micro-batches. computed: tokens of every row that are computed, if they
+            are not all.
         """
         counted = lengths if computed is None else computed
-        tokens = [[self.tokens_computed(piece, counted) for piece in micro_batches] for micro_batches in rounds]
+        tokens = [
+            [self.tokens_computed(piece, counted) for piece in micro_batches]
+            for micro_batches in rounds
+        ]
         useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
-        return useful / sum(map(sum, tokens)), useful / sum(self.data_size * max(of_ranks) for of_ranks in tokens)
+        return useful / sum(map(sum, tokens)), useful / sum(
+            self.data_size * max(of_ranks) for of_ranks in tokens
+        )
 
     def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
         """The rounds of each of the first steps."""
@@ -166,8 +181,8 @@ class Schedule:
 class StepRows:
     """The rows of one optimizer step on all ranks.
 
-    position: where the source continues after them, as JSON for a checkpoint; empty where the step says it. metrics: of
-    the rows, for the step's record.
+    position: where the source continues after them, as JSON for a checkpoint; empty where the step
+    says it. metrics: of the rows, for the step's record.
     """
 
     step: int
@@ -200,14 +215,20 @@ class RowsInMemory(NamedTuple):
             yield StepRows(step, self.table, rows)
 
 
-def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
-    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes.
+def epoch_order(
+    rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None
+) -> np.ndarray:
+    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the
+    mixture takes.
 
-    Of each dataset of a mixture, whose `rows` are sorted, an epoch takes the next ones, each at most once.
+    Of each dataset of a mixture, whose `rows` are sorted, an epoch takes the next ones, each at
+    most once.
     """
     if mixture is not None:
         chosen = []
-        for i, (group, count) in enumerate(zip(split_rows(rows, mixture.ends), mixture.rows_per_epoch, strict=True)):
+        for i, (group, count) in enumerate(
+            zip(split_rows(rows, mixture.ends), mixture.rows_per_epoch, strict=True)
+        ):
             order = _permutation(len(group), [seed, i, MIXTURE_STREAM])
             chosen.append(group[order[np.arange(epoch * count, (epoch + 1) * count) % len(group)]])
         rows = np.concatenate(chosen)
@@ -215,7 +236,9 @@ def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | N
 
 
 def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each dataset in an epoch: as many as there can be in these shares before one would repeat a row."""
+    """Rows of each dataset in an epoch: as many as there can be in these shares before one would
+    repeat a row.
+    """
     total = max(1, int(min(size / share for size, share in zip(sizes, shares, strict=True)) + 1e-9))
     counts = [int(total * share) for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - total * shares[i])
@@ -224,25 +247,28 @@ def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
     counts = [min(count, size) for count, size in zip(counts, sizes, strict=True)]
     if 0 in counts:
         raise UserError(
-            f"dataset: with the shares {', '.join(f'{share:.1%}' for share in shares)} of {total:,} rows an epoch "
-            f"has no row of dataset number {counts.index(0) + 1}. Raise its weight or use more rows."
+            f"dataset: with the shares {', '.join(f'{share:.1%}' for share in shares)} of "
+            f"{total:,} rows an epoch has no row of dataset number {counts.index(0) + 1}. Raise "
+            "its weight or use more rows."
         )
     return tuple(counts)
 
 
-def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int) -> list[Round]:
+def split_by_length(
+    rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int
+) -> list[Round]:
     """The micro-batches of one optimizer step, for batches with padding.
 
-    Rows are sorted by length, longest first, and split into equal micro-batches. What ranks compute at the same time
-    is then about equally long, and memory peaks at the start of the step.
+    Rows are sorted by length, longest first, and split into equal micro-batches. What ranks compute
+    at the same time is then about equally long, and memory peaks at the start of the step.
 
     Args:
         rows: indices of the step's rows, int64.
         lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
         batch_size: the most rows of a micro-batch.
     Returns:
-        Rounds whose micro-batches are at most one row apart. Some are empty if the last step has fewer rows than
-        micro-batches.
+        Rounds whose micro-batches are at most one row apart. Some are empty if the last step has
+        fewer rows than micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     num_pieces = data_size * num_micro_batches(len(rows), batch_size, data_size)
@@ -254,20 +280,27 @@ def _in_rounds(pieces: list[np.ndarray], data_size: int) -> list[Round]:
 
 
 def split_by_tokens(
-    rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int, most_tokens: int | None = None
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    data_size: int,
+    batch_size: int,
+    most_tokens: int | None = None,
 ) -> list[Round]:
-    """The micro-batches of one optimizer step, for batches without padding: about equal numbers of tokens.
+    """The micro-batches of one optimizer step, for batches without padding: about equal numbers of
+    tokens.
 
-    Each row, longest first, goes to the micro-batch with the fewest tokens that has room (Graham 1969). Micro-batches
-    of about equal numbers of tokens are then computed in the same round, the largest first, so that ranks hardly wait
-    for each other.
+    Each row, longest first, goes to the micro-batch with the fewest tokens that has room (Graham
+    1969). Micro-batches of about equal numbers of tokens are then computed in the same round, the
+    largest first, so that ranks hardly wait for each other.
 
     Args:
-        rows, lengths: as for `split_by_length`.
-        batch_size: the most rows of a micro-batch.
-        most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens each.
+        rows, lengths: as for `split_by_length`. batch_size: the most rows of a micro-batch.
+        most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens
+        each.
     Returns:
-        Rounds of micro-batches with their longest row first. Some are empty if there are fewer rows than micro-batches.
+        Rounds of micro-batches with their longest row first. Some are empty if there are fewer rows
+        than micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     sizes = lengths[by_length].tolist()
@@ -287,7 +320,8 @@ def split_by_tokens(
 
 
 def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:
-    """Deal what has these sizes, in descending order, into pieces of about equal sums: the largest piece first.
+    """Deal what has these sizes, in descending order, into pieces of about equal sums: the largest
+    piece first.
 
     Args:
         most: entries of a piece; all pieces together have room for all of them.
@@ -315,13 +349,16 @@ def split_eval(num_rows: int, *, fraction: float, seed: int) -> tuple[np.ndarray
     num_eval = max(1, round(num_rows * fraction)) if fraction > 0 else 0
     if num_eval >= num_rows:
         raise UserError(
-            f"eval_fraction: {fraction} of {num_rows} rows leaves none to train on. Lower it or use more rows."
+            f"eval_fraction: {fraction} of {num_rows} rows leaves none to train on. Lower it or "
+            "use more rows."
         )
     order = _permutation(num_rows, [seed, 0, EVAL_STREAM])
     return np.sort(order[num_eval:]), np.sort(order[:num_eval])
 
 
 def _permutation(size: int, entropy: list[int]) -> np.ndarray:
-    """Sort raw random bits. NumPy promises the same bits in every version, but not the same shuffle."""
+    """Sort raw random bits. NumPy promises the same bits in every version, but not the same
+    shuffle.
+    """
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
     return np.argsort(bits, kind="stable")

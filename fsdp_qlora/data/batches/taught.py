@@ -1,8 +1,9 @@
-"""The likeliest tokens of a teacher at each learned token: files beside the tokenized rows, which batches read.
+"""The likeliest tokens of a teacher at each learned token: files beside the tokenized rows, which
+batches read.
 
-A file holds some consecutive rows, whatever the number of ranks, so that a teacher continues where it was interrupted.
-Its hash finds damage. Files may also be a stranger's, with a hash that is right: so their types, shapes and values are
-checked before anything is learned from them.
+A file holds some consecutive rows, whatever the number of ranks, so that a teacher continues where
+it was interrupted. Its hash finds damage. Files may also be a stranger's, with a hash that is
+right: so their types, shapes and values are checked before anything is learned from them.
 """
 
 import hashlib
@@ -21,12 +22,15 @@ from fsdp_qlora.utils.files import check_is_file, staged_file
 
 ROWS_PER_FILE = 256
 _PIECE = 2**14  # tokens that are checked at a time: their values take 20 MiB at k = 64
-_ROUNDING = 0.02  # of a sum of probabilities; with 16 bits for each logarithm it is half a thousandth of the entropy
+# of a sum of probabilities; with 16 bits for each logarithm it is half a thousandth of the entropy
+_ROUNDING = 0.02
 _DTYPES = {"ids": "I32", "logps": "F16"}  # in the words of safetensors
 
 Arrays = tuple[np.ndarray, np.ndarray]
 OfTargets = Callable[[TokenizedRows, np.ndarray], dict[str, torch.Tensor]]
-"""A table and some of its rows -> values of their targets, in order; of one that counts nothing if they have none."""
+"""A table and some of its rows -> values of their targets, in order; of one that counts nothing if
+they have none.
+"""
 
 
 class Unusable(Exception):
@@ -34,7 +38,9 @@ class Unusable(Exception):
 
 
 def bytes_per_token(k: int) -> int:
-    """Bytes of a file for each learned token: k ids in 32 bits, and k + 1 log-probabilities in 16."""
+    """Bytes of a file for each learned token: k ids in 32 bits,
+    and k + 1 log-probabilities in 16.
+    """
     return 4 * k + 2 * (k + 1)
 
 
@@ -56,18 +62,22 @@ class TaughtRows:
     """The files of a table.
 
     Args:
-        root: the folder that theirs is in. key: all that they depend on besides the table, as JSON. k: likeliest tokens
-            of each. vocabulary: ids are below it.
+        root: the folder that theirs is in. key: all that they depend on besides the table, as JSON.
+            k: likeliest tokens of each. vocabulary: ids are below it.
     """
 
     def __init__(self, table: TokenizedRows, root: Path, key: str, k: int, vocabulary: int) -> None:
         self.table = table
         self.k = k
         self.vocabulary = vocabulary
-        digest = hashlib.sha256(json.dumps([table.digest, key, k, ROWS_PER_FILE]).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps([table.digest, key, k, ROWS_PER_FILE]).encode()
+        ).hexdigest()
         self.folder = root / digest[:40]
         self.starts = np.concatenate([[0], table.num_targets.cumsum()])
-        self.files = np.split(np.arange(len(table)), range(ROWS_PER_FILE, len(table), ROWS_PER_FILE))
+        self.files = np.split(
+            np.arange(len(table)), range(ROWS_PER_FILE, len(table), ROWS_PER_FILE)
+        )
         self._arrays: dict[int, Arrays] = {}
 
     def path(self, number: int) -> Path:
@@ -102,41 +112,60 @@ class TaughtRows:
         shapes = {"ids": [count, self.k], "logps": [count, self.k + 1]}
         with safe_open(path, framework="pt") as file:
             if {*file.keys()} != {*shapes}:
-                raise Unusable(f"it has the tensors {', '.join(sorted(file.keys()))[:100]!a}, not ids and logps")
+                raise Unusable(
+                    f"it has the tensors {', '.join(sorted(file.keys()))[:100]!a}, not ids and "
+                    "logps"
+                )
             for name, shape in shapes.items():
                 form = file.get_slice(name)
                 found = f"{form.get_dtype()} {form.get_shape()}"
                 if found != f"{_DTYPES[name]} {shape}":
-                    raise Unusable(f"{name} is {found:.100}, and these rows need {_DTYPES[name]} {shape}")
+                    raise Unusable(
+                        f"{name} is {found:.100}, and these rows need {_DTYPES[name]} {shape}"
+                    )
             arrays = file.get_tensor("ids").numpy(), file.get_tensor("logps").numpy()
             if (file.metadata() or {}).get("digest") != _digest(arrays):
                 raise Unusable("its content has changed since it was written")
         return arrays
 
     def check(self, number: int, arrays: Arrays) -> None:
-        """Check the values of a file. Raises Unusable, which names the first row that cannot be learned from."""
+        """Check the values of a file. Raises Unusable, which names the first row that cannot be
+        learned from.
+        """
         ids, logps = arrays
         for start in range(0, len(ids), _PIECE):
             piece = slice(start, start + _PIECE)
-            for is_bad, what in _problems(ids[piece], logps[piece].astype(np.float32), self.vocabulary):
+            for is_bad, what in _problems(
+                ids[piece], logps[piece].astype(np.float32), self.vocabulary
+            ):
                 if is_bad.any():
                     token = int(self.starts[self.files[number][0]]) + start + int(is_bad.argmax())
                     row = np.searchsorted(self.starts, token, side="right") - 1
-                    raise Unusable(f"row {self.table.describe_numbers(np.array([row]))} of the dataset has {what}")
+                    raise Unusable(
+                        f"row {self.table.describe_numbers(np.array([row]))} of the "
+                        f"dataset has {what}"
+                    )
 
     def write(self, number: int, arrays: Arrays) -> None:
-        """Write a file atomically. Raises OSError or SafetensorError; then nothing of it is left."""
+        """Write a file atomically.
+
+        Raises OSError or SafetensorError; then nothing of it is left.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with staged_file(self.path(number)) as partial:
             save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
 
     def of_targets(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The arguments of `Teacher`: teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k + 1]."""
+        """The arguments of `Teacher`: teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k +
+        1].
+        """
         pieces = [(np.zeros((0, self.k), np.int32), np.zeros((0, self.k + 1), np.float16))]
         for row in rows:
             number = int(row) // ROWS_PER_FILE
             first, last = self.starts[row : row + 2] - self.starts[number * ROWS_PER_FILE]
-            pieces.append((self._arrays[number][0][first:last], self._arrays[number][1][first:last]))
+            pieces.append(
+                (self._arrays[number][0][first:last], self._arrays[number][1][first:last])
+            )
         ids, logps = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         if not len(ids):
             ids = np.zeros((1, self.k), np.int32)
@@ -148,7 +177,10 @@ class TaughtRows:
 def _problems(ids: np.ndarray, logps: np.ndarray, vocabulary: int) -> Iterator[tuple[Any, str]]:
     """Each problem that values may have: whether each token has it, bool [tokens], and its name."""
     in_order = np.sort(ids, axis=1)
-    yield (in_order[:, 0] < 0) | (in_order[:, -1] >= vocabulary), f"an id below 0, or not below {vocabulary}"
+    yield (
+        (in_order[:, 0] < 0) | (in_order[:, -1] >= vocabulary),
+        (f"an id below 0, or not below {vocabulary}"),
+    )
     yield (in_order[:, 1:] == in_order[:, :-1]).any(axis=1), "an id twice for one token"
     yield ~np.isfinite(logps).all(axis=1), "a log-probability that is not finite"
     yield (logps > 0).any(axis=1), "a log-probability above 0"

@@ -23,7 +23,9 @@ def key_of(settings: Mapping[str, Any]) -> str:
 
 
 class TeacherFolder(NamedTuple):
-    """The settings of files. key: as of `key_of`. k: likeliest tokens of each. teacher: its name, for people."""
+    """The settings of files. key: as of `key_of`. k: likeliest tokens of each. teacher: its name,
+    for people.
+    """
 
     key: str
     k: int
@@ -34,7 +36,8 @@ class TeacherFolder(NamedTuple):
         """Read a folder's teacher.json; None if it has none.
 
         Raises:
-            UserError: it is there and cannot be used. The message names the folder, and the option that names it.
+            UserError: it is there and cannot be used. The message names the folder, and the option
+            that names it.
         """
         try:
             content = json.loads(read_named(folder / TEACHER, _MOST_BYTES))
@@ -44,7 +47,8 @@ class TeacherFolder(NamedTuple):
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"--{option} {folder}: {TEACHER} cannot be used ({printable(str(reason)[:200])}). Copy the folder once "
+                f"--{option} {folder}: {TEACHER} cannot be used ({printable(str(reason)[:200])}). "
+                "Copy the folder once "
                 "more, or write another one with `fsdp-qlora teach`."
             ) from error
         return found
@@ -52,7 +56,9 @@ class TeacherFolder(NamedTuple):
     def write(self, folder: Path) -> None:
         """Write teacher.json atomically."""
         with staged_file(folder / TEACHER) as partial:
-            partial.write_text(json.dumps({"key": self.key, "top_k": self.k, "teacher": self.teacher}))
+            partial.write_text(
+                json.dumps({"key": self.key, "top_k": self.k, "teacher": self.teacher})
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -64,11 +70,17 @@ class TeacherFolder(NamedTuple):
         settings = self.settings
         for name, value in wanted.items():
             if settings[name] != value:
-                yield f"other {name}" if name in _HASHES else f"{name} {settings[name]}, not {value}"
+                yield (
+                    (f"other {name}")
+                    if name in _HASHES
+                    else (f"{name} {settings[name]}, not {value}")
+                )
 
 
 def _checked(content: Any) -> tuple[str, int, str | None]:
-    """The fields of a `TeacherFolder`, from JSON. Raises ValueError if one is missing or of another type."""
+    """The fields of a `TeacherFolder`, from JSON. Raises ValueError if one is missing or of another
+    type.
+    """
     if not isinstance(content, dict):
         raise ValueError("it is no object of JSON")
     key, k, teacher = (content.get(name) for name in ("key", "top_k", "teacher"))
@@ -83,5 +95,7 @@ def _checked(content: Any) -> tuple[str, int, str | None]:
     if type(vocabulary) is not int or vocabulary < 1:
         raise ValueError(f"its vocabulary is {vocabulary!r:.40}, not a number of 1 or more")
     if type(k) is not int or not 1 <= k <= vocabulary:
-        raise ValueError(f"its top_k is {k!r:.40}, not a number from 1 to its vocabulary of {vocabulary!r:.40}")
+        raise ValueError(
+            f"its top_k is {k!r:.40}, not a number from 1 to its vocabulary of {vocabulary!r:.40}"
+        )
     return key, k, teacher if isinstance(teacher, str) else None

@@ -1,4 +1,6 @@
-"""Tokenization: rows of text become flat arrays of token ids, and of the mask of those that are learned."""
+"""Tokenization: rows of text become flat arrays of token ids, and of the mask of those that are
+learned.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +11,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TAUGHT, TEXTS, RowKind
-from fsdp_qlora.data.batches.rows import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport, TokenizedRows
+from fsdp_qlora.data.batches.rows import (
+    NO_ROOM,
+    NO_ROOM_FOR_TURN,
+    NO_TARGET,
+    DataReport,
+    TokenizedRows,
+)
 from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.formats import Format
@@ -64,12 +72,14 @@ def tokenize_batch(
 ) -> tuple[TokenizedRows, list[int]]:
     """Render and tokenize (number, row) pairs, so that the boundaries of what is learned are exact.
 
-    A row that is not filled into a chat template ends with the end-of-sequence token, which is learned if the last
-    segment is. Rows are cut at `context_length`, from the end; documents become several rows. A row that cannot be
-    rendered, or that has nothing learned before the cut, is left out and listed in the report.
+    A row that is not filled into a chat template ends with the end-of-sequence token, which is
+    learned if the last segment is. Rows are cut at `context_length`, from the end; documents become
+    several rows. A row that cannot be rendered, or that has nothing learned before the cut, is left
+    out and listed in the report.
 
     Returns:
-        The tokenized rows, and the tokens of each before it was cut; of a pair those of the longer answer.
+        The tokenized rows, and the tokens of each before it was cut; of a pair those of the longer
+        answer.
     """
     rendered = _render(rows, row_format, renderer, report)
     report.is_chat |= any(row.kind == "chat" for _, row in rendered)
@@ -87,7 +97,9 @@ def tokenize_batch(
 
 
 def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
-    """The answers as one row of two documents, without targets if one has none or the context cuts both alike."""
+    """The answers as one row of two documents, without targets if one has none or the context cuts
+    both alike.
+    """
     two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
     both_have_targets = chosen.learned[1:].any() and rejected.learned[1:].any()
     two["learned"] &= both_have_targets and not np.array_equal(chosen.ids, rejected.ids)
@@ -96,15 +108,22 @@ def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
 
 
 def _taught(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
-    """The same answer to two prompts as one row of two documents, as far as the context has room for it in both."""
-    sides = [(side.ids, (side.learned != 0) & (np.arange(len(side.ids)) > 0)) for side in (student, teacher)]
+    """The same answer to two prompts as one row of two documents, as far as the context has room
+    for it in both.
+    """
+    sides = [
+        (side.ids, (side.learned != 0) & (np.arange(len(side.ids)) > 0))
+        for side in (student, teacher)
+    ]
     answers = [ids[learned] for ids, learned in sides]
     num = min(map(len, answers))
     is_same = np.array_equal(answers[0][:num], answers[1][:num])
     masks = [learned & (np.cumsum(learned) <= num * is_same) for _, learned in sides]
     two = join_sides([ids for ids, _ in sides], masks)
     two |= {"num_cut": student.num_cut + teacher.num_cut, "notes": student.notes + teacher.notes}
-    return student._replace(reason=student.reason or teacher.reason or ("" if is_same else OTHER_ANSWER), **two)
+    return student._replace(
+        reason=student.reason or teacher.reason or ("" if is_same else OTHER_ANSWER), **two
+    )
 
 
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
@@ -112,14 +131,18 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
     chosen: list[EncodedRow] = []
     for row_number, group in itertools.groupby(encoded, key=lambda row: row.row_number):
         of_row = list(group)
-        learning = [row for row in of_row if row.learned[1:].any()]  # the first token has nothing to predict it
+        # the first token has nothing to predict it
+        learning = [row for row in of_row if row.learned[1:].any()]
         chosen += learning
         report.num_apart += max(0, len(learning) - 1)
         for note in dict.fromkeys(note for row in of_row for note in row.notes):
             report.note(row_number, note)
         if not learning:
             reasons = [row.reason for row in of_row if row.reason]
-            report.reject(row_number, *reasons[:1] or [NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET])
+            report.reject(
+                row_number,
+                *reasons[:1] or [NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET],
+            )
         elif len(learning) < len(of_row):
             report.note(row_number, NO_ROOM_FOR_TURN)
     report.num_truncated += sum(row.num_cut > 0 for row in chosen)
@@ -130,14 +153,18 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
 def dummy_rows(
     num_rows: int, vocab_size: int, kind: RowKind, *, context_length: int, seed: int
 ) -> tuple[TokenizedRows, DataReport]:
-    """Rows of random tokens that fill the context, or of two documents that do, all learned. For measuring speed."""
+    """Rows of random tokens that fill the context, or of two documents that do, all learned. For
+    measuring speed.
+    """
     length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned = np.ones(length, dtype=np.bool_)
     split = None if kind == TEXTS else context_length
     made = enumerate(ids, start=1)
     desired = True if kind == TAUGHT else None
-    tokenized = _flatten([EncodedRow(i, row, learned, split=split, desired=desired) for i, row in made])
+    tokenized = _flatten(
+        [EncodedRow(i, row, learned, split=split, desired=desired) for i, row in made]
+    )
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
@@ -168,7 +195,9 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
         splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
         desired=np.array([row.desired for row in rows if row.desired is not None], dtype=np.bool_),
         images=np.frombuffer(names, dtype=np.uint8).reshape(-1, 16),
-        image_sizes=np.array([(len(row.images), row.image_values) for row in rows if names], np.int64).reshape(-1, 2),
+        image_sizes=np.array(
+            [(len(row.images), row.image_values) for row in rows if names], np.int64
+        ).reshape(-1, 2),
     )
 
 
@@ -181,13 +210,16 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     row = int(np.searchsorted(tokenized.offsets, position, side="right")) - 1
     raise UserError(
         f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
-        f"has {vocab_size} embeddings. The tokenizer is not this model's; if tokens were added to it, give the model "
+        f"has {vocab_size} embeddings. The tokenizer is not this model's; if tokens were added to "
+        "it, give the model "
         "with its own tokenizer, and name them in --add_tokens."
     )
 
 
 def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what is learned after."""
+    """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what
+    is learned after.
+    """
     document = tokenized.documents([row])[0]
     start, end = tokenized.document_offsets[document : document + 2]
     learned = np.flatnonzero(tokenized.learned[start:end])
@@ -207,7 +239,8 @@ def describe_sample(
     sides: Sequence[str] = (),
     in_colour: bool = False,
 ) -> str:
-    """The text of one row for people: each masked or learned span under a heading, or what is learned in green.
+    """The text of one row for people: each masked or learned span under a heading, or what is
+    learned in green.
 
     sides: names of its documents, if they are neither a pair nor an answer with a label.
     """
@@ -219,7 +252,9 @@ def describe_sample(
         ids = tokenized.input_ids[bounds]
         learned = tokenized.learned[bounds]
         name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
-        text = f"Sample: row {name}, {len(ids)} tokens" + f", {(learned != 0).sum()} learned (green)\n" * in_colour
+        text = (f"Sample: row {name}, {len(ids)} tokens") + (
+            f", {(learned != 0).sum()} learned (green)\n"
+        ) * in_colour
         edges = np.flatnonzero(np.diff(learned)) + 1
         for part, is_learned in zip(np.split(ids, edges), learned[[0, *edges]], strict=True):
             decoded = str(tokenizer.decode(part))
@@ -227,7 +262,10 @@ def describe_sample(
                 text += f"{_GREEN}{decoded}{_PLAIN}" if is_learned else decoded
             else:
                 weight = f", weight {is_learned:g}" if is_learned not in (0, 1) else ""
-                text += f"\n--- {'learned' if is_learned else 'masked'} ({len(part)} tokens{weight}) ---\n{decoded}"
+                text += (
+                    f"\n--- {'learned' if is_learned else 'masked'} ({len(part)} "
+                    f"tokens{weight}) ---\n{decoded}"
+                )
         texts.append(text)
     return "\n".join(texts)
 
@@ -236,7 +274,9 @@ def describe_sample(
 
 
 def encode(
-    rendered: Sequence[tuple[int, Rendered]], tokenizer: PreTrainedTokenizerBase, context_length: int
+    rendered: Sequence[tuple[int, Rendered]],
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
 ) -> Iterator[EncodedRow]:
     """Tokenize (number, row) pairs, in their order."""
     encoders = {
@@ -245,8 +285,13 @@ def encode(
     }
     for row_number, row in rendered:
         ids, learned, notes = next(encoders[row.kind])
-        # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
-        starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.kind == "document" else range(1)
+        # Each piece of a document begins with the last token of the piece before, so that every
+        # token is predicted.
+        starts = (
+            range(0, max(1, len(ids) - 1), max(1, context_length - 1))
+            if row.kind == "document"
+            else range(1)
+        )
         num_cut = 0 if row.kind == "document" else len(ids[context_length:])
         reason = ""
         if row.image_ids:
@@ -259,7 +304,9 @@ def encode(
             noted = () if start else row.notes + notes
             arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
             images = row.images, row.image_values
-            yield EncodedRow(row_number, *arrays, num_cut, noted, None, row.desired, *images, reason)
+            yield EncodedRow(
+                row_number, *arrays, num_cut, noted, None, row.desired, *images, reason
+            )
 
 
 def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
@@ -269,14 +316,23 @@ def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
     return ids if prompt.kind in ("chat", "tokens") else ids[:-1]  # without the end token
 
 
-def _encode_apart(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-    """Segments one by one: the first with the tokens that begin a text, the last with an end-of-sequence token."""
+def _encode_apart(
+    rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Encoded]:
+    """Segments one by one: the first with the tokens that begin a text, the last with an
+    end-of-sequence token.
+    """
     eos = tokenizer.eos_token_id
-    first = iter(_token_ids([row.segments[0].text for row in rows], tokenizer, add_special_tokens=True))
+    first = iter(
+        _token_ids([row.segments[0].text for row in rows], tokenizer, add_special_tokens=True)
+    )
     texts = [segment.text for row in rows for segment in row.segments[1:]]
     later = iter(_token_ids(texts, tokenizer, add_special_tokens=False))
     for row in rows:
-        spans = [_without_end(next(first), tokenizer), *itertools.islice(later, len(row.segments) - 1)]
+        spans = [
+            _without_end(next(first), tokenizer),
+            *itertools.islice(later, len(row.segments) - 1),
+        ]
         is_end = [*(segment.ends for segment in row.segments[:-1]), True]
         spans = [[*span, eos] if ends else span for span, ends in zip(spans, is_end, strict=True)]
         yield *_join(spans, row.segments), ()
@@ -285,7 +341,9 @@ def _encode_apart(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) 
 def _encode_joint(
     rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase, *, templated: bool
 ) -> Iterator[Encoded]:
-    """The whole text at once, as it is tokenized when the model is used, unless a token would span a boundary."""
+    """The whole text at once, as it is tokenized when the model is used, unless a token would span
+    a boundary.
+    """
     if not tokenizer.is_fast:  # one in Python gives no offsets of its tokens in the text
         pieces = ((*_pieces(row.segments, tokenizer, templated), ()) for row in rows)
         yield from pieces if templated else _encode_apart(rows, tokenizer)
@@ -294,7 +352,9 @@ def _encode_joint(
     options = {"return_offsets_mapping": True, "verbose": False}
     encoding = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
     stops = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
-    for row, ids, offsets in zip(rows, encoding.get("input_ids", ()), encoding.get("offset_mapping", ()), strict=True):
+    for row, ids, offsets in zip(
+        rows, encoding.get("input_ids", ()), encoding.get("offset_mapping", ()), strict=True
+    ):
         segments = row.segments
         notes = []
         learned = _learned_tokens(segments, offsets)
@@ -305,7 +365,11 @@ def _encode_joint(
             ids, learned = _with_end(ids, learned, bool(segments[-1].learned), tokenizer)
         elif ids[:2] == [tokenizer.bos_token_id] * 2:
             notes.append(DOUBLE_BOS)
-        if learned.any() and ids[int(np.flatnonzero(learned)[-1])] not in stops and (templated or segments[-1].learned):
+        if (
+            learned.any()
+            and ids[int(np.flatnonzero(learned)[-1])] not in stops
+            and (templated or segments[-1].learned)
+        ):
             notes.append(NO_END)
         yield ids, learned, tuple(notes)
 
@@ -315,28 +379,37 @@ _ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Ite
     | dict.fromkeys(("text", "document"), partial(_encode_joint, templated=False))
     | {
         "chat": partial(_encode_joint, templated=True),
-        "tokens": lambda rows, _: ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows),
+        "tokens": lambda rows, _: (
+            (list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows
+        ),
     }
 )
 
 
-def _learned_tokens(segments: Sequence[Segment], offsets: Sequence[tuple[int, int]]) -> np.ndarray | None:
+def _learned_tokens(
+    segments: Sequence[Segment], offsets: Sequence[tuple[int, int]]
+) -> np.ndarray | None:
     """Whether each token is learned; None if one belongs to a learned and to a masked segment."""
     bounds = np.cumsum([len(segment.text) for segment in segments])
     of_segment = np.array([segment.learned for segment in segments])
     places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(places[:, 1])
-    # Some tokenizers leave a token's leading space out of its offsets: it starts where the previous token ended.
+    # Some tokenizers leave a token's leading space out of its offsets: it starts where the previous
+    # token ended.
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
     edges = np.stack([starts, np.maximum(ends - 1, starts)])
     first, last = of_segment[np.searchsorted(bounds, edges, side="right").clip(max=len(bounds) - 1)]
     return first if (first == last).all() else None
 
 
-def _pieces(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, templated: bool) -> tuple[Ids, np.ndarray]:
+def _pieces(
+    segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, templated: bool
+) -> tuple[Ids, np.ndarray]:
     """Stretches of like segments apart, so that no token spans a boundary."""
     groups = itertools.groupby(segments, key=lambda segment: segment.learned)
-    joined = [Segment("".join(segment.text for segment in group), learned) for learned, group in groups]
+    joined = [
+        Segment("".join(segment.text for segment in group), learned) for learned, group in groups
+    ]
     spans = _token_ids([segment.text for segment in joined], tokenizer, add_special_tokens=False)
     if not templated:
         [begin] = _token_ids([joined[0].text], tokenizer, add_special_tokens=True)
@@ -347,7 +420,9 @@ def _pieces(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, tem
 def _with_end(
     ids: Ids, learned: np.ndarray, end_is_learned: bool, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Ids, np.ndarray]:
-    """One beginning-of-sequence token at most, where the text has its own, and one end-of-sequence token."""
+    """One beginning-of-sequence token at most, where the text has its own, and one end-of-sequence
+    token.
+    """
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids = ids[1:]
         learned = learned[1:]
@@ -356,7 +431,8 @@ def _with_end(
 
 
 def _without_end(ids: Ids, tokenizer: PreTrainedTokenizerBase) -> Ids:
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids  # some tokenizers end every text with it
+    # some tokenizers end every text with it
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _join(spans: Sequence[Ids], segments: Sequence[Segment]) -> tuple[Ids, np.ndarray]:
@@ -364,9 +440,13 @@ def _join(spans: Sequence[Ids], segments: Sequence[Segment]) -> tuple[Ids, np.nd
     return list(itertools.chain.from_iterable(spans)), learned
 
 
-def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[Ids]:
+def _token_ids(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> list[Ids]:
     """The ids of each text; all texts in one call, which a fast tokenizer spreads over threads."""
     if not texts:
         return []
-    ids: list[Ids] = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    ids: list[Ids] = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)[
+        "input_ids"
+    ]
     return ids

@@ -30,12 +30,14 @@ class DatasetName:
 
 
 def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
-    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` after it.
+    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7`
+    after it.
 
     Args:
         weighted: whether a weight may follow.
     Raises:
-        UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
+        UserError: what is in brackets is neither a split nor a slice, or the weight is not a number
+        above 0.
     """
     name = text.removeprefix("file://")
     weight = None
@@ -51,7 +53,8 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
     split = None
     start = 0
     stop = None
-    name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
+    # [train[:100]], as `datasets` writes it
+    name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)
     while match := _BRACKETS.search(name):
         inside = match[1]
         name = name[: match.start()]
@@ -63,8 +66,8 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
             split = inside
         else:
             raise UserError(
-                f"dataset: [{inside}] in {text} is neither a split such as [train] nor a slice of rows such as "
-                "[:1000] or [1000:2000]."
+                f"dataset: [{inside}] in {text} is neither a split such as [train] nor a slice of "
+                "rows such as [:1000] or [1000:2000]."
             )
     config = None
     if ":" in name and "://" not in name and not Path(name).expanduser().exists():
@@ -73,25 +76,35 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
 
 
 def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
-    """The shares of the datasets, which add up to 1; None without weights. Raises UserError if some have a weight."""
+    """The shares of the datasets, which add up to 1; None without weights. Raises UserError if some
+    have a weight.
+    """
     weights = [name.weight for name in names if name.weight is not None]
     if len(weights) not in (0, len(names)):
         without = ", ".join(name.name for name in names if name.weight is None)
-        raise UserError(f"dataset: give each dataset a weight, or none of them. Without one: {without}.")
+        raise UserError(
+            f"dataset: give each dataset a weight, or none of them. Without one: {without}."
+        )
     return [weight / sum(weights) for weight in weights] if len(weights) > 1 else None
 
 
 def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
-    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}. Raises UserError if two are alike."""
+    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}. Raises UserError if two
+    are alike.
+    """
     named: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
         dataset = match[2] if match else word
-        name = match[1] if match else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
+        name = (
+            match[1]
+            if match
+            else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
+        )
         if name in named:
             raise UserError(
-                f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them names: "
-                f"{name}={named[name]} {name}_2={dataset}."
+                f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them "
+                f"names: {name}={named[name]} {name}_2={dataset}."
             )
         named[name] = dataset
     return named

@@ -1,4 +1,7 @@
-"""Readers of local files. They are strict: a malformed file is refused with the place of the fault."""
+"""Readers of local files.
+
+They are strict: a malformed file is refused with the place of the fault.
+"""
 
 import contextlib
 import csv
@@ -23,10 +26,13 @@ NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 """The columns that are used, of those of a file."""
 
-_MOST_PACKED = 100  # times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times
-BATCH_ROWS = 16  # of a table at once: a dictionary of one long text can fill them all; 1000 are no faster
+# times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times
+_MOST_PACKED = 100
+# of a table at once: a dictionary of one long text can fill them all; 1000 are no faster
+BATCH_ROWS = 16
 UNREAD = "not read"  # the value of a table's column that is not used
-LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
+# names under which an object holds its rows
+LISTS = ("data", "rows", "train", "examples", "instances")
 
 
 def _open_zst(packed: IO[bytes]) -> Any:
@@ -43,12 +49,17 @@ PACKED: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".zst": _open
 def open_file(path: Path) -> Iterator[IO[bytes]]:
     """The content of a file, unpacked. Raises UserError where that is damaged."""
     try:
-        with open_named(path) as raw, PACKED.get(path.suffix.lower(), contextlib.nullcontext)(raw) as file:
+        with (
+            open_named(path) as raw,
+            PACKED.get(path.suffix.lower(), contextlib.nullcontext)(raw) as file,
+        ):
             yield file
     except (EOFError, OSError, zlib.error) as error:
         if getattr(error, "errno", None) is not None:  # of the disk, not of the content
             raise
-        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
+        raise UserError(
+            f"{path}: the packed file is damaged or cut off ({error}). Copy it again."
+        ) from error
 
 
 def _max_unpacked_bytes(num_bytes: int) -> int:
@@ -58,13 +69,15 @@ def _max_unpacked_bytes(num_bytes: int) -> int:
 
 def _too_long(place: str) -> UserError:
     return UserError(
-        f"{place}: longer than {most_row_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it with the "
-        f"environment variable {MAX_ROW}, in MiB."
+        f"{place}: longer than {most_row_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it "
+        f"with the environment variable {MAX_ROW}, in MiB."
     )
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file. Raises UserError for one that is too long, before all of it is in memory."""
+    """The lines of a file. Raises UserError for one that is too long, before all of it is in
+    memory.
+    """
     most = most_row_bytes()
     for line_number in count(1):
         line = file.readline(most + 1)
@@ -88,14 +101,16 @@ def read_lines(path: Path, parse: Callable[[str], Row]) -> NumberedRows:
             except BadRow as reason:
                 if has_rows and not line.endswith(b"\n"):
                     raise UserError(
-                        f"{path}:{line_number}: {reason}. The file ends within this line, so it is incomplete. "
-                        "Copy or download it again."
+                        f"{path}:{line_number}: {reason}. The file ends within this line, so it is "
+                        "incomplete. Copy or download it again."
                     ) from reason
                 yield line_number, reason
 
 
 def read_json(path: Path) -> NumberedRows:
-    """The objects in an array; or one after another; or, where it is the only object, in one of its `LISTS`."""
+    """The objects in an array; or one after another; or, where it is the only object, in one of its
+    `LISTS`.
+    """
     try:
         with open_file(path) as file:
             most = _max_unpacked_bytes(path.stat().st_size)
@@ -118,17 +133,25 @@ def read_json(path: Path) -> NumberedRows:
 
 def _held(value: object) -> list[Any] | None:
     """The rows that an object holds as the only one of `LISTS` that is an array of objects."""
-    held = [value[name] for name in LISTS if isinstance(value.get(name), list)] if isinstance(value, dict) else []
+    held = (
+        [value[name] for name in LISTS if isinstance(value.get(name), list)]
+        if isinstance(value, dict)
+        else []
+    )
     return held[0] if len(held) == 1 and held[0] and isinstance(held[0][0], dict) else None
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Strings under a header line, separated by commas, semicolons or tabs. A row has the number of its first line."""
-    csv.field_size_limit(min(most_row_bytes(), 2**31 - 1))  # the default, 128 KiB, is less than a long text
+    """Strings under a header line, separated by commas, semicolons or tabs. A row has the number of
+    its first line.
+    """
+    # the default, 128 KiB, is less than a long text
+    csv.field_size_limit(min(most_row_bytes(), 2**31 - 1))
     with open_file(path) as file:
         lines = _csv_lines(path, file)
         first = next(lines, "")
-        delimiter = next((mark for mark in ",;\t" if mark in first), ",")  # Excel writes all of them
+        # Excel writes all of them
+        delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         reader = csv.reader(chain([first], lines), strict=True, delimiter=delimiter)
         try:
             header = next(reader, [])
@@ -137,7 +160,10 @@ def read_csv(path: Path) -> NumberedRows:
             line_number = reader.line_num + 1
             for values in reader:
                 if values and len(values) != len(header):
-                    yield line_number, BadRow(f"{len(values)} values, but the header has {len(header)}")
+                    yield (
+                        line_number,
+                        BadRow(f"{len(values)} values, but the header has {len(header)}"),
+                    )
                 elif values:
                     yield line_number, dict(zip(header, values, strict=True))
                 line_number = reader.line_num + 1
@@ -178,17 +204,20 @@ def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
                     yield row_number, row
         except UserError:
             raise
-        except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+        # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+        except Exception as error:
             place = f"{path} row {last + 1}" if isinstance(error, BadRow) else str(path)
             behind = f"after row {last}, " if last and place == str(path) else ""
             raise UserError(
-                f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it "
-                "again."
+                f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy "
+                "or download it again."
             ) from error
 
 
 def _check_groups(path: Path, metadata: Any, columns: Iterable[str]) -> None:
-    """Refuse a group of rows that unpacks to more than text does, before a page of it is unpacked."""
+    """Refuse a group of rows that unpacks to more than text does,
+    before a page of it is unpacked.
+    """
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         parts = [group.column(index) for index in range(group.num_columns)]
         used = [part for part in parts if part.path_in_schema.startswith(tuple(columns))]
@@ -198,7 +227,9 @@ def _check_groups(path: Path, metadata: Any, columns: Iterable[str]) -> None:
 
 
 def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> NumberedRows:
-    """The rows of a table from number `first` on. Refuses one that is too long before any is made Python objects."""
+    """The rows of a table from number `first` on. Refuses one that is too long before any is made
+    Python objects.
+    """
     most = most_row_bytes()
     if table.nbytes > most:
         for index in range(table.num_rows):
@@ -207,7 +238,9 @@ def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> N
     absent = dict.fromkeys(columns, UNREAD)
     for row_number, row in enumerate(_rows_of(table), start=first):
         try:
-            numbered = {name: _as_json(value, table.schema.field(name).type) for name, value in row.items()}
+            numbered = {
+                name: _as_json(value, table.schema.field(name).type) for name, value in row.items()
+            }
         except ValueError as reason:  # a BadRow, or a value of type JSON that is none
             yield row_number, BadRow(str(reason))
         else:
@@ -232,7 +265,8 @@ def _rows_of(batch: Any) -> Iterator[Row]:
 def _as_json(value: Any, kind: Any) -> Any:
     """A value of a table as lines of JSON have it. kind: its type of Arrow. Raises as `_parse`.
 
-    Structs have no nulls: tables fill with them what an object lacks. Those of maps and of JSON texts were written.
+    Structs have no nulls: tables fill with them what an object lacks. Those of maps and of JSON
+    texts were written.
     """
     import pyarrow
 
@@ -243,9 +277,15 @@ def _as_json(value: Any, kind: Any) -> Any:
     if pyarrow.types.is_map(kind):
         return _unique([(str(key), _as_json(inner, kind.item_type)) for key, inner in value])
     if pyarrow.types.is_struct(kind):
-        return {name: _as_json(inner, kind.field(name).type) for name, inner in value.items() if inner is not None}
+        return {
+            name: _as_json(inner, kind.field(name).type)
+            for name, inner in value.items()
+            if inner is not None
+        }
     is_list = pyarrow.types.is_nested(kind) and hasattr(kind, "value_type")
-    if is_list and (pyarrow.types.is_nested(kind.value_type) or isinstance(kind.value_type, pyarrow.JsonType)):
+    if is_list and (
+        pyarrow.types.is_nested(kind.value_type) or isinstance(kind.value_type, pyarrow.JsonType)
+    ):
         return [_as_json(inner, kind.value_type) for inner in value]
     return value
 
@@ -280,27 +320,38 @@ def kind_of(path: Path) -> FileKind | None:
 
 
 def look_into(path: Path) -> FileKind | None:
-    """How to read a file: of JSON and text its first two lines tell it, and where they do not, its name."""
+    """How to read a file: of JSON and text its first two lines tell it, and where they do not, its
+    name.
+    """
     kind = kind_of(path)
     if kind not in (_JSON, _JSON_LINES, _TEXT):
         return kind
     try:
         with open_file(path) as file:
-            lines = (line for line in iter(partial(file.readline, most_row_bytes()), b"") if not line.isspace())
+            lines = (
+                line
+                for line in iter(partial(file.readline, most_row_bytes()), b"")
+                if not line.isspace()
+            )
             is_lines = _is_lines(*(_decode(line).strip() for line in islice(lines, 2)))
     except (ValueError, OSError):  # said where the rows are read
         return kind
-    return kind if is_lines is None else _JSON_LINES if is_lines else _TEXT if kind is _TEXT else _JSON
+    return (
+        kind if is_lines is None else _JSON_LINES if is_lines else _TEXT if kind is _TEXT else _JSON
+    )
 
 
 def _is_lines(first: str = "", *others: str) -> bool | None:
-    """Whether JSON that begins with these lines is one object a line; None where they do not tell."""
+    """Whether JSON that begins with these lines is one object a line;
+    None where they do not tell.
+    """
     if _ARRAY.match(first):
         return False
     try:
         value, *more = _values(first)
     except json.JSONDecodeError as error:
-        return False if first[0] == "{" and error.pos >= len(first) else None  # an object goes on in the next line
+        # an object goes on in the next line
+        return False if first[0] == "{" and error.pos >= len(first) else None
     if not isinstance(value, dict) or not value:
         return None
     return not more and first.endswith("}") and (bool(others) or _held(value) is None)
@@ -312,7 +363,9 @@ def hash_file(path: Path) -> str:
         str(path).encode()
         return record_of(path).sha256
     except UnicodeEncodeError as error:
-        raise UserError(f"dataset: the name of {str(path)!a} is not UTF-8 text. Rename the file.") from error
+        raise UserError(
+            f"dataset: the name of {str(path)!a} is not UTF-8 text. Rename the file."
+        ) from error
     except OSError as error:
         raise UserError(f"dataset: {path} cannot be read ({error.strerror}).") from error
 
@@ -328,11 +381,15 @@ def _parse_line(text: str) -> Row:
     try:
         return _require_object(_parse(text))
     except json.JSONDecodeError as error:
-        raise BadRow(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
+        raise BadRow(
+            f"{error.msg} (column {error.colno}); each line must be one JSON object"
+        ) from error
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values of a text, one after another, with or without commas between. Raises as `_parse`."""
+    """The JSON values of a text, one after another, with or without commas between. Raises as
+    `_parse`.
+    """
     end = 0
     while mark := _MARK.search(text, end):
         value, end = _parse(text, mark.start())
@@ -357,7 +414,9 @@ def _parse(text: str, at: int | None = None) -> Any:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> Row:
-    """The object, if no name occurs twice. Python would keep the last value, which may not be the one meant."""
+    """The object, if no name occurs twice. Python would keep the last value, which may not be the
+    one meant.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)

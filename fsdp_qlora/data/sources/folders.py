@@ -1,4 +1,6 @@
-"""Finds the files of a folder: of its training split, if files or subfolders are named after splits."""
+"""Finds the files of a folder: of its training split, if files or subfolders are named after
+splits.
+"""
 
 import logging
 import re
@@ -29,35 +31,51 @@ def split_of(path: Path) -> str | None:
 
 def is_saved(path: Path) -> bool:
     """Whether datasets.save_to_disk made the folder."""
-    return (path / SAVED_SPLITS).is_file() or ((path / SAVED_TABLE).is_file() and any(path.glob("*.arrow")))
+    return (path / SAVED_SPLITS).is_file() or (
+        (path / SAVED_TABLE).is_file() and any(path.glob("*.arrow"))
+    )
 
 
 def find_files(path: Path, split: str | None = None) -> list[Path]:
-    """The file itself, or files of known kinds in the folder, sorted by name. Hidden files are ignored.
+    """The file itself, or files of known kinds in the folder, sorted by name. Hidden files are
+    ignored.
 
     Args:
-        split: whose files; without it, in a folder with held-out files (test, validation) only the others.
+        split: whose files; without it, in a folder with held-out files (test, validation) only the
+        others.
     Raises:
         UserError: there is no file of a known kind, or none of the split.
     """
     kinds = ", ".join(FILE_KINDS)
     if not path.is_dir():
         if kind_of(path) is None:
-            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz or .zst.")
+            raise UserError(
+                f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also "
+                "with .gz or .zst."
+            )
         if not path.is_file():  # reading a pipe or a device might never end
-            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
+            raise UserError(
+                f"dataset: {path} is not a regular file. Write the rows to a file and give its "
+                "path."
+            )
         if split is not None:
-            raise UserError(f"dataset: {path} is a file, which has no split {split!r}. Leave out [{split}].")
+            raise UserError(
+                f"dataset: {path} is a file, which has no split {split!r}. Leave out [{split}]."
+            )
         return [path]
     files = _data_files(path)
     if not files:
         files = [file for folder in _subfolders(path) for file in _data_files(folder)]
-        if not any(map(_split_below, files)) and [file for file in files if file.parent.name != "data"]:
+        if not any(map(_split_below, files)) and [
+            file for file in files if file.parent.name != "data"
+        ]:
             files = []  # names that mean nothing: better asked than guessed
     if not files:
         below = ", ".join(folder.name for folder in _subfolders(path))
         hint = f" Subfolders are not searched ({below}): give the path of one." if below else ""
-        raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.{hint}")
+        raise UserError(
+            f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.{hint}"
+        )
     return _choose(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, split)
 
 
@@ -69,7 +87,9 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
         wanted = SPLITS.get(split, split)
         if wanted not in by_split:
             names = ", ".join(sorted(filter(None, by_split))) or "none"
-            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {names}.")
+            raise UserError(
+                f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {names}."
+            )
         return by_split[wanted]
     held_out = sorted(filter(None, by_split.keys() - {"train"}))
     chosen = by_split.get("train") or by_split.get(None)
@@ -79,7 +99,9 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
         "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
         folder,
         _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
-        _names([file for group in by_split.values() if group is not chosen for file in group], folder),
+        _names(
+            [file for group in by_split.values() if group is not chosen for file in group], folder
+        ),
         folder,
         held_out[-1],
     )
@@ -97,12 +119,20 @@ def _names(files: Iterable[Path], folder: Path) -> str:
 
 def _data_files(folder: Path) -> list[Path]:
     try:
-        files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
+        files = [
+            file
+            for file in folder.iterdir()
+            if kind_of(file) and file.name[0] != "." and file.is_file()
+        ]
     except OSError as error:
-        raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
+        raise UserError(
+            f"dataset: {folder} cannot be listed ({error.strerror or error})."
+        ) from error
     texts = [file for file in files if kind_of(file) is FILE_KINDS[".txt"]]
     if texts and len(texts) < len(files):  # a licence or notes
-        log.info("%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder))
+        log.info(
+            "%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder)
+        )
         return [file for file in files if kind_of(file) is not FILE_KINDS[".txt"]]
     return files
 

@@ -1,4 +1,6 @@
-"""Sources: where the rows of a dataset come from, by name, path or folder, and what --dataset can say of them."""
+"""Sources: where the rows of a dataset come from, by name, path or folder, and what --dataset can
+say of them.
+"""
 
 import dataclasses
 import difflib
@@ -94,13 +96,16 @@ class Source:
         return dataclasses.replace(self, start=self.start + start, stop=stop)
 
     def folder_of(self, name: str) -> str:
-        """The folder of a part's file, for relative paths in its rows; of rows from memory the current one."""
+        """The folder of a part's file, for relative paths in its rows; of rows from memory the
+        current one.
+        """
         path = self.origin
         folder = os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
         return os.getcwd() if folder == str(cache_folder().resolve() / ROWS_IN_MEMORY) else folder
 
     def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
-        """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that are not `used`.
+        """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that
+        are not `used`.
 
         Raises:
             UserError: a file cannot be read at all; the message names the place.
@@ -113,10 +118,12 @@ def find_source(dataset: str | DatasetName) -> Source:
     """Find a dataset by name or path.
 
     Args:
-        dataset: a key of DATASETS, a file of FILE_KINDS, a folder of such files or of datasets.save_to_disk, or
-            owner/name on the hub; with a configuration, split and slice, see `parse_name`.
+        dataset: a key of DATASETS, a file of FILE_KINDS, a folder of such files or of
+            datasets.save_to_disk, or owner/name on the hub; with a configuration, split and slice,
+            see `parse_name`.
     Raises:
-        UserError: there is no such name, file, folder, configuration or split, or the hub cannot be reached.
+        UserError: there is no such name, file, folder, configuration or split, or the hub cannot be
+        reached.
     """
     wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
     name = wanted.name
@@ -124,12 +131,16 @@ def find_source(dataset: str | DatasetName) -> Source:
         raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
     if name == DEMO or (name not in DATASETS and _looks_local(name)):
         if wanted.config is not None:
-            raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
+            raise UserError(
+                f"dataset: {name} is a path, and only datasets of the hub have configurations."
+            )
         source = local_source(_existing(name), wanted.split)
     elif name in DATASETS:
         named = parse_name(DATASETS[name])
         split, start = (wanted.split, 0) if wanted.split else (named.split or "train", named.start)
-        source = hub_source(named.name, config=wanted.config, split=split, shuffled=name in SHUFFLED).slice(start, None)
+        source = hub_source(
+            named.name, config=wanted.config, split=split, shuffled=name in SHUFFLED
+        ).slice(start, None)
     elif is_hub_name(name):
         source = hub_source(name, config=wanted.config, split=wanted.split or "train")
     else:
@@ -152,16 +163,21 @@ def local_source(path: Path, split: str | None = None) -> Source:
     """A file, or the files of a folder that `find_files` finds."""
     if is_saved(path):
         return saved_source(path, split)
-    files = {file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None}
+    files = {
+        file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None
+    }
     folder = path if path.is_dir() else path.parent
     parts = [
-        Part(file.relative_to(folder).as_posix(), kind.unit, partial(kind.read, file)) for file, kind in files.items()
+        Part(file.relative_to(folder).as_posix(), kind.unit, partial(kind.read, file))
+        for file, kind in files.items()
     ]
     return Source(str(path), partial(_hash_files, folder, files), parts)
 
 
 def _hash_files(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the files' content and names: these select the reader, and messages and the cached report show them."""
+    """A hash of the files' content and names: these select the reader, and messages and the cached
+    report show them.
+    """
     identity = hashlib.sha256()
     for file in files:
         identity.update(f"{file.relative_to(folder).as_posix()}\0{hash_file(file)}\0".encode())
@@ -176,29 +192,43 @@ def saved_source(path: Path, split: str | None) -> Source:
         splits = sorted(folder.name for folder in path.iterdir() if is_saved(folder))
         name = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
         if name not in splits:
-            raise UserError(f"dataset: {path} has no split {name!r}. Its splits: {', '.join(splits)}.")
+            raise UserError(
+                f"dataset: {path} has no split {name!r}. Its splits: {', '.join(splits)}."
+            )
         if split is None and len(splits) > 1:
-            log.info("%s: the split %s is trained on; not %s.", path, name, ", ".join(s for s in splits if s != name))
+            log.info(
+                "%s: the split %s is trained on; not %s.",
+                path,
+                name,
+                ", ".join(s for s in splits if s != name),
+            )
         path = path / name
     elif split is not None:
-        raise UserError(f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}].")
+        raise UserError(
+            f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}]."
+        )
     refuse_pipes(path, "dataset")
     try:
         table = datasets.load_from_disk(str(path))
     except Exception as error:  # what it raises is not documented
-        raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
+        raise UserError(
+            f"dataset: {path} cannot be read as a saved dataset ({first_line(error)})."
+        ) from error
     fingerprint = partial(_hash_files, path, sorted(path.glob("*.arrow")))
     return Source(str(path), fingerprint, [_table_part(table, str(path))])
 
 
-def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
+def hub_source(
+    name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False
+) -> Source:
     """A split of a dataset on the Hugging Face hub, or of its copy on this machine.
 
     Args:
         config: one of the dataset's configurations, for one that has several.
         shuffled: in the order in which the 2024 program took the rows.
     Raises:
-        UserError: neither the hub nor a copy can be read. The message names what works without a network.
+        UserError: neither the hub nor a copy can be read. The message names what works without a
+        network.
     """
     import datasets  # slow to import and not needed for local files
 
@@ -207,12 +237,13 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
         reason = hub_reason(refusal)
         if not (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():
             raise UserError(
-                f"dataset {name}: there is no such file or folder, and {reason}. Without the hub, use "
-                "--dataset alpaca_demo, which ships with the package, or the path of a local "
+                f"dataset {name}: there is no such file or folder, and {reason}. Without the hub, "
+                "use --dataset alpaca_demo, which ships with the package, or the path of a local "
                 f"{', '.join(FILE_KINDS)} file."
             ) from refusal
         log.warning(
-            "%s is read from the copies on this machine: %s. HF_HUB_OFFLINE=1 does so without delay.",
+            "%s is read from the copies on this machine: %s. HF_HUB_OFFLINE=1 does so without "
+            "delay.",
             name,
             reason,
         )
@@ -222,12 +253,13 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
         advice = f" Name one of them: {name}:CONFIG." if "config name" in str(error).lower() else ""
         reason = " ".join(str(error).split())[:300] if advice else first_line(error)
         raise UserError(
-            f"dataset {name}: its {split} split cannot be read from the hub ({reason}).{advice} Or download the "
-            "dataset and give the path of its file or folder."
+            f"dataset {name}: its {split} split cannot be read from the hub ({reason}).{advice} Or "
+            "download the dataset and give the path of its file or folder."
         ) from error
     if shuffled:
         table = table.shuffle(seed=_SEED_OF_2024)
-    # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
+    # The fingerprint is a hash of the repository's commit and the split. The library has no public
+    # name for it.
     return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)])
 
 
@@ -249,8 +281,9 @@ def number_tables(dataset: Any, name: str, columns: Sequence[str] = ()) -> Numbe
         first += len(table)
 
 
-# Short names of datasets on the hub. guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under
-# these names in 2024: it shuffled some before it left out those for evaluation.
+# Short names of datasets on the hub. guanaco, sql and orca_math take the rows that
+# AnswerDotAI/fsdp_qlora took under these names in 2024: it shuffled some before it left out those
+# for evaluation.
 DATASETS = {
     "alpaca": "yahma/alpaca-cleaned",
     "alpaca_sample": "yahma/alpaca-cleaned",
@@ -271,7 +304,7 @@ def _looks_local(dataset: str) -> bool:
 
 def _choices() -> str:
     return (
-        f"Datasets by name: {', '.join([*DATASETS, DEMO, DUMMY])}. "
-        f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. "
-        "Separate several datasets by blanks."
+        f"Datasets by name: {', '.join([*DATASETS, DEMO, DUMMY])}. Or give the path of a "
+        f"{', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. Separate "
+        "several datasets by blanks."
     )

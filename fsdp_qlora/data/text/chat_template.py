@@ -1,8 +1,8 @@
 """Chats become text through the tokenizer's chat template, which a process of its own fills.
 
-A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which keeps it from
-reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. Its time is that of the
-processor, so a pause or a busy machine costs no chat.
+A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which
+keeps it from reading and writing, but bounds neither its time nor its memory: the kernel does, in
+the worker. Its time is that of the processor, so a pause or a busy machine costs no chat.
 """
 
 import json
@@ -34,16 +34,20 @@ if TYPE_CHECKING:
 
 SECONDS_PER_CHAT = 10  # of the processor
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
-_ANSWER_SECONDS = 120.0  # also for the start of a process on a busy machine; one that is stopped never answers
+# also for the start of a process on a busy machine; one that is stopped never answers
+_ANSWER_SECONDS = 120.0
 _MOST_KILLS = 3  # in a row: then the template is at fault, not a chat
 _CURE = (
-    "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or use a model whose "
+    "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or "
+    "use a model whose "
     "tokenizer has one, such as an instruct model."
 )
 
 
 class TemplateWorker(Worker):
-    """A process that fills chat templates. It starts with the first chat, and again when it has ended."""
+    """A process that fills chat templates. It starts with the first chat, and again when it has
+    ended.
+    """
 
     def __init__(self) -> None:
         super().__init__(__name__, _ANSWER_SECONDS)
@@ -59,7 +63,9 @@ class TemplateWorker(Worker):
         try:
             line = f"{SECONDS_PER_CHAT} {json.dumps(request)}"
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadRow(f"tools or messages contain values that JSON cannot represent ({error})") from error
+            raise BadRow(
+                f"tools or messages contain values that JSON cannot represent ({error})"
+            ) from error
         for _ in range(2):  # the kernel, or a person, may have ended the first process
             reply, status = self._exchange(line)
             if reply:
@@ -72,7 +78,9 @@ class TemplateWorker(Worker):
         self._kills += 1
         reason = f"did not end within {SECONDS_PER_CHAT} s for it"
         if self._kills == _MOST_KILLS:
-            raise UserError(f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}")
+            raise UserError(
+                f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}"
+            )
         raise BadRow(f"the chat template {reason}")
 
 
@@ -85,41 +93,56 @@ class ChatTemplate:
         self._variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self._end_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
-    def fill(self, chat: Chat, worker: TemplateWorker, *, learn: str) -> tuple[list[list[Segment]], tuple[str, ...]]:
+    def fill(
+        self, chat: Chat, worker: TemplateWorker, *, learn: str
+    ) -> tuple[list[list[Segment]], tuple[str, ...]]:
         """The text of a chat, and what of it is learned: mostly as one row. And notes on it.
 
-        Turns that the template renders differently when others follow are rows of their own, which end with them.
+        Turns that the template renders differently when others follow are rows of their own, which
+        end with them.
 
         Args:
-            learn: "assistant" for the assistant's turns, "last" for the last of them, "all" for all text; without
-                those of weight 0.
+            learn: "assistant" for the assistant's turns, "last" for the last of them, "all" for all
+                text; without those of weight 0.
         Raises:
-            BadRow: the template refuses the chat or takes too long or too much memory, or what is learned is
-                unknown.
+            BadRow: the template refuses the chat or takes too long or too much memory, or what is
+                learned is unknown.
             UserError: there is no template, or it is not valid.
         """
         turns = chat.learned_turns(learn)
         weights = chat.weights or (None,) * len(chat.messages)
         if learn == "all":  # then the turns are those of other weights
-            turns = [turn for turn in Chat(chat.messages).learned_turns("assistant") if weights[turn] not in (None, 1)]
+            turns = [
+                turn
+                for turn in Chat(chat.messages).learned_turns("assistant")
+                if weights[turn] not in (None, 1)
+            ]
         elif not turns:
             raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
         reply = self._ask(worker, chat, turns=turns, apart=learn != "all")
-        rows = [_split(text, spans, weights, outside=learn == "all") for text, spans in reply["rows"]]
+        rows = [
+            _split(text, spans, weights, outside=learn == "all") for text, spans in reply["rows"]
+        ]
         return rows, tuple(reply["notes"])
 
-    def text(self, chat: Chat, worker: TemplateWorker, *, add_generation_prompt: bool = False) -> str:
+    def text(
+        self, chat: Chat, worker: TemplateWorker, *, add_generation_prompt: bool = False
+    ) -> str:
         """The text of a conversation. Raises as `fill` does."""
         return str(self._ask(worker, chat, add_generation_prompt=add_generation_prompt)["text"])
 
     @property
     def source(self) -> str:
-        """The text of the template, or of all where the tokenizer has several; "" if it has none."""
+        """The text of the template, or of all where the tokenizer has several;
+        "" if it has none.
+        """
         templates = self._template or self._tokenizer.chat_template or ""
         return templates if isinstance(templates, str) else "\n".join(templates.values())
 
     def variables(self, worker: TemplateWorker) -> set[str]:
-        """The names of what the template reads, and a row may set; none of one that is not valid."""
+        """The names of what the template reads, and a row may set;
+        none of one that is not valid.
+        """
         try:
             return set(worker.ask({"variables_of": self.source}).get("names", ()))
         except BadRow:
@@ -134,7 +157,9 @@ class ChatTemplate:
         except ValueError as error:
             raise UserError(f"The model's tokenizer has no chat template. {_CURE}") from error
         request |= {"template": template, "messages": chat.messages, "tools": chat.tools}
-        given = [name for name, value in chat.template_kwargs.items() if value not in (None, "", [], {})]
+        given = [
+            name for name, value in chat.template_kwargs.items() if value not in (None, "", [], {})
+        ]
         request |= {"variables": self._variables | dict(chat.template_kwargs), "given": given}
         reply = worker.ask(request | {"end_tokens": self._end_tokens})
         if "error" in reply:
@@ -144,7 +169,9 @@ class ChatTemplate:
         return reply
 
 
-def _split(text: str, spans: list[list[int]], weights: Sequence[float | None], *, outside: bool) -> list[Segment]:
+def _split(
+    text: str, spans: list[list[int]], weights: Sequence[float | None], *, outside: bool
+) -> list[Segment]:
     """The text in segments. spans: (start, end, turn). outside: whether other text is learned."""
     segments = []
     position = 0
@@ -158,9 +185,11 @@ def _split(text: str, spans: list[list[int]], weights: Sequence[float | None], *
 
 # --- in the worker ---
 
-# Llama 3 writes the day into its system prompt. Tokens must be the same tomorrow, or the run could not be resumed.
+# Llama 3 writes the day into its system prompt. Tokens must be the same tomorrow, or the run could
+# not be resumed.
 _FIXED_DAY = (
-    "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
+    "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') | "
+    "replace('%B', 'July') "
     "| replace('%m', '07') | replace('%Y', '2024') }}{% endmacro %}\n"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -168,7 +197,9 @@ _GENERATIONS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # also wha
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": [(text, spans)], "notes"}, {"text"}, {"names"}; or {"error"}, or {"fatal"} for what every row meets."""
+    """{"rows": [(text, spans)], "notes"}, {"text"}, {"names"}; or {"error"}, or {"fatal"} for what
+    every row meets.
+    """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -180,9 +211,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     has_blocks = bool(_GENERATION.search(template))
     fill = partial(render_jinja_template, chat_template=template, **request["variables"])
 
-    def render(tools: Tools, part: list[Message], add_generation_prompt: bool = False) -> tuple[str, Sequence[Span]]:
+    def render(
+        tools: Tools, part: list[Message], add_generation_prompt: bool = False
+    ) -> tuple[str, Sequence[Span]]:
         texts, blocks = fill(
-            [part], tools=tools, add_generation_prompt=add_generation_prompt, return_assistant_tokens_mask=has_blocks
+            [part],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=has_blocks,
         )
         return texts[0], blocks[0] if has_blocks else []
 
@@ -199,7 +235,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"text": written(prompt, request["messages"], request["tools"])}
         whole = written(conversation, request["messages"], request["tools"])
         rows, notes = learned_rows(whole, request["turns"], apart=request["apart"])
-        lost = [*left_out(whole.messages, request["tools"], whole.text), *unused(request["given"], template)]
+        lost = [
+            *left_out(whole.messages, request["tools"], whole.text),
+            *unused(request["given"], template),
+        ]
         return {"rows": rows, "notes": [*map(LEFT_OUT.format, lost), *notes]}
     except BadRow as error:
         return {"error": str(error)}
@@ -208,10 +247,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except RecursionError:
         return {"error": "nested too deeply for a chat template"}
     except MemoryError:
-        return {"error": f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory for it"}
+        return {
+            "error": f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory for it"
+        }
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return {"error": f"the chat template refuses it: {reason} (--prompt_template takes another)"}
+        return {
+            "error": f"the chat template refuses it: {reason} (--prompt_template takes another)"
+        }
 
 
 def _variables_of(template: str) -> list[str]:
@@ -228,7 +271,9 @@ def _variables_of(template: str) -> list[str]:
         names = jinja2.meta.find_undeclared_variables(tree)
     except (jinja2.TemplateError, RecursionError, MemoryError):
         return []
-    asked = {node.node for node in tree.find_all((Filter, Test)) if node.name in _ASKS_WHETHER_GIVEN}
+    asked = {
+        node.node for node in tree.find_all((Filter, Test)) if node.name in _ASKS_WHETHER_GIVEN
+    }
     asked_names = {node.name for node in asked if isinstance(node, Name)}
     set_names = {node.name for node in tree.find_all(Name) if node.ctx == "store"}
     parameters = {node.name for node in tree.find_all(Name) if node.ctx == "param"}  # of macros

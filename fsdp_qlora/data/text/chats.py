@@ -1,11 +1,22 @@
-"""Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
+"""Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a
+template sees them.
+"""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.content import BadRow, Chat, Row, plain_value, refuse_media, text_of, texts_of, unicode_of
+from fsdp_qlora.data.content import (
+    BadRow,
+    Chat,
+    Row,
+    plain_value,
+    refuse_media,
+    text_of,
+    texts_of,
+    unicode_of,
+)
 from fsdp_qlora.data.text import parts
 from fsdp_qlora.data.text.conversation import REASONING
 from fsdp_qlora.data.text.images import Images
@@ -14,8 +25,12 @@ from fsdp_qlora.data.text.images import Images
 ROLES = (
     {role: role for role in ("system", "developer", "user", "assistant", "tool")}
     | dict.fromkeys(("human", "prompter"), "user")
-    | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant")
-    | dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool")
+    | dict.fromkeys(
+        ("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"
+    )
+    | dict.fromkeys(
+        ("function", "observation", "function_response", "tool_response", "ipython"), "tool"
+    )
 )
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
@@ -24,17 +39,31 @@ KEPT = ("name", "tool_call_id")  # what chat templates know besides
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
-ARGUMENTS = ("arguments", "input", "parameters", "args")  # of a call, as OpenAI, Anthropic, Llama and Gemini have them
-_USED = {"role", "from", *parts.CONTENTS, "tool_calls", "function_call", *KEPT, *REASONING, *WEIGHTS}
+# of a call, as OpenAI, Anthropic, Llama and Gemini have them
+ARGUMENTS = ("arguments", "input", "parameters", "args")
+_USED = {
+    "role",
+    "from",
+    *parts.CONTENTS,
+    "tool_calls",
+    "function_call",
+    *KEPT,
+    *REASONING,
+    *WEIGHTS,
+}
 
 
 def read_turns(row: Row, column: str) -> Chat:
-    """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises BadRow."""
+    """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises
+    BadRow.
+    """
     return read_chat(row, turns(row.get(column), column))
 
 
 def read_prompted(row: Row) -> Chat:
-    """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
+    """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned.
+    Raises BadRow.
+    """
     prompt = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")
     return read_chat(row, [(turn | {"weight": 0}) for turn in prompt] + answer)
@@ -63,8 +92,16 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     for question, answer in PAIRS:
         if turn.keys() >= {question, answer}:
             roles = (("user", question), ("assistant", answer))
-            return [{"role": role, "content": turn[name]} for role, name in roles if turn[name] is not None]
-    return parts.without_results(turn) if ROLES.get(str(_called(turn)).lower()) == "user" else [dict(turn)]
+            return [
+                {"role": role, "content": turn[name]}
+                for role, name in roles
+                if turn[name] is not None
+            ]
+    return (
+        parts.without_results(turn)
+        if ROLES.get(str(_called(turn)).lower()) == "user"
+        else [dict(turn)]
+    )
 
 
 def _called(turn: Mapping[str, Any]) -> Any:
@@ -75,7 +112,9 @@ def _called(turn: Mapping[str, Any]) -> Any:
 def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     """The turns as messages, with what else the row has for a chat. Raises BadRow."""
     images = Images(row)
-    messages = [_message(turn, turn_number, images) for turn_number, turn in enumerate(turns, start=1)]
+    messages = [
+        _message(turn, turn_number, images) for turn_number, turn in enumerate(turns, start=1)
+    ]
     for turn_number, message in enumerate(messages, start=1):
         _check_unicode(message, f"turn {turn_number}")
     weights = [_weight(turn, turn_number) for turn_number, turn in enumerate(turns, start=1)]
@@ -85,9 +124,14 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
         weights.insert(0, None)
     images.show_rest(messages)
     unused = dict.fromkeys(
-        key for turn in turns for key, value in turn.items() if value is not None and key not in _USED
+        key
+        for turn in turns
+        for key, value in turn.items()
+        if value is not None and key not in _USED
     )
-    return Chat(messages, _tools(row.get("tools")), tuple(weights), tuple(unused), tuple(images.shown))
+    return Chat(
+        messages, _tools(row.get("tools")), tuple(weights), tuple(unused), tuple(images.shown)
+    )
 
 
 def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str, Any]:
@@ -101,7 +145,9 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
         raise BadRow(f"{where}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
     message: dict[str, Any] = {"role": ROLES[called.lower()]}
     is_answer = message["role"] == "assistant"
-    said = parts.split(_result(content) if message["role"] == "tool" else content, where, is_answer=is_answer)
+    said = parts.split(
+        _result(content) if message["role"] == "tool" else content, where, is_answer=is_answer
+    )
     calls = _all_calls(turn, said, turn_number)
     if calls:
         message["tool_calls"] = calls
@@ -116,14 +162,18 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
         for text in texts_of(message):
             refuse_media(text, where)
     message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)} | thoughts
-    is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT, *REASONING))
+    is_empty = not any(
+        str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT, *REASONING)
+    )
     if is_answer and is_empty and _weight(turn, turn_number) != 0:
         raise BadRow(f"{where}: the assistant says nothing")
     return message
 
 
 def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str, str]:
-    """The reasoning of an answer, from fields of its own or from parts of the content. Raises BadRow."""
+    """The reasoning of an answer, from fields of its own or from parts of the content. Raises
+    BadRow.
+    """
     given = {
         name: turn[name] for name in REASONING if not isinstance(turn.get(name), bool | None)
     }  # no text but a mark
@@ -131,7 +181,9 @@ def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str
     if not said.thought or said.thought in thoughts.values():
         return thoughts
     if any(thoughts.values()):
-        raise BadRow(f"{where}: its reasoning in {', '.join(thoughts)} is another than that in its content")
+        raise BadRow(
+            f"{where}: its reasoning in {', '.join(thoughts)} is another than that in its content"
+        )
     return {REASONING[0]: said.thought}
 
 
@@ -139,7 +191,9 @@ def _result(content: object) -> object:
     """The answer of a tool: text, or parts; any other value as JSON."""
     value = plain_value(content)
     is_listed = isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
-    is_parts = is_listed and all(part.keys() == {"text"} or isinstance(part.get("type"), str) for part in value)
+    is_parts = is_listed and all(
+        part.keys() == {"text"} or isinstance(part.get("type"), str) for part in value
+    )
     if value is None or isinstance(value, str) or is_parts:
         return content if is_parts else value
     try:
@@ -152,7 +206,10 @@ def _weight(turn: Mapping[str, Any], turn_number: int) -> float | None:
     for name in WEIGHTS:
         weight = turn.get(name)
         if weight is not None and not (isinstance(weight, int | float) and 0 <= weight < math.inf):
-            raise BadRow(f"turn {turn_number}: its {name} is {weight!r}, and can be 0 (only read), 1 or another number")
+            raise BadRow(
+                f"turn {turn_number}: its {name} is {weight!r}, and can be 0 (only read), "
+                "1 or another number"
+            )
         if weight is not None:
             return int(weight) if weight in (0, 1) else float(weight)
     return None
@@ -163,13 +220,19 @@ def _all_calls(turn: Mapping[str, Any], said: parts.Said, turn_number: int) -> l
     calls = turn.get("tool_calls") or turn.get("function_call")
     called = _calls(calls, turn_number) if calls else []
     among_parts = _calls(list(said.calls), turn_number)
-    if called and among_parts and [call["function"] for call in called] != [call["function"] for call in among_parts]:
+    if (
+        called
+        and among_parts
+        and [call["function"] for call in called] != [call["function"] for call in among_parts]
+    ):
         raise BadRow(f"turn {turn_number}: its tool calls are others than those in its content")
     return called or among_parts
 
 
 def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
-    """Calls of tools, each with a name; arguments as an object, which is what templates write out again."""
+    """Calls of tools, each with a name; arguments as an object, which is what templates write out
+    again.
+    """
     where = f"turn {turn_number}"
     tool_calls = []
     if isinstance(calls, str):
@@ -177,14 +240,20 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
     listed: list[Any] = _parsed(calls if isinstance(calls, list) else [calls])
     for call in listed:
         function = call.get("function") or call if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             raise BadRow(f"{where}: a tool call without a name")
         arguments: Any = next((function[name] for name in ARGUMENTS if function.get(name)), {})
         if isinstance(arguments, str):
             arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}: the arguments of {function['name']} are not an object")
-        named = next((call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)), None)
+        named = next(
+            (call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)), None
+        )
         kept = {} if named is None else {"id": named}
         called = {"name": function["name"], "arguments": plain_value(arguments)}
         tool_calls.append(kept | {"type": "function", "function": called})
@@ -192,7 +261,9 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
 
 
 def needs_template(row: Row) -> bool:
-    """Whether a row has what only a chat template shows: a system prompt, tools or images. Raises BadRow."""
+    """Whether a row has what only a chat template shows: a system prompt, tools or images. Raises
+    BadRow.
+    """
     return bool(row.get("system") or row.get("images") or _tools(row.get("tools")))
 
 
@@ -211,7 +282,9 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def _schema(value: Any) -> Any:
-    """A tool's description without nulls, which mean nothing in it but as values; a template would write them out."""
+    """A tool's description without nulls, which mean nothing in it but as values; a template would
+    write them out.
+    """
     if isinstance(value, Mapping):
         return {
             key: inner if key in _VALUES else _schema(inner)
@@ -230,7 +303,10 @@ def _parsed(values: object) -> Any:
     """A list whose objects may each be JSON text, as tables have objects of different kinds."""
     if not isinstance(values, list):
         return values
-    return [_json(value, "") if isinstance(value, str) and value[:1] == "{" else value for value in values]
+    return [
+        _json(value, "") if isinstance(value, str) and value[:1] == "{" else value
+        for value in values
+    ]
 
 
 def _json(text: object, where: str) -> Any:

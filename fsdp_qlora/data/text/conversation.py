@@ -1,4 +1,6 @@
-"""The assistant's turns in a rendered conversation, found by rendering parts of it. In the worker of chat templates."""
+"""The assistant's turns in a rendered conversation, found by rendering parts of it. In the worker
+of chat templates.
+"""
 
 import contextlib
 import copy
@@ -16,7 +18,8 @@ Span = tuple[int, int]
 Render = Callable[..., tuple[str, Sequence[Span]]]
 """(messages, add_generation_prompt=False) -> the text, and what the template marks as generated."""
 
-# How chat templates begin and end reasoning. The first is also how contents have it, which a template may leave out.
+# How chat templates begin and end reasoning. The first is also how contents have it, which a
+# template may leave out.
 THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -28,7 +31,10 @@ BEGINS, ENDS = THOUGHTS[0]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Notes on rows that are used.
-APART = "turns that are rows of their own: the chat template renders them differently when other turns follow"
+APART = (
+    "turns that are rows of their own: the chat template renders them differently when other "
+    "turns follow"
+)
 CUT = "the chat template leaves out a part of what the assistant says, such as its reasoning"
 LEFT_OUT = "the chat template leaves out what the row has for: {}"
 
@@ -37,15 +43,21 @@ class Prompt(NamedTuple):
     """The text before a turn."""
 
     asked: str
-    """The text that the model gets, perhaps without the block for reasoning that it opens and the turn has not."""
+    """The text that the model gets, perhaps without the block for reasoning that it opens and the
+    turn has not.
+    """
     written: str
-    """How a conversation with the turn begins, if its template writes the turns before as it does in the prompt."""
+    """How a conversation with the turn begins, if its template writes the turns before as it does
+    in the prompt.
+    """
     opening: str
     """The end of `written` that belongs to the turn, such as <|im_start|>assistant."""
 
 
 class Own(NamedTuple):
-    """A turn behind its own prompt. Its row is the prompt, and the conversation that ends with it from `place` on."""
+    """A turn behind its own prompt. Its row is the prompt, and the conversation that ends with it
+    from `place` on.
+    """
 
     text: str
     start: int
@@ -55,7 +67,9 @@ class Own(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where the last turn of a text, or its opening, can begin; nowhere if `words` precedes `earliest`."""
+    """Where the last turn of a text, or its opening, can begin; nowhere if `words` precedes
+    `earliest`.
+    """
 
     earliest: int
     """Behind the words of the message before."""
@@ -69,7 +83,8 @@ class Conversation:
     """A rendered conversation.
 
     Args:
-        end_tokens: tokens after which a model stops; white space that the template writes after one is not learned.
+        end_tokens: tokens after which a model stops; white space that the template writes after one
+        is not learned.
     """
 
     def __init__(self, render: Render, messages: list[Message], end_tokens: Sequence[str]) -> None:
@@ -78,17 +93,24 @@ class Conversation:
         self._end_tokens = tuple(sorted(end_tokens, key=len, reverse=True))
         self.text, blocks = render(messages)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        self._blocks = dict(zip(speakers, blocks, strict=True)) if len(blocks) == len(speakers) else {}
+        self._blocks = (
+            dict(zip(speakers, blocks, strict=True)) if len(blocks) == len(speakers) else {}
+        )
 
     def places(self, turn: int) -> list[tuple[str, Span]]:
         """The texts that have a turn as the model writes it, and its place in each.
 
-        A turn begins after the generation prompt, and ends where the conversation that ends with it ends. The last of
-        the texts is its prompt and the turn. This conversation precedes it if it begins with the same prompt and
-        continues with the turn, perhaps without the reasoning or the tokens that only a last turn has.
+        A turn begins after the generation prompt, and ends where the conversation that ends with it
+        ends. The last of the texts is its prompt and the turn. This conversation precedes it if it
+        begins with the same prompt and continues with the turn, perhaps without the reasoning or
+        the tokens that only a last turn has.
         """
         is_last = turn + 1 == len(self.messages)
-        alone = self if is_last else Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
+        alone = (
+            self
+            if is_last
+            else Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
+        )
         prompts = self._prompts(turn)
         own = alone._behind(prompts)
         if turn in self._blocks and turn in alone._blocks:
@@ -97,7 +119,14 @@ class Conversation:
             return []
         body = own.text[own.start :]
         bodies = {own.text: (own.start, body)}
-        here = next((len(p.asked) for p in prompts if self.text.startswith(p.asked) and p.asked == p.written), None)
+        here = next(
+            (
+                len(p.asked)
+                for p in prompts
+                if self.text.startswith(p.asked) and p.asked == p.written
+            ),
+            None,
+        )
         if here is not None and not is_last:
             bodies = {self.text: (here, self._in_full_chat(body, here))} | bodies
         return [
@@ -107,7 +136,10 @@ class Conversation:
         ]
 
     def _marked(self, turn: int, alone: "Conversation", own: Own | None) -> list[tuple[str, Span]]:
-        """The places of a turn that the template marks itself. What its prompt has is not learned."""
+        """The places of a turn that the template marks itself.
+
+        What its prompt has is not learned.
+        """
         (start, end) = alone._blocks[turn]
         (first, last) = self._blocks[turn]
         if own is None:
@@ -121,15 +153,23 @@ class Conversation:
         return [(self.text, (first, last))] * is_same + places
 
     def _prompts(self, turn: int) -> list[Prompt]:
-        """The generation prompt of a turn, in the ways in which a text that has the turn may begin with it."""
+        """The generation prompt of a turn, in the ways in which a text that has the turn may begin
+        with it.
+        """
         before = self.messages[:turn]
         prompt = self._try(before, add_generation_prompt=True)
         history = self._try(before) or ""
-        if prompt is None and not any(message["role"] in ("user", "assistant") for message in before):
+        if prompt is None and not any(
+            message["role"] in ("user", "assistant") for message in before
+        ):
             # The assistant begins, and the template wants a question: its prompt is as after one.
             question = [{"role": "user", "content": "a"}]
             history = self._try(question) or ""
-            opening = (self._try(question, add_generation_prompt=True) or "").removeprefix(history).partition(BEGINS)[0]
+            opening = (
+                (self._try(question, add_generation_prompt=True) or "")
+                .removeprefix(history)
+                .partition(BEGINS)[0]
+            )
             start, separator, _ = self.text.partition(opening) if opening else ("", "", "")
             asked = start + separator
             return [Prompt(asked, asked, separator)] * bool(separator)
@@ -142,7 +182,8 @@ class Conversation:
             if opened < 0:
                 continue
             if ends in prompt[opened:]:
-                # The block is closed again, so that the model answers at once, unless the turn has reasoning.
+                # The block is closed again, so that the model answers at once, unless the turn has
+                # reasoning.
                 asked = prompt[:opened] if _thinks(self.messages[turn], ends) else prompt
                 prompts.append(Prompt(asked, prompt[:opened], prompt[own:opened]))
                 continue
@@ -152,29 +193,43 @@ class Conversation:
         return prompts
 
     def _behind(self, prompts: Sequence[Prompt]) -> Own | None:
-        """The last turn behind the first of its prompts with which it can be; None if none is known."""
+        """The last turn behind the first of its prompts with which it can be; None if none is
+        known.
+        """
         bounds = None
         for prompt in prompts:
             if self.text.startswith(prompt.written):
                 return self._own(prompt, len(prompt.written))
-            # The template writes the turns before otherwise when this one follows, as without their reasoning.
+            # The template writes the turns before otherwise when this one follows, as without their
+            # reasoning.
             bounds = bounds or self._bounds()
-            place = self.text.rfind(prompt.opening, bounds.earliest, bounds.words + len(prompt.opening))
+            place = self.text.rfind(
+                prompt.opening, bounds.earliest, bounds.words + len(prompt.opening)
+            )
             if not prompt.opening:
                 place = min(bounds.words, bounds.end)
             if bounds.earliest <= place:
                 return self._own(prompt, place + len(prompt.opening))
-        if bounds and bounds.earliest <= bounds.words and prompts[0].asked.startswith(self.text[: bounds.words]):
-            return self._own(prompts[0], bounds.words)  # the prompt ends with something that no turn has
+        if (
+            bounds
+            and bounds.earliest <= bounds.words
+            and prompts[0].asked.startswith(self.text[: bounds.words])
+        ):
+            # the prompt ends with something that no turn has
+            return self._own(prompts[0], bounds.words)
         return None
 
     def _own(self, prompt: Prompt, place: int) -> Own:
         return Own(prompt.asked + self.text[place:], len(prompt.asked), place)
 
     def _bounds(self) -> Bounds:
-        """Where the last turn can begin, found by texts with other words in it, and in the message before."""
+        """Where the last turn can begin, found by texts with other words in it, and in the message
+        before.
+        """
         *before, last = self.messages
-        found = [self._num_same(self.text, self._try([*before, message])) for message in _others(last)]
+        found = [
+            self._num_same(self.text, self._try([*before, message])) for message in _others(last)
+        ]
         if not before:
             return Bounds(0, min(found), 0)
         others = [*before[:-1], next(_others(before[-1]))]
@@ -196,11 +251,15 @@ class Conversation:
         longest = len(self._end_tokens[0]) if self._end_tokens else 0
         near = text[max(0, num - longest) : num + longest]
         tokens = [token for token in self._end_tokens if token in near]
-        cut = [n for token in tokens for n in range(1, len(token)) if text.startswith(token, num - n)]
+        cut = [
+            n for token in tokens for n in range(1, len(token)) if text.startswith(token, num - n)
+        ]
         return num - max(cut, default=0)
 
     def _in_full_chat(self, body: str, start: int) -> str:
-        """A turn as it is in this text from a place on, where others follow it; "" if it is another."""
+        """A turn as it is in this text from a place on, where others follow it; "" if it is
+        another.
+        """
         while True:
             for written in (body, answer := body.rpartition(ENDS)[2], answer.lstrip()):
                 if self.text.startswith(written, start):
@@ -217,7 +276,9 @@ class Conversation:
 
 def _thinks(message: Message, ends: str) -> bool:
     """Whether a message has reasoning. ends: what ends it in a content."""
-    return any(message.get(name) for name in REASONING) or any(ends in text for text in texts_of(message))
+    return any(message.get(name) for name in REASONING) or any(
+        ends in text for text in texts_of(message)
+    )
 
 
 def _common_end(text: str, other: str | None) -> str:
@@ -238,11 +299,18 @@ def _others(message: Message) -> Iterator[Message]:
         word = _other_word(thought, answer, content)
         other["content"] = f"{BEGINS}{word}{ENDS}{word}" if ends else word
     for part in other["content"] if isinstance(content, list) else []:
-        part |= {name: _other_word(part[name]) for name in ("text", "thinking") if isinstance(part.get(name), str)}
+        part |= {
+            name: _other_word(part[name])
+            for name in ("text", "thinking")
+            if isinstance(part.get(name), str)
+        }
     for call in other.get("tool_calls") or []:
         word = _other_word(call["function"]["name"])
         is_text = isinstance(call["function"]["arguments"], str)
-        call["function"] = {"name": word, "arguments": json.dumps({word: word}) if is_text else {word: word}}
+        call["function"] = {
+            "name": word,
+            "arguments": json.dumps({word: word}) if is_text else {word: word},
+        }
     yield other
     plain = {name: value for name, value in other.items() if name not in REASONING}
     if isinstance(plain.get("content"), str):
@@ -261,9 +329,9 @@ def learned_rows(
 ) -> tuple[list[tuple[str, list[tuple[int, int, int]]]], list[str]]:
     """The conversation with the spans of these turns, and turns that are rows of their own.
 
-    A turn is in a row of its own, which ends with it, if the template renders it or the turns before differently when
-    others follow: without their reasoning, as a rule. So it is learned as the model writes it, behind the prompt that
-    the model gets.
+    A turn is in a row of its own, which ends with it, if the template renders it or the turns
+    before differently when others follow: without their reasoning, as a rule. So it is learned as
+    the model writes it, behind the prompt that the model gets.
 
     Args:
         apart: whether turns may become rows of their own.
@@ -295,12 +363,13 @@ def learned_rows(
 
 
 _UNKNOWN = (
-    "where it begins behind the generation prompt is unknown, because the chat template writes it, or the turns "
-    "before, in another way there. Use another chat template with --prompt_template"
+    "where it begins behind the generation prompt is unknown, because the chat template writes "
+    "it, or the turns before, in another way there. Use another chat template with "
+    "--prompt_template"
 )
 _OTHERWISE = (
-    "its weight has no place, because the chat template renders it differently when other turns follow, and "
-    "--learn all has no rows of its own for it"
+    "its weight has no place, because the chat template renders it differently when other turns "
+    "follow, and --learn all has no rows of its own for it"
 )
 
 
@@ -321,14 +390,20 @@ def _check_written(turn: int, message: Message, written: str) -> None:
     calls = message.get("tool_calls") or []
     for call in calls:
         if call["function"]["name"] not in written:
-            raise BadRow(f"turn {turn + 1}: the chat template writes no tool calls; --prompt_template takes another")
+            raise BadRow(
+                f"turn {turn + 1}: the chat template writes no tool calls; "
+                "--prompt_template takes another"
+            )
     words = "".join(texts_of(message)).rpartition(ENDS)[2].split()
-    if words and words[-1] not in written and not calls:  # beside calls, some templates have no place for words
+    # beside calls, some templates have no place for words
+    if words and words[-1] not in written and not calls:
         raise BadRow(f"turn {turn + 1}: the chat template does not write the text of this turn")
 
 
 def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
-    """The roles whose messages a template leaves out, without the assistant's, and "tools" if it leaves them out."""
+    """The roles whose messages a template leaves out, without the assistant's, and "tools" if it
+    leaves them out.
+    """
     written = _squeezed(text)
     roles = dict.fromkeys(
         message["role"]
@@ -337,7 +412,11 @@ def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: 
         and any(_squeezed(text) not in written for text in texts_of(message))
     )
     functions = [tool.get("function", tool) for tool in tools or []]
-    names = [tool["name"] for tool in functions if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+    names = [
+        tool["name"]
+        for tool in functions
+        if isinstance(tool, dict) and isinstance(tool.get("name"), str)
+    ]
     lost_tools = ["tools"] if names and not any(name in text for name in names) else []
     return [*roles, *lost_tools]
 
@@ -356,14 +435,21 @@ def written(make: Callable[[list[Message], Tools], T], messages: list[Message], 
 
 
 def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message], Tools]]:
-    """Some templates want a content in each message that calls tools, arguments as text, or OpenAI's form of tools."""
+    """Some templates want a content in each message that calls tools, arguments as text, or
+    OpenAI's form of tools.
+    """
     chats = [messages]
     if any("tool_calls" in message for message in messages):
         with_content = [({"content": ""} | message) for message in messages]
         chats += [with_content, _with_text(messages), _with_text(with_content)]
     all_tools = [tools]
     if any("function" not in tool for tool in tools or ()):
-        all_tools += [[tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]]
+        all_tools += [
+            [
+                tool if "function" in tool else {"type": "function", "function": tool}
+                for tool in tools or ()
+            ]
+        ]
     yield from itertools.product(chats, all_tools)
 
 
@@ -371,21 +457,32 @@ def _with_text(messages: list[Message]) -> list[Message]:
     """Messages whose calls have their arguments as text."""
     messages = copy.deepcopy(messages)
     for call in (call for message in messages for call in message.get("tool_calls") or []):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        call["function"]["arguments"] = json.dumps(
+            call["function"]["arguments"], ensure_ascii=False
+        )
     return messages
 
 
 def readable(render: Render, messages: list[Message]) -> list[Message]:
-    """Messages with roles and names that the template reads, as far as it reads some for what they say."""
+    """Messages with roles and names that the template reads, as far as it reads some for what they
+    say.
+    """
     return _with_thoughts(render, _with_system(render, messages))
 
 
 def _with_system(render: Render, messages: list[Message]) -> list[Message]:
-    """Messages whose developer is the system, which it is another name for, if the template has none."""
-    texts = [text for message in messages if message["role"] == "developer" for text in texts_of(message)]
+    """Messages whose developer is the system, which it is another name for, if the template has
+    none.
+    """
+    texts = [
+        text for message in messages if message["role"] == "developer" for text in texts_of(message)
+    ]
     if not texts:
         return messages
-    as_system = [(message | {"role": "system"}) if message["role"] == "developer" else message for message in messages]
+    as_system = [
+        (message | {"role": "system"}) if message["role"] == "developer" else message
+        for message in messages
+    ]
     for way in (messages, as_system):
         with contextlib.suppress(Exception):  # a template can raise anything
             written = _squeezed(render(way)[0])
@@ -395,7 +492,9 @@ def _with_system(render: Render, messages: list[Message]) -> list[Message]:
 
 
 def _with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
-    """Messages whose reasoning has the name that the template reads, or is a part of the content if it reads that."""
+    """Messages whose reasoning has the name that the template reads, or is a part of the content if
+    it reads that.
+    """
     thoughts = [next(filter(None, map(message.get, REASONING)), "") for message in messages]
     if not any(thoughts):
         return messages
@@ -405,17 +504,21 @@ def _with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
     ]
     first = next(turn for turn, thought in enumerate(thoughts) if thought)
     in_parts = [
-        _in_parts(message, thought) if thought else message for message, thought in zip(messages, thoughts, strict=True)
+        _in_parts(message, thought) if thought else message
+        for message, thought in zip(messages, thoughts, strict=True)
     ]
     for way in (named, in_parts):
         with contextlib.suppress(Exception):  # a template can raise anything
             text = render(way[: first + 1])[0]
-            if _squeezed(thoughts[first]) in _squeezed(text) and not any(mark in text for mark in _LISTED):
+            if _squeezed(thoughts[first]) in _squeezed(text) and not any(
+                mark in text for mark in _LISTED
+            ):
                 return way
     return named
 
 
-_LISTED = ("'type': 'thinking'", '"type": "thinking"')  # where a template writes out a list that it wants as text
+# where a template writes out a list that it wants as text
+_LISTED = ("'type': 'thinking'", '"type": "thinking"')
 
 
 def _in_parts(message: Message, thought: str) -> Message:

@@ -1,4 +1,6 @@
-"""Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
+"""Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of
+FORMATS.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,13 +43,19 @@ class Format:
     read: Callable[..., Content]
     """Reads a row's content; that of ratings takes --rating_threshold too. Raises BadRow."""
     content: type = Rendered
-    """The class of all rows' content, if it is Fields, for a prompt template, or Chat, for a chat template."""
+    """The class of all rows' content, if it is Fields, for a prompt template, or Chat, for a chat
+    template.
+    """
     asks: tuple[str, ...] = ()
-    """The columns that a prompt needs; the others of `columns` hold its answer. None where rows are no prompts."""
+    """The columns that a prompt needs; the others of `columns` hold its answer. None where rows are
+    no prompts.
+    """
     template: prompts.PromptTemplate = prompts.TEMPLATES["alpaca"]
     """For `Fields`, unless --prompt_template names another."""
     recognizes: Callable[[Row], bool] | None = None
-    """Tests the first rows, one of which must pass, where the columns alone do not tell the format."""
+    """Tests the first rows, one of which must pass, where the columns alone do not
+    tell the format.
+    """
     row_kind: RowKind = TEXTS
     """The kind of rows for objectives."""
 
@@ -57,20 +65,27 @@ class Format:
         return self.content is Chat or "tools" in self.optional_columns
 
     def prompt(self, row: Row) -> tuple[PromptContent, str | None]:
-        """Read the prompt of a row, which may lack the answer, and the assistant's turn behind it. Raises BadRow."""
+        """Read the prompt of a row, which may lack the answer, and the assistant's turn behind it.
+        Raises BadRow.
+        """
         answer = dict.fromkeys(set(self.columns) - set(self.asks), "?")
         content = self.read(dict(row) | answer)
         last = content.messages[-1] if isinstance(content, Chat) and not answer else {}
-        return without_answer(content), "".join(texts_of(last)) if last.get("role") == "assistant" else None
+        return without_answer(content), "".join(texts_of(last)) if last.get(
+            "role"
+        ) == "assistant" else None
 
     def renames(self, columns: Collection[str], *, is_answered: bool = True) -> dict[str, str]:
-        """The columns that are used: their name -> the format's, in any case; none if one that it needs is missing.
+        """The columns that are used: their name -> the format's, in any case; none if one that it
+        needs is missing.
 
         Args:
             is_answered: whether columns of the answer are needed, too.
         """
         needed = self.columns if is_answered else self.asks
-        chosen = {name: column for name, column in _matches(needed, columns).items() if column is not None}
+        chosen = {
+            name: column for name, column in _matches(needed, columns).items() if column is not None
+        }
         if not needed or len(chosen) < len(needed):
             return {}
         for name in self.optional_columns:
@@ -83,9 +98,16 @@ class Format:
 
 
 def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
-    """Wanted column -> the dataset's of the same name, or the only one that differs in case and blanks alone."""
-    close = {name: [column for column in columns if column.strip().lower() == name] for name in wanted}
-    return {name: name if name in columns else same[0] if len(same := close[name]) == 1 else None for name in wanted}
+    """Wanted column -> the dataset's of the same name, or the only one that differs in case and
+    blanks alone.
+    """
+    close = {
+        name: [column for column in columns if column.strip().lower() == name] for name in wanted
+    }
+    return {
+        name: name if name in columns else same[0] if len(same := close[name]) == 1 else None
+        for name in wanted
+    }
 
 
 # --- instructions, for a prompt template ---
@@ -112,10 +134,18 @@ def read_fields(row: Row, instruction: str, response: str, context: str = "conte
 
 def _history(value: object) -> tuple[tuple[str, str], ...]:
     pairs = []
-    for pair_number, pair in enumerate(value if isinstance(value, list) else [value] if value else [], start=1):
+    for pair_number, pair in enumerate(
+        value if isinstance(value, list) else [value] if value else [], start=1
+    ):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise BadRow(f"history {pair_number} is not a pair of instruction and response")
-        named = dict(zip((f"history {pair_number} instruction", f"history {pair_number} response"), pair, strict=True))
+        named = dict(
+            zip(
+                (f"history {pair_number} instruction", f"history {pair_number} response"),
+                pair,
+                strict=True,
+            )
+        )
         instruction, response = (text_of(named, name) for name in named)
         pairs.append((instruction, response))
     return tuple(pairs)
@@ -138,7 +168,9 @@ def read_text(row: Row) -> Rendered:
 
 
 def read_guanaco(row: Row) -> Rendered:
-    """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank before it."""
+    """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank
+    before it.
+    """
     text = text_of(row, "text")
     segments: list[Segment] = []
     rest = text
@@ -168,9 +200,13 @@ def read_tokens(row: Row) -> Rendered:
     ids = _integers(row, "input_ids")
     labels = _integers(row, "labels", required=False)
     masks = [mask for name in _MASKS if (mask := _integers(row, name, required=False)) is not None]
-    if ids is None or any(len(other) != len(ids) for other in (labels, *masks) if other is not None):
+    if ids is None or any(
+        len(other) != len(ids) for other in (labels, *masks) if other is not None
+    ):
         raise BadRow("labels or mask have another length than input_ids")
-    if labels is not None and any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+    if labels is not None and any(
+        label not in (-100, token) for label, token in zip(labels, ids, strict=True)
+    ):
         raise BadRow("labels are neither -100 nor the token of the same place: shift them back")
     learned = np.ones(len(ids), dtype=np.bool_) if labels is None else np.array(labels) != -100
     for mask in masks:
@@ -183,7 +219,9 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
     if values is None and not required:
         return None
     if not isinstance(values, list) or not values:
-        raise BadRow(f"empty {column}" if values in (None, []) else f"{column} is not a list of numbers")
+        raise BadRow(
+            f"empty {column}" if values in (None, []) else f"{column} is not a list of numbers"
+        )
     if not all(isinstance(value, int) for value in values):  # bool is one
         raise BadRow(f"{column} is not a list of whole numbers")
     return [int(value) for value in values]
@@ -198,26 +236,55 @@ _QUESTION = prompts.TEMPLATES["question_answer"]
 _read_alpaca = partial(read_fields, instruction="instruction", response="output", context="input")
 _read_dolly = partial(read_fields, instruction="instruction", response="response")
 
-# With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
-# columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
+# With dataset_format auto the first that fits is used, so a format precedes those that need only
+# some of its columns. Raise cache.CACHE_VERSION when the order or the text of a format changes:
+# cached rows hold the old one.
 FORMATS: dict[str, Format] = {
     "alpaca": Format(
-        ("instruction", "output"), ("input", "system", "history", "images"), _read_alpaca, Fields, ("instruction",)
+        ("instruction", "output"),
+        ("input", "system", "history", "images"),
+        _read_alpaca,
+        Fields,
+        ("instruction",),
     ),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
     "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, row_kind=PAIRS),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
     "ratings": Format(
-        ("completions",), _PROMPTED, preferences.read_ratings, recognizes=lambda row: False, row_kind=PAIRS
+        ("completions",),
+        _PROMPTED,
+        preferences.read_ratings,
+        recognizes=lambda row: False,
+        row_kind=PAIRS,
     ),
-    "label": Format(("label",), _ANSWERED, preferences.read_labeled, recognizes=lambda row: False, row_kind=LABELS),
-    "rating": Format(("rating",), _ANSWERED, preferences.read_rating, recognizes=lambda row: False, row_kind=LABELS),
-    "messages": Format(("messages",), _BESIDE, partial(chats.read_turns, column="messages"), Chat, ("messages",)),
+    "label": Format(
+        ("label",),
+        _ANSWERED,
+        preferences.read_labeled,
+        recognizes=lambda row: False,
+        row_kind=LABELS,
+    ),
+    "rating": Format(
+        ("rating",),
+        _ANSWERED,
+        preferences.read_rating,
+        recognizes=lambda row: False,
+        row_kind=LABELS,
+    ),
+    "messages": Format(
+        ("messages",), _BESIDE, partial(chats.read_turns, column="messages"), Chat, ("messages",)
+    ),
     "sharegpt": Format(
-        ("conversations",), _BESIDE, partial(chats.read_turns, column="conversations"), Chat, ("conversations",)
+        ("conversations",),
+        _BESIDE,
+        partial(chats.read_turns, column="conversations"),
+        Chat,
+        ("conversations",),
     ),
     "dolly": Format(("instruction", "response"), _ASKED, _read_dolly, Fields, ("instruction",)),
-    "question_answer": Format(("question", "answer"), _ASKED, read_question, Fields, ("question",), _QUESTION),
+    "question_answer": Format(
+        ("question", "answer"), _ASKED, read_question, Fields, ("question",), _QUESTION
+    ),
     "prompt_completion": Format(
         ("prompt", "completion"), _IN_PROMPT, preferences.read_prompt_completion, asks=("prompt",)
     ),
@@ -235,8 +302,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "images": ("image",),
 }
 
-# Well-known sets that call a format's columns otherwise: the format, their columns -> its own. They are tried in this
-# order where the columns are of no format.
+# Well-known sets that call a format's columns otherwise: the format, their columns -> its own. They
+# are tried in this order where the columns are of no format.
 Alias = tuple[str, dict[str, str]]
 ALIASES: tuple[Alias, ...] = (
     ("question_answer", {"question": "question", "response": "answer"}),  # OpenOrca
@@ -253,12 +320,14 @@ ALIASES: tuple[Alias, ...] = (
     ("sharegpt", {"conversation": "conversations"}),  # LMSYS, WildChat, Capybara, ms-swift
     ("messages", {"contents": "messages"}),  # Gemini
     ("preference", {"chosen_messages": "chosen", "rejected_messages": "rejected"}),
-    ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),  # argilla's UltraFeedback
+    # argilla's UltraFeedback
+    ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),
     ("preference", {"response_j": "chosen", "response_k": "rejected"}),  # StackExchange's
     *(("rating", {name: "rating"}) for name in (*preferences.RATINGS[1:], "completions")),
     ("text", {"response": "text"}),  # ms-swift, for pretraining
 )
-# The same for prompts, of which these need no answer: other columns, such as source, are mostly something else then.
+# The same for prompts, of which these need no answer: other columns, such as source, are mostly
+# something else then.
 ASKING = ("query", "problem", "input", "inputs", "conversation", "contents")
 PROMPT_ALIASES = tuple(
     (name, {column: ours for column, ours in alias.items() if column in ASKING} or alias)

@@ -1,4 +1,6 @@
-"""A model's processor of images, from transformers: the places of images in a text, and the pixels for a model."""
+"""A model's processor of images, from transformers: the places of images in a text, and the pixels
+for a model.
+"""
 
 import inspect
 import re
@@ -25,7 +27,9 @@ _TRIED = (224, 224)  # pixels of an image that tells what the processor gives
 
 
 class ImageProcessor:
-    """The processor of a model folder, loaded when the first row shows an image. Threads may share it."""
+    """The processor of a model folder, loaded when the first row shows an image. Threads may share
+    it.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -34,7 +38,9 @@ class ImageProcessor:
 
     @classmethod
     def find(cls, folder: Path, name: str) -> "ImageProcessor | None":
-        """None where the folder of the model `name` has no such processor, as with a model of text."""
+        """None where the folder of the model `name` has no such processor,
+        as with a model of text.
+        """
         return cls(folder, name) if _files(folder) else None
 
     @property
@@ -44,37 +50,53 @@ class ImageProcessor:
 
     @cached_property
     def _processor(self) -> Any:
-        """transformers' processor without its parts for video and sound, which may need libraries that images do not.
+        """transformers' processor without its parts for video and sound, which may need libraries
+        that images do not.
 
         Raises:
             UserError: there is none, or it cannot be read.
         """
         try:
             kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(self.folder))]
-            alone: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+            alone: Any = type(
+                kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None}
+            )
             kinds = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
             parts = {name: part.from_pretrained(self.folder) for name, part in kinds.items()}
             settings, _ = kind.get_processor_dict(self.folder)
-            return alone.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], settings)
+            return alone.from_args_and_dict(
+                [parts.get(name) for name in kind.get_attributes()], settings
+            )
         except Exception as error:  # transformers raises many kinds
             raise UserError(
-                f"model_name {self.name}: its processor of images cannot be used ({first_line(error)}). Images need "
-                "Pillow: pip install 'fsdp_qlora[images]'; with old releases of transformers torchvision, too."
+                f"model_name {self.name}: its processor of images cannot be used "
+                f"({first_line(error)}). Images need "
+                "Pillow: pip install 'fsdp_qlora[images]'; with old releases of transformers "
+                "torchvision, too."
             ) from error
 
     @cached_property
     def _names(self) -> tuple[list[str], list[str]]:
-        """The names of the processor's outputs besides tokens: for each token, and for each image."""
+        """The names of the processor's outputs besides tokens: for each token,
+        and for each image.
+        """
         from PIL import Image as Pillow
 
         outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
         outputs.pop("text_replacement_offsets")
         shape = outputs["input_ids"].shape
         kinds = self.kinds_of(outputs["input_ids"])
-        of_tokens = [name for name, value in outputs.items() if value.shape[:2] == shape and name not in _TOKENS]
+        of_tokens = [
+            name
+            for name, value in outputs.items()
+            if value.shape[:2] == shape and name not in _TOKENS
+        ]
         unknown = [name for name in of_tokens if not torch.equal(outputs[name], kinds)]
         if unknown:
-            raise UserError(f"model_name {self.name}: its processor gives {unknown[0]}, which is not known here.")
+            raise UserError(
+                f"model_name {self.name}: its processor gives {unknown[0]}, which is not known "
+                "here."
+            )
         return of_tokens, [name for name in outputs if name not in (*of_tokens, *_TOKENS)]
 
     def kinds_of(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -87,12 +109,14 @@ class ImageProcessor:
             options = {"return_text_replacement_offsets": True, "return_tensors": "pt"}
             return dict(self._processor(text=[text], images=[[*images]], **options))
 
-    def expand(self, row: Sequence[Segment], images: Sequence[Any]) -> tuple[list[Segment], int, int, int]:
+    def expand(
+        self, row: Sequence[Segment], images: Sequence[Any]
+    ) -> tuple[list[Segment], int, int, int]:
         """Write out the tokens that stand for images, which are never learned.
 
         Returns:
-            The segments, how many of the images they show, how many numbers the processor makes of these, and how many
-            of `image_ids` it writes for them.
+            The segments, how many of the images they show, how many numbers the processor makes of
+            these, and how many of `image_ids` it writes for them.
         Raises:
             BadRow: the text shows more images, or the processor refuses one.
         """
@@ -115,7 +139,9 @@ class ImageProcessor:
 
     @cached_property
     def model_ids(self) -> tuple[int, ...]:
-        """The tokens at which the model looks for an image, a video or sound, by its configuration."""
+        """The tokens at which the model looks for an image, a video or sound,
+        by its configuration.
+        """
         try:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False).to_dict()
         except (OSError, ValueError):  # of the code that comes with a model
@@ -128,20 +154,30 @@ class ImageProcessor:
         return tuple({*self._processor.image_token_ids, *self.model_ids})
 
     def model_inputs(
-        self, rows: Iterable[Iterable[bytes]], input_ids: torch.Tensor, taken: Mapping[str, inspect.Parameter]
+        self,
+        rows: Iterable[Iterable[bytes]],
+        input_ids: torch.Tensor,
+        taken: Mapping[str, inspect.Parameter],
     ) -> dict[str, torch.Tensor]:
-        """The arguments of a model for the images of rows, of those that its forward pass has `taken`.
+        """The arguments of a model for the images of rows, of those that its forward pass has
+        `taken`.
 
-        Each row is processed alone; what is of other sizes for other rows is padded with zeros, as processors do it.
+        Each row is processed alone; what is of other sizes for other rows is padded with zeros, as
+        processors do it.
 
         Args:
-            rows: of each row that has any, the names of its images. input_ids: of all rows, int64 [B, T].
+            rows: of each row that has any, the names of its images. input_ids: of all rows, int64
+            [B, T].
         """
         of_tokens, of_images = self._names
         token = self._processor.image_token
         images = [[*map(load, names)] for names in rows]
         outputs = [self._call(token * len(shown), shown) for shown in images]
-        inputs = {name: _concatenate([output[name] for output in outputs]) for name in of_images if name in taken}
+        inputs = {
+            name: _concatenate([output[name] for output in outputs])
+            for name in of_images
+            if name in taken
+        }
         return inputs | {name: self.kinds_of(input_ids) for name in of_tokens if name in taken}
 
 
@@ -171,7 +207,11 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One after the other, filled up with zeros to the largest of them."""
     shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     sides = [
-        [side for most, size in zip(reversed(shape), reversed(tensor.shape), strict=False) for side in (0, most - size)]
+        [
+            side
+            for most, size in zip(reversed(shape), reversed(tensor.shape), strict=False)
+            for side in (0, most - size)
+        ]
         for tensor in tensors
     ]
     return torch.cat([F.pad(tensor, side) for tensor, side in zip(tensors, sides, strict=True)])

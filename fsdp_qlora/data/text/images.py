@@ -1,4 +1,6 @@
-"""The images of a row, from its columns and messages; and a folder of images under the hashes of their content."""
+"""The images of a row, from its columns and messages; and a folder of images under the hashes of
+their content.
+"""
 
 import base64
 import hashlib
@@ -18,28 +20,38 @@ from fsdp_qlora.utils.errors import RankError, UserError
 from fsdp_qlora.utils.files import cache_folder, read_named
 
 _PLACE = "<image>"  # where a text shows the next image of the row's column
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for others Pillow may start a program, such as Ghostscript
-_GIVEN = ("image", "image_url", "bytes", "path", "url")  # names under which it may be in a part or an object
+# for others Pillow may start a program, such as Ghostscript
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# names under which it may be in a part or an object
+_GIVEN = ("image", "image_url", "bytes", "path", "url")
 
 
 class Images:
-    """The images of a row in the order in which its turns show them: in parts of type image, or by `<image>`."""
+    """The images of a row in the order in which its turns show them: in parts of type image, or by
+    `<image>`.
+    """
 
     def __init__(self, row: Row) -> None:
         self._folder = str(row.get(FOLDER) or "")
         value = row.get("images")
         listed = value if isinstance(value, list) else [value] if value else []
-        self._listed = [self._image(image, f"image {index}") for index, image in enumerate(listed, start=1)]
+        self._listed = [
+            self._image(image, f"image {index}") for index, image in enumerate(listed, start=1)
+        ]
         self._left = iter(self._listed)
         self.shown: list[Image] = []
 
-    def read(self, content: object, turn_number: int, *, can_show: bool) -> str | list[dict[str, str]]:
+    def read(
+        self, content: object, turn_number: int, *, can_show: bool
+    ) -> str | list[dict[str, str]]:
         """The content of turn `number`: text, or parts where it shows images. Raises BadRow."""
         where = f"turn {turn_number}"
         place = {"type": "image"}
         if isinstance(content, str):
             texts = content.split(_PLACE) if self._listed and can_show else [content]
-            listed: Any = [part for text in texts for part in (place, {"type": "text", "text": text})][1:]
+            listed: Any = [
+                part for text in texts for part in (place, {"type": "text", "text": text})
+            ][1:]
         elif not isinstance(listed := content, list | tuple):
             raise BadRow(f"{where}: its content is not text but {type(content).__name__}")
         contents = [self._part(part, where, can_show=can_show) for part in listed]
@@ -52,19 +64,32 @@ class Images:
         if isinstance(part, Mapping) and kind in parts.IMAGES:
             if not can_show:
                 raise BadRow(f"{where}: an answer has an image, and only text can be learned")
-            image = self._image(part, where) if any(part.get(name) for name in _GIVEN) else next(self._left, None)
+            image = (
+                self._image(part, where)
+                if any(part.get(name) for name in _GIVEN)
+                else next(self._left, None)
+            )
             if image is None:
                 raise BadRow(f"{where} shows more images than the {len(self._listed)} of the row")
             self.shown.append(image)
             return {"type": "image"}  # a template needs no more
-        text = part.get("text", part.get("value")) if isinstance(part, Mapping) and kind in parts.TEXTS else None
+        text = (
+            part.get("text", part.get("value"))
+            if isinstance(part, Mapping) and kind in parts.TEXTS
+            else None
+        )
         if not isinstance(text, str):
-            raise BadRow(f"{where}: a part of its content is {kind}, and only text and images can be trained on")
+            raise BadRow(
+                f"{where}: a part of its content is {kind}, and only text and images can be "
+                "trained on"
+            )
         return {"type": "text", "text": unicode_of(text, where)}
 
     def _image(self, value: object, where: str) -> Image:
         if isinstance(value, Mapping):  # of datasets, or OpenAI's
-            return self._image(next((value[name] for name in _GIVEN if value.get(name)), None), where)
+            return self._image(
+                next((value[name] for name in _GIVEN if value.get(name)), None), where
+            )
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str):
@@ -80,10 +105,15 @@ class Images:
         return Path(self._folder, path)
 
     def show_rest(self, messages: list[dict[str, Any]]) -> None:
-        """Show images for which no text has a place before the first question; put all contents into parts."""
+        """Show images for which no text has a place before the first question; put all contents
+        into parts.
+        """
         rest = [*self._left]
         if rest and self.shown:
-            raise BadRow(f"the row has {len(self._listed)} images, and its messages show {len(self.shown)} of them")
+            raise BadRow(
+                f"the row has {len(self._listed)} images, and its messages show "
+                f"{len(self.shown)} of them"
+            )
         self.shown += rest
         if not self.shown:
             return
@@ -91,7 +121,9 @@ class Images:
             if isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         if rest:
-            question = next((message for message in messages if message["role"] == "user"), messages[0])
+            question = next(
+                (message for message in messages if message["role"] == "user"), messages[0]
+            )
             question["content"] = [{"type": "image"}] * len(rest) + question["content"]
 
 
@@ -101,7 +133,9 @@ UNREADABLE = ("the image", "an image in the row")  # how reasons begin
 
 
 def keep_all(images: Iterable[Image]) -> tuple[tuple[bytes, ...], list[Any]]:
-    """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row. Raises BadRow."""
+    """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row. Raises
+    BadRow.
+    """
     names = list[bytes]()
     pixels = list[Any]()
     left = most_row_bytes() // 3
@@ -140,7 +174,8 @@ def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
         draft.replace(path)
     except OSError as error:
         raise UserError(
-            f"Images need a folder for links: {path.parent} cannot be written ({error.strerror}). The environment "
+            f"Images need a folder for links: {path.parent} cannot be written ({error.strerror}). "
+            "The environment "
             "variable FSDP_QLORA_CACHE names another."
         ) from error
     return name, pixels
@@ -151,18 +186,26 @@ def load(name: bytes) -> Any:
     path = _path(name)
     try:
         content = read_named(path, most_row_bytes())
-        reason = "" if hashlib.blake2b(content, digest_size=16).digest() == name else "it has changed"
+        reason = (
+            "" if hashlib.blake2b(content, digest_size=16).digest() == name else ("it has changed")
+        )
     except OSError as error:
         reason = str(error.strerror)
     if reason:
-        raise RankError(f"The image {os.path.realpath(path)} was read before, and now: {reason}. Start again.")
+        raise RankError(
+            f"The image {os.path.realpath(path)} was read before, and now: {reason}. Start again."
+        )
     return _decode(content)
 
 
 def are_as_kept(names: Iterable[bytes]) -> bool:
-    """Whether images are still there and not written since they were kept, as far as times of files tell."""
+    """Whether images are still there and not written since they were kept, as far as times of files
+    tell.
+    """
     try:
-        return all(path.stat().st_mtime_ns <= path.lstat().st_mtime_ns for path in map(_path, names))
+        return all(
+            path.stat().st_mtime_ns <= path.lstat().st_mtime_ns for path in map(_path, names)
+        )
     except OSError:
         return False
 
@@ -173,15 +216,20 @@ def _said(error: Exception) -> str:
 
 
 def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
-    """The pixels. Raises ValueError, and many kinds of Pillow's, before they are decoded if they are too many."""
+    """The pixels. Raises ValueError, and many kinds of Pillow's, before they are decoded if they
+    are too many.
+    """
     from PIL import Image as Pillow
     from transformers.image_utils import load_image  # turns it as its file says, and makes it RGB
 
-    warnings.filterwarnings("ignore", module="PIL")  # of bombs, which are bounded here, and of odd tags
+    # of bombs, which are bounded here, and of odd tags
+    warnings.filterwarnings("ignore", module="PIL")
     with Pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
         if image.width * image.height > most_pixels:
             most = most_row_bytes() // 3e6
-            raise ValueError(f"with it the row has more than {most:.0f} megapixels; {MAX_ROW} raises that")
+            raise ValueError(
+                f"with it the row has more than {most:.0f} megapixels; {MAX_ROW} raises that"
+            )
         if image.mode[0] in "IF":  # which RGB would have white for nearly all values of
             raise ValueError(f"its numbers are of mode {image.mode}; convert it to 8 bits")
         return load_image(image)

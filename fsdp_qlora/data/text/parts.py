@@ -1,4 +1,7 @@
-"""Parts of a message's content. The type of a part says what it is, whatever fields it has besides."""
+"""Parts of a message's content.
+
+The type of a part says what it is, whatever fields it has besides.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,7 +11,14 @@ from fsdp_qlora.data.content import BadRow
 
 TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image", "image_url", "input_image")
-THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text", "summary_text", "thought")
+THOUGHTS = (
+    "thinking",
+    "reasoning",
+    "reasoning_content",
+    "reasoning_text",
+    "summary_text",
+    "thought",
+)
 CALLS = ("tool_use", "tool_call", "function_call")
 RESULT = "tool_result"
 CONTENTS = ("content", "value", "parts")  # how the content of a turn is called
@@ -41,7 +51,8 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
     """Take reasoning and calls of tools out of a content in parts.
 
     Raises:
-        BadRow: a question has such parts, or they are in an order in which no chat template writes them.
+        BadRow: a question has such parts, or they are in an order in which no chat template writes
+        them.
     """
     if not isinstance(content, list | tuple):
         return Said(content)
@@ -49,16 +60,25 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
     if not set(ranks) & {0, 2}:
         return Said(content)
     if not is_answer:
-        kind = next(kind_of(part) for part, rank in zip(content, ranks, strict=True) if rank in (0, 2))
+        kind = next(
+            kind_of(part) for part, rank in zip(content, ranks, strict=True) if rank in (0, 2)
+        )
         raise BadRow(f"{where}: a part of its content is {kind}, which only an answer can have")
-    filled = [rank for part, rank in zip(content, ranks, strict=True) if rank != 1 or not _is_blank(part)]
+    filled = [
+        rank for part, rank in zip(content, ranks, strict=True) if rank != 1 or not _is_blank(part)
+    ]
     if filled != sorted(filled):
         raise BadRow(
-            f"{where}: its parts are not in the order in which chat templates write them: reasoning, text, calls"
+            f"{where}: its parts are not in the order in which chat templates write them: "
+            "reasoning, text, calls"
         )
-    thoughts, others, calls = ([part for part, r in zip(content, ranks, strict=True) if r == rank] for rank in range(3))
+    thoughts, others, calls = (
+        [part for part, r in zip(content, ranks, strict=True) if r == rank] for rank in range(3)
+    )
     spoken = None if all(map(_is_blank, others)) else others
-    return Said(spoken, _PARAGRAPH.join(filter(None, (words_of(part, where) for part in thoughts))), calls)
+    return Said(
+        spoken, _PARAGRAPH.join(filter(None, (words_of(part, where) for part in thoughts))), calls
+    )
 
 
 def _rank(part: object) -> int:
@@ -69,7 +89,9 @@ def _rank(part: object) -> int:
 
 
 def _is_blank(part: object) -> bool:
-    return isinstance(part, Mapping) and isinstance(text := part.get("text"), str) and not text.strip()
+    return (
+        isinstance(part, Mapping) and isinstance(text := part.get("text"), str) and not text.strip()
+    )
 
 
 def words_of(thought: object, where: str) -> str:
@@ -79,14 +101,20 @@ def words_of(thought: object, where: str) -> str:
     if isinstance(thought, list | tuple):
         between = "" if all(kind_of(part) in TEXTS for part in thought) else _PARAGRAPH
         return between.join(words_of(part, where) for part in thought)
-    found = [thought[name] for name in _WORDS if thought.get(name) is not None] if isinstance(thought, Mapping) else []
+    found = (
+        [thought[name] for name in _WORDS if thought.get(name) is not None]
+        if isinstance(thought, Mapping)
+        else []
+    )
     if not found:
         raise BadRow(f"{where}: its reasoning has no text ({kind_of(thought)})")
     return words_of(next(filter(None, found), ""), where)
 
 
 def without_results(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A question as Anthropic's API has it, with results of tools among its parts: these become turns of a tool."""
+    """A question as Anthropic's API has it, with results of tools among its parts: these become
+    turns of a tool.
+    """
     name = next((name for name in CONTENTS if turn.get(name) is not None), "")
     content = turn.get(name)
     if not isinstance(content, list | tuple) or all(kind_of(part) != RESULT for part in content):
@@ -98,7 +126,11 @@ def without_results(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
             turns += [dict(turn) | {name: group}]
             continue
         turns += [
-            {"role": "tool", "content": _or_empty(part.get("content")), "tool_call_id": part.get("tool_use_id")}
+            {
+                "role": "tool",
+                "content": _or_empty(part.get("content")),
+                "tool_call_id": part.get("tool_use_id"),
+            }
             for part in group
         ]
     return turns

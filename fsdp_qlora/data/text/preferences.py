@@ -1,4 +1,6 @@
-"""Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or ratings."""
+"""Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or
+ratings.
+"""
 
 import contextlib
 import itertools
@@ -26,22 +28,36 @@ from fsdp_qlora.data.content import (
 from fsdp_qlora.data.text import chats
 
 SIDES = ("chosen", "rejected")
-TEACHERS = ("teacher_prompt", "teacher_system")  # columns of what a teacher sees instead of the student's
+# columns of what a teacher sees instead of the student's
+TEACHERS = ("teacher_prompt", "teacher_system")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 # Prompts that are filled into a template, as where texts are rows.
 INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
 CHATS = ("conversations", "messages")  # of which the answers at the end are none
 # The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
-PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "messages", "input")
-_UNUSED = {"input": "context", "tools": "functions"}  # what may be beside a prompt, and its other name
-# Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the sign before it.
+PROMPTS = (
+    "instruction",
+    "conversations",
+    "question",
+    "prompt",
+    "query",
+    "problem",
+    "messages",
+    "input",
+)
+# what may be beside a prompt, and its other name
+_UNUSED = {"input": "context", "tools": "functions"}
+# Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the
+# sign before it.
 _LETTER = r"[^\W\u0e00-\U0010ffff]|['’]"
 _MARKS = r"[\u0300-\u036f\u200d\ufe0f\U0001f3fb-\U0001f3ff]"
 _WITHIN_WORD = re.compile(rf"(?:{_LETTER}|{_MARKS})(?:{_LETTER})|.{_MARKS}", re.DOTALL)
 
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:
-    """Text; or messages, in one of the columns or beside a system prompt. The completion's are learned."""
+    """Text; or messages, in one of the columns or beside a system prompt. The completion's are
+    learned.
+    """
     said = (row.get("prompt"), row.get("completion"))
     if chats.needs_template(row) or any(isinstance(value, list | Mapping) for value in said):
         return chats.read_prompted(row)
@@ -51,9 +67,14 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
 
 
 def read_pair(row: Row) -> PreferenceRow:
-    """Two answers: text, messages, or whole conversations or texts that begin with the prompt. Raises BadRow."""
+    """Two answers: text, messages, or whole conversations or texts that begin with the prompt.
+    Raises BadRow.
+    """
     name = _prompt_name(row)
-    is_text = all(isinstance(row.get(column), str | None) for column in (name, *SIDES)) and name not in CHATS
+    is_text = (
+        all(isinstance(row.get(column), str | None) for column in (name, *SIDES))
+        and name not in CHATS
+    )
     if is_text and (name in INSTRUCTIONS or not chats.needs_template(row)):
         prompt: Any = text_of(row, name, required=False)
         sides: list[Any] = [text_of(row, side) for side in SIDES]
@@ -64,7 +85,8 @@ def read_pair(row: Row) -> PreferenceRow:
         sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
     if sides[0] == sides[1]:
         raise BadRow("chosen and rejected are the same")
-    if not prompt or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
+    # the whole, and perhaps the prompt too
+    if not prompt or any(_is_prompt(side[0]) for side in sides):
         prompt = sides[0][: num_common(*sides)]
         sides = [side[len(prompt) :] for side in sides]
     if not all(sides):
@@ -83,7 +105,8 @@ def for_teacher(row: Row, asked: str) -> Row:
     """A row with the teacher's prompt and system prompt. Raises BadRow.
 
     Args:
-        asked: the column of the prompt, or of the turns, of whose last question the teacher's takes the place.
+        asked: the column of the prompt, or of the turns, of whose last question the teacher's takes
+        the place.
     """
     prompt, system = (text_of(row, name, required=False) for name in TEACHERS)
     if not (prompt or system):
@@ -91,7 +114,9 @@ def for_teacher(row: Row, asked: str) -> Row:
     other = dict(row) | ({"system": system} if system else {})
     if not isinstance(row.get(asked), str) or asked in CHATS:
         said = chats.turns(row.get(asked), asked)
-        roles = [chats.ROLES.get(str(turn.get("role") or turn.get("from")).lower()) for turn in said]
+        roles = [
+            chats.ROLES.get(str(turn.get("role") or turn.get("from")).lower()) for turn in said
+        ]
         if prompt and "user" in roles:
             last = len(roles) - 1 - roles[::-1].index("user")
             said[last] |= {"value" if "value" in said[last] else "content": prompt}
@@ -103,7 +128,9 @@ def for_teacher(row: Row, asked: str) -> Row:
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
-    """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in `Reading`."""
+    """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in
+    `Reading`.
+    """
     column_of = {ours: column for column, ours in names.items()}
     chosen = column_of["chosen"]
     name = _prompt_name({ours: row.get(column) for ours, column in column_of.items()})
@@ -111,24 +138,38 @@ def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
         return [f"messages={chosen}"], "messages"
     prompt, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
     columns = [f"{prompt}={column_of[name]}"] if column_of.get(name, prompt) != prompt else []
-    return [*columns, f"{answer}={chosen}"], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
+    return [
+        *columns,
+        f"{answer}={chosen}",
+    ], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
 
 
 def read_ratings(row: Row, threshold: float) -> PreferenceRow:
-    """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
+    """The best rated of `completions` and the worst, of equals the first; the threshold is between.
+    Raises BadRow.
+    """
     answers = chats.turns(row.get("completions"), "completions")
     best = max(answers, key=rating_of)
     worst = min(answers, key=rating_of)
     if rating_of(best) == rating_of(worst):
         raise BadRow("no two answers have different ratings")
     if not rating_of(worst) < threshold <= rating_of(best):
-        raise BadRow(f"all answers are rated {'below' if rating_of(best) < threshold else 'at least'} {threshold:g}")
-    return read_pair(dict(row) | {"chosen": best.get("response"), "rejected": worst.get("response")})
+        raise BadRow(
+            "all answers are rated "
+            f"{'below' if rating_of(best) < threshold else 'at least'} {threshold:g}"
+        )
+    return read_pair(
+        dict(row) | {"chosen": best.get("response"), "rejected": worst.get("response")}
+    )
 
 
 def read_labeled(row: Row) -> PreferenceRow:
-    """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises BadRow."""
-    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower().removesuffix(".0"))
+    """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises
+    BadRow.
+    """
+    label = {"true": True, "1": True, "false": False, "0": False}.get(
+        str(row.get("label")).lower().removesuffix(".0")
+    )
     if label is None:
         raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
     if row.get("messages") is not None:
@@ -140,7 +181,9 @@ def read_labeled(row: Row) -> PreferenceRow:
 
 
 def read_rating(row: Row, threshold: float) -> PreferenceRow:
-    """Read a rated answer, or a list of them: the label of one is rating >= threshold. Raises BadRow."""
+    """Read a rated answer, or a list of them: the label of one is rating >= threshold. Raises
+    BadRow.
+    """
     if not isinstance(row["rating"], list):
         return read_labeled(dict(row) | {"label": rating_of(row) >= threshold})
     name = _prompt_name(row)
@@ -160,8 +203,14 @@ def rating_of(row: Row) -> float:
 
 
 def middle_rating(rows: Sequence[Row]) -> float:
-    """A threshold that about half of the answers reach whose ratings have their usual names; else 7."""
-    ratings = re.findall(rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)', json.dumps(rows, default=str))
+    """A threshold that about half of the answers reach whose ratings have their usual names; else
+    7.
+    """
+    ratings = re.findall(
+        rf'"(?:{"|".join(RATINGS)})": '
+        r'"?(-?\d+\.?\d*)',
+        json.dumps(rows, default=str),
+    )
     return sorted(map(float, ratings))[len(ratings) // 2] if ratings else 7
 
 
@@ -180,7 +229,12 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
     instruction = text_of({name: prompt}, name)
     refuse_media(instruction, name)
     context, system = (text_of(row, other, required=False) for other in ("input", "system"))
-    return Fields(instruction, text_of({"answer": answer}, "answer"), context if name != "input" else "", system)
+    return Fields(
+        instruction,
+        text_of({"answer": answer}, "answer"),
+        context if name != "input" else "",
+        system,
+    )
 
 
 def _prompt_name(row: Row) -> str:
@@ -207,9 +261,13 @@ def _asked(row: Row, name: str) -> Any:
 
 
 def _continued(chosen: str, rejected: str) -> PreferenceRow:
-    """Two texts that begin with their prompt, which ends with the last word that both have; one may end there, too."""
+    """Two texts that begin with their prompt, which ends with the last word that both have; one may
+    end there, too.
+    """
     num = num_common(chosen, rejected)
-    while any(_WITHIN_WORD.fullmatch(text[max(num - 1, 0) : num + 1]) for text in (chosen, rejected)):
+    while any(
+        _WITHIN_WORD.fullmatch(text[max(num - 1, 0) : num + 1]) for text in (chosen, rejected)
+    ):
         num -= 1
     prompt = chosen[:num].rstrip() or chosen[:num]  # an answer begins with its blank
     sides = [text[len(prompt) :] for text in (chosen, rejected)]
@@ -219,19 +277,26 @@ def _continued(chosen: str, rejected: str) -> PreferenceRow:
         raise BadRow("chosen and rejected are the same")
     refuse_media(prompt, "chosen")
     begins = Segment(prompt, learned=False)
-    return PreferenceRow([Rendered([begins, Segment(side, learned=True, ends=True)], "text") for side in sides])
+    return PreferenceRow(
+        [Rendered([begins, Segment(side, learned=True, ends=True)], "text") for side in sides]
+    )
 
 
 def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The ids, the mask and the split of a row of two documents, whose first tokens have nothing to predict them."""
+    """The ids, the mask and the split of a row of two documents, whose first tokens have nothing to
+    predict them.
+    """
     masks = [(mask != 0) & (np.arange(len(mask)) > 0) for mask in learned]
     return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
 
 
 def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
-    """Pair each answer with a second document, its prompt with an earlier row's answer: for KTO's divergence."""
+    """Pair each answer with a second document, its prompt with an earlier row's answer: for KTO's
+    divergence.
+    """
     starts = [int(row.learned.argmax()) for row in rows]
-    back = max(Counter(row.row_number for row in rows).values(), default=1)  # a row may have several answers
+    # a row may have several answers
+    back = max(Counter(row.row_number for row in rows).values(), default=1)
     pairs = []
     for i, row in enumerate(rows):  # the row before the first is the last
         kept = slice(starts[i])

@@ -1,4 +1,6 @@
-"""Recognizes the format of a dataset's rows by their columns, and gives rows the format's names of columns."""
+"""Recognizes the format of a dataset's rows by their columns, and gives rows the format's names of
+columns.
+"""
 
 import itertools
 import json
@@ -14,20 +16,34 @@ from fsdp_qlora.data.text.formats import ALIASES, ASKING, FORMATS, PROMPT_ALIASE
 from fsdp_qlora.utils.errors import UserError
 
 MEDIA = ("images", "image", "audios", "audio", "videos", "video")
-# Columns that change what an answer means. A row in which one is filled and not used would be learned in a wrong sense.
+# Columns that change what an answer means. A row in which one is filled and not used would be
+# learned in a wrong sense.
 WATCHED = (
-    "input", "context", "system", "system_prompt", "history", "query", "options", "tools", "functions", "label", *MEDIA,
-)  # fmt: skip
+    "input",
+    "context",
+    "system",
+    "system_prompt",
+    "history",
+    "query",
+    "options",
+    "tools",
+    "functions",
+    "label",
+    *MEDIA,
+)
 _NOT_ASKED = ("label", "query")  # an answer, and another prompt
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
 
-_MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
+_MARKUP = re.compile(
+    r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]"
+)
 
 
 class Reading(NamedTuple):
     """How the rows of a dataset are read.
 
-    names: the columns that are used -> their names in the format. watched: those that must be empty.
+    names: the columns that are used -> their names in the format. watched: those that must be
+    empty.
     """
 
     dataset_format: str
@@ -35,7 +51,9 @@ class Reading(NamedTuple):
     watched: Sequence[str]
 
     def named(self, row: Row) -> Row:
-        """The columns that are used, called as in the format. Raises BadRow if a watched one is filled."""
+        """The columns that are used, called as in the format. Raises BadRow if a watched one is
+        filled.
+        """
         for column in self.watched:
             reason = self._unused_meaning(column, row.get(column))
             if reason is not None:
@@ -45,7 +63,9 @@ class Reading(NamedTuple):
     def without_images(self) -> "Reading":
         """The same for a model of text alone: rows with images cannot be used."""
         names = {column: name for column, name in self.names.items() if name != "images"}
-        return self._replace(names=names, watched=[*self.watched, *(self.names.keys() - names.keys())])
+        return self._replace(
+            names=names, watched=[*self.watched, *(self.names.keys() - names.keys())]
+        )
 
     def _unused_meaning(self, column: str, value: object) -> str | None:
         if str(value).strip() in ("", "None", "null", "[]", "{}"):
@@ -55,11 +75,14 @@ class Reading(NamedTuple):
             return None
         if column == "label" and str(value).lower() == "false":
             return (
-                f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, --objective kto on both"
+                f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, "
+                "--objective kto on both"
             )
         if column in MEDIA:
             return f"{column}: only text can be trained on; {without}, blind"
-        return f"{column} is filled, and the format {self.dataset_format} does not use it; {without}"
+        return (
+            f"{column} is filled, and the format {self.dataset_format} does not use it; {without}"
+        )
 
     def can_use(self, row: Row) -> bool:
         try:
@@ -87,18 +110,24 @@ class RequestedFormat(NamedTuple):
             first_rows: tell formats apart that have the same columns.
             origin: the dataset's path or name, for the message.
         Raises:
-            UserError: the format is unknown, a column to rename is not there, or columns that it needs are missing.
+            UserError: the format is unknown, a column to rename is not there, or columns that it
+            needs are missing.
         """
         self.check(columns, origin)
         reading = self._told(columns, first_rows)
         if reading is not None:
             if reading.dataset_format == "text" and self.name == "auto":
                 names = reading.names
-                _refuse_other_text([{names.get(key, key): row[key] for key in row} for row in first_rows], origin)
+                _refuse_other_text(
+                    [{names.get(key, key): row[key] for key in row} for row in first_rows], origin
+                )
             return reading
         lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
         middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
-        unasked = f"{origin}: its answers have ratings. Say from which on one is good, such as {middle} --objective"
+        unasked = (
+            f"{origin}: its answers have ratings. Say from which on one is good, such as "
+            f"{middle} --objective"
+        )
         if self.name == "auto" and any(self._replace(name="ratings")._fitting(lists)):
             raise UserError(f"{unasked} dpo.")
         if self.name == "label" and any(self._replace(name="rating")._fitting(columns)):
@@ -107,26 +136,33 @@ class RequestedFormat(NamedTuple):
         works = partial(reads, first_rows, dataset_format=self.name)
         needed = f" The format {self.name} needs {', '.join(wanted.columns)}." if wanted else ""
         raise UserError(
-            f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} {advise(first_rows, works)}"
+            f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} "
+            f"{advise(first_rows, works)}"
         )
 
     def check(self, columns: Sequence[str], origin: str) -> None:
         """Raise UserError if the format is unknown, or a column to rename is not there."""
         if self.name != "auto" and self.name not in FORMATS:
-            raise UserError(f"dataset_format: unknown format {self.name!r}. Formats: {', '.join(['auto', *FORMATS])}.")
+            raise UserError(
+                f"dataset_format: unknown format {self.name!r}. Formats: "
+                f"{', '.join(['auto', *FORMATS])}."
+            )
         missing = [name for name in self.renames if name not in columns]
         if missing:
             raise UserError(
-                f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
+                f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: "
+                f"{', '.join(columns)}."
             )
 
-    def prompt(self, row: Row, *, for_teacher: bool = False) -> tuple[str, PromptContent, str | None]:
-        """The format of a row that may lack an answer, its prompt, and the answer of a chat that has one: by the first
-        format that its filled columns fit.
+    def prompt(
+        self, row: Row, *, for_teacher: bool = False
+    ) -> tuple[str, PromptContent, str | None]:
+        """The format of a row that may lack an answer, its prompt, and the answer of a chat that
+        has one: by the first format that its filled columns fit.
 
         Raises:
-            BadRow: no column is a prompt, its prompt cannot be read, it has images, or a column is filled that changes
-                what is asked and is not used.
+            BadRow: no column is a prompt, its prompt cannot be read, it has images, or a column is
+                filled that changes what is asked and is not used.
         """
         columns = tuple(column for column, value in row.items() if value)
         if {"images", "image"} & {self.renames.get(column, column) for column in columns}:
@@ -135,13 +171,19 @@ class RequestedFormat(NamedTuple):
             named = {names[column]: row[column] for column in columns if column in names}
             recognizes = FORMATS[name].recognizes
             if recognizes is None or self.name == name or recognizes(named):
-                beside = [column for column in self._watched(columns) if column not in {*names, *_NOT_ASKED}]
+                beside = [
+                    column
+                    for column in self._watched(columns)
+                    if column not in {*names, *_NOT_ASKED}
+                ]
                 read: Row = Reading(name, names, beside).named(row)
                 if for_teacher:
                     taught = {column: row.get(column) for column in preferences.TEACHERS}
                     read = preferences.for_teacher(dict(read) | taught, FORMATS[name].asks[0])
                 return name, *FORMATS[name].prompt(read)
-        prompt_columns = dict.fromkeys(column for row_format in FORMATS.values() for column in row_format.asks[-1:])
+        prompt_columns = dict.fromkeys(
+            column for row_format in FORMATS.values() for column in row_format.asks[-1:]
+        )
         raise BadRow(f"no prompt in a column {', '.join((*prompt_columns, *ASKING))}")
 
     def _told(self, columns: Sequence[str], rows: Sequence[Row]) -> Reading | None:
@@ -150,14 +192,20 @@ class RequestedFormat(NamedTuple):
             recognizes = FORMATS[name].recognizes if self.name == "auto" else None
             named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
             if recognizes is None or any(map(recognizes, named)):
-                return Reading(name, names, [column for column in self._watched(columns) if column not in names])
+                return Reading(
+                    name,
+                    names,
+                    [column for column in self._watched(columns) if column not in names],
+                )
         return None
 
     def _watched(self, columns: Sequence[str]) -> list[str]:
         return [column for column in columns if self.renames.get(column, column) in WATCHED]
 
     def used(self, columns: Sequence[str]) -> set[str]:
-        """The columns that the rows' format may use; all where no format fits, which is said later."""
+        """The columns that the rows' format may use; all where no format fits,
+        which is said later.
+        """
         used: set[str] = set()
         for name, names in self._fitting(columns):
             used |= names.keys()
@@ -166,30 +214,44 @@ class RequestedFormat(NamedTuple):
         return used | {*self._watched(columns)} - {*MEDIA} if used else set(columns)
 
     def _fitting(
-        self, columns: Sequence[str], aliases: Sequence[Alias] = ALIASES, *, is_answered: bool = True
+        self,
+        columns: Sequence[str],
+        aliases: Sequence[Alias] = ALIASES,
+        *,
+        is_answered: bool = True,
     ) -> Iterator[tuple[str, dict[str, str]]]:
-        """(name, the columns that are used -> their names) of each format that fits. A name of --columns is of that
-        column alone. is_answered: whether columns of the answer are needed, too.
+        """(name, the columns that are used -> their names) of each format that fits. A name of
+        --columns is of that column alone. is_answered: whether columns of the answer are needed,
+        too.
         """
         renames = self.renames
-        renamed = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
+        renamed = {
+            name: renames.get(name, name)
+            for name in columns
+            if name in renames or name not in renames.values()
+        }
         shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
         for name, alias in (*shapes, *aliases):
             if self.name not in ("auto", name) or not alias.keys() <= set(renamed.values()):
                 continue
-            if alias and name == "text" and len(renamed) > 1:  # an answer, whose question may be called otherwise
+            # an answer, whose question may be called otherwise
+            if alias and name == "text" and len(renamed) > 1:
                 continue
             ours = {column: alias.get(named, named) for column, named in renamed.items()}
             wanted = FORMATS[name].renames(ours.values(), is_answered=is_answered)
             if wanted:
-                yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
+                yield (
+                    name,
+                    {column: wanted[named] for column, named in ours.items() if named in wanted},
+                )
 
 
 @lru_cache
 def _prompt_formats(
     name: str, renames: tuple[tuple[str, str], ...], columns: tuple[str, ...]
 ) -> list[tuple[str, dict[str, str]]]:
-    """(name, columns -> their names) of the formats that prompts with these columns fit, in the order of `FORMATS`.
+    """(name, columns -> their names) of the formats that prompts with these columns fit, in the
+    order of `FORMATS`.
 
     Formats for which the row has an answer, too, come first: so it is asked what it is trained on.
     """
@@ -207,34 +269,43 @@ def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "au
 
 
 def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
-    """Raise UserError where texts are chats, or messages of one, and not documents, some of which show such markup."""
+    """Raise UserError where texts are chats, or messages of one, and not documents, some of which
+    show such markup.
+    """
     anyway = "--dataset_format text learns all of it as it is"
     if any("parent_id" in row and "role" in row for row in rows):
         raise UserError(
-            f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
+            f"{origin}: each row is one message of a tree of chats, not a document: questions "
+            "would be learned, and "
             f"answers without them. Give whole conversations; {anyway}."
         )
     marked = [markup for row in rows if (markup := _MARKUP.search(str(row.get("text"))))]
     if len(marked) > len(rows) / 10:  # fewer may be pages on such markup
         raise UserError(
-            f"{origin}: the texts are chats that a template has filled ({marked[0][0]}): questions would be learned "
-            f"too, and the end token twice. Give the messages, which the model's template fills; {anyway}."
+            f"{origin}: the texts are chats that a template has filled ({marked[0][0]}): questions "
+            "would be learned too, and the end token twice. Give the messages, which the model's "
+            f"template fills; {anyway}."
         )
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or IGNORE."""
+    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or
+    IGNORE.
+    """
     renames: dict[str, str] = {}
     for item in columns:
         format_name, equals, column = item.partition("=")
         if not (format_name and equals and column):
             raise UserError(
-                f"columns: {item!r} does not say which column is which. Write the format's name first, then the "
+                f"columns: {item!r} does not say which column is which. Write the format's name "
+                "first, then the "
                 "dataset's: instruction=task."
             )
         if column in renames or (format_name in renames.values() and format_name != IGNORE):
             name = column if column in renames else format_name
-            raise UserError(f"columns: {name!r} occurs twice in {' '.join(columns)}. Name each column once.")
+            raise UserError(
+                f"columns: {name!r} occurs twice in {' '.join(columns)}. Name each column once."
+            )
         renames[column] = format_name
     return renames
 
@@ -243,9 +314,12 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
 
 # What is in the names of columns that ask, and of those that answer.
 _ASKS = re.compile(
-    r"^(?!.*id$).*(instruct|question|prompt|query|problem|input|task|request|dialog|article|document|message)", re.I
+    r"^(?!.*id$).*(instruct|question|prompt|query|problem|input|task|request|dialog|article|document|message)",
+    re.I,
 )
-_ANSWERS = re.compile(r"answer|response|output|completion|solution|result|summary|highlight|reply|message|bot", re.I)
+_ANSWERS = re.compile(
+    r"answer|response|output|completion|solution|result|summary|highlight|reply|message|bot", re.I
+)
 _LONG = 40  # characters, of an answer whose column is not called so
 _DOCUMENT = 200  # characters, of a text among other columns
 _SHOWN = 600  # characters, of a row
@@ -264,14 +338,22 @@ def advise(rows: Sequence[Row], works: Callable[[Sequence[str]], bool]) -> str:
 def _candidates(rows: Sequence[Row]) -> Iterator[list[str]]:
     """The best first."""
     yield from ([f"messages={name}"] for name, value in rows[0].items() if isinstance(value, list))
-    columns = {name: [str(row[name]) for row in rows if isinstance(row.get(name), str)] for name in rows[0]}
-    lengths = {name: sum(map(len, texts)) / len(rows) for name, texts in columns.items() if any(texts)}
+    columns = {
+        name: [str(row[name]) for row in rows if isinstance(row.get(name), str)] for name in rows[0]
+    }
+    lengths = {
+        name: sum(map(len, texts)) / len(rows) for name, texts in columns.items() if any(texts)
+    }
     question = next(filter(_ASKS.search, lengths), None)
     if question is not None:
         behind = [name for name in lengths if name != question and _ANSWERS.search(name)]
-        behind += [name for name in [*lengths][[*lengths].index(question) + 1 :] if lengths[name] >= _LONG]
+        behind += [
+            name for name in [*lengths][[*lengths].index(question) + 1 :] if lengths[name] >= _LONG
+        ]
         yield from ([f"instruction={question}", f"output={name}"] for name in behind[:1])
     elif lengths:
         text, *others = sorted(lengths, key=lambda name: -lengths[name])
-        if len(columns) == 1 or lengths[text] > max([_DOCUMENT, *(5 * lengths[name] for name in others)]):
+        if len(columns) == 1 or lengths[text] > max(
+            [_DOCUMENT, *(5 * lengths[name] for name in others)]
+        ):
             yield [f"text={text}"]

@@ -1,4 +1,6 @@
-"""Rendering: a row's content becomes text through a prompt template or a chat template; the record of this."""
+"""Rendering: a row's content becomes text through a prompt template or a chat template; the record
+of this.
+"""
 
 import dataclasses
 import itertools
@@ -32,7 +34,9 @@ from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemp
 TEMPLATE = "template"
 CHAT = "chat"
 TEXT = "text"
-IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
+IN_PARTS = (
+    "an answer of several turns, which the chat template renders differently when others follow"
+)
 _MARK = "<<answer>>"
 T = TypeVar("T")
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
@@ -65,8 +69,12 @@ class Renderer:
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
-    def render_all(self, rows: Sequence[Row], read: Callable[[Row], Content]) -> list[list[Rendered] | BadRow]:
-        """Read and render rows, spread over the workers; of each what `render` returns, or why it cannot be used."""
+    def render_all(
+        self, rows: Sequence[Row], read: Callable[[Row], Content]
+    ) -> list[list[Rendered] | BadRow]:
+        """Read and render rows, spread over the workers; of each what `render` returns, or why it
+        cannot be used.
+        """
         return over_workers(rows, lambda row, worker: self.render(read(row), worker), self._workers)
 
     def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
@@ -88,9 +96,15 @@ class Renderer:
     def prompt(self, content: PromptContent, worker: TemplateWorker | None = None) -> Rendered:
         """The text in front of an answer. Raises BadRow or UserError as `render` does."""
         if isinstance(content, Fields):
-            content = as_chat(content) if self._is_chat else Rendered(self._prompt.fill(content)[:-1], "template")
+            content = (
+                as_chat(content)
+                if self._is_chat
+                else Rendered(self._prompt.fill(content)[:-1], "template")
+            )
         if isinstance(content, Chat):
-            text = self._chat_template.text(content, worker or self._workers[0], add_generation_prompt=True)
+            text = self._chat_template.text(
+                content, worker or self._workers[0], add_generation_prompt=True
+            )
             content = Rendered([Segment(text, learned=False)], "chat")
         return content
 
@@ -98,7 +112,9 @@ class Renderer:
         """The text that follows the answer to an instruction."""
         if not self._is_chat:
             return self._prompt.fill(Fields("?", ""))[-1].text
-        return self._chat_template.text(as_chat(Fields("?", _MARK)), self._workers[0]).partition(_MARK)[2]
+        return self._chat_template.text(as_chat(Fields("?", _MARK)), self._workers[0]).partition(
+            _MARK
+        )[2]
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Fields) and content.shows:
@@ -114,8 +130,16 @@ class Renderer:
             if content.images and self._image_processor is None:
                 raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
-            notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
-            shown = self._shown(rows, content) if content.images else [Rendered(row, "chat") for row in rows]
+            notes += (
+                (f"turns have fields that are not used: {', '.join(content.unused)}",)
+                if content.unused
+                else ()
+            )
+            shown = (
+                self._shown(rows, content)
+                if content.images
+                else [Rendered(row, "chat") for row in rows]
+            )
             return [dataclasses.replace(shown[0], notes=notes), *shown[1:]]
         if isinstance(content, PreferenceRow):
             if any(isinstance(answer, Chat) and answer.images for answer in content.answers):
@@ -124,7 +148,10 @@ class Renderer:
             if any(len(answer) > 1 for answer in answers):
                 raise BadRow(IN_PARTS)
             labels = itertools.chain(content.desired, itertools.repeat(None))
-            return [dataclasses.replace(row, desired=label) for [row], label in zip(answers, labels, strict=False)]
+            return [
+                dataclasses.replace(row, desired=label)
+                for [row], label in zip(answers, labels, strict=False)
+            ]
         row = content if isinstance(content, Rendered) else Rendered(content)
         return [dataclasses.replace(row, segments=self._relearn(row.segments))]
 
@@ -138,7 +165,14 @@ class Renderer:
             raise BadRow(f"the chat template shows {most} of the row's {len(chat.images)} images")
         ids = self._image_processor.image_ids
         return [
-            Rendered(row, "chat", images=names[:n], image_values=size, image_ids=ids, num_image_ids=num_ids)
+            Rendered(
+                row,
+                "chat",
+                images=names[:n],
+                image_values=size,
+                image_ids=ids,
+                num_image_ids=num_ids,
+            )
             for row, n, size, num_ids in expanded
         ]
 
@@ -148,7 +182,9 @@ class Renderer:
             return segments
         last = max((i for i, segment in enumerate(segments) if _is_learned(segment)), default=0)
         learned = {last} if self._learn == "last" else set(range(len(segments)))
-        return [dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)]
+        return [
+            dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)
+        ]
 
 
 def _is_learned(segment: Segment) -> bool:
@@ -158,7 +194,9 @@ def _is_learned(segment: Segment) -> bool:
 def over_workers(
     rows: Sequence[Row], make: Callable[[Row, TemplateWorker], T], workers: Sequence[TemplateWorker]
 ) -> list[T | BadRow]:
-    """Make something of each row, many rows on all workers; the reason where a row cannot be used."""
+    """Make something of each row, many rows on all workers;
+    the reason where a row cannot be used.
+    """
 
     def make_one(row: Row, worker: TemplateWorker) -> T | BadRow:
         try:
@@ -170,7 +208,9 @@ def over_workers(
 
     num = len(workers) if len(rows) >= _WORTH_WORKERS else 1
     with ThreadPoolExecutor(num) as threads:
-        shares = list(threads.map(lambda n: [make_one(row, workers[n]) for row in rows[n::num]], range(num)))
+        shares = list(
+            threads.map(lambda n: [make_one(row, workers[n]) for row in rows[n::num]], range(num))
+        )
     return [shares[place % num][place // num] for place in range(len(rows))]
 
 
@@ -180,17 +220,20 @@ def prompt_record(
     """The text around the rows of a dataset, as JSON.
 
     Args:
-        is_chat, is_filled: whether rows of it were filled into a chat or a prompt template, which it does not tell.
+        is_chat, is_filled: whether rows of it were filled into a chat or a prompt template, which
+        it does not tell.
     Returns:
-        kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
-        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.
+        kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template
+        in `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.
     """
     content = FORMATS[dataset_format].content if dataset_format in FORMATS else None
     if content is Chat or is_chat or (content is Fields and chosen.is_chat):
         return {"kind": CHAT, "chat_template": chosen.chat}
     if content is Fields or is_filled:
         template = chosen.prompt or FORMATS[dataset_format].template
-        return {"kind": TEMPLATE, "name": chosen.name or dataset_format} | dataclasses.asdict(template)
+        return {"kind": TEMPLATE, "name": chosen.name or dataset_format} | dataclasses.asdict(
+            template
+        )
     return {"kind": TEXT}
 
 
@@ -205,27 +248,51 @@ def recorded_template(record: Mapping[str, Any]) -> ChosenTemplate:
 
 
 def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
-    """One line: how instructions become text, of `prompt_record`, and what the other way is; empty for other rows."""
+    """One line: how instructions become text, of `prompt_record`, and what the other way is; empty
+    for other rows.
+    """
     if dataset_format not in FORMATS or FORMATS[dataset_format].content is not Fields:
         return ""
-    names = (name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template)
+    names = (
+        name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template
+    )
     name = next(names, "FILE")
     if record["kind"] == CHAT:
-        return f"Prompts: the chat template that the model was made for (--prompt_template {name} for plain text)"
-    return f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for that)"
+        return (
+            f"Prompts: the chat template that the model was made for (--prompt_template {name} for "
+            "plain text)"
+        )
+    return (
+        f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for "
+        "that)"
+    )
 
 
 def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line, if a chat template of `prompt_record` writes special tokens that the tokenizer lacks; else empty."""
-    template = str(record.get("chat_template") or tokenizer.chat_template) if record["kind"] == CHAT else ""
+    """One line, if a chat template of `prompt_record` writes special tokens that the tokenizer
+    lacks; else empty.
+    """
+    template = (
+        str(record.get("chat_template") or tokenizer.chat_template)
+        if record["kind"] == CHAT
+        else ""
+    )
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", template))
-    lacked = [token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) > 1]
+    lacked = [
+        token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) > 1
+    ]
     advice = f"--add_tokens '{','.join(lacked)}' adds and trains them."
-    return f"The tokenizer has no tokens for {', '.join(lacked)} of the chat template: {advice}" if lacked else ""
+    return (
+        (f"The tokenizer has no tokens for {', '.join(lacked)} of the chat template: {advice}")
+        if lacked
+        else ""
+    )
 
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The text in front of an answer by a record of kind TEMPLATE, with places for a row's content."""
+    """The text in front of an answer by a record of kind TEMPLATE,
+    with places for a row's content.
+    """
     template = recorded_template(record).prompt
     filled = {}
     assert template is not None

@@ -12,19 +12,46 @@ COLUMN = "chat_template_kwargs"
 RESERVED = {
     *("messages", "tools", "add_generation_prompt"),
     # Parameters of transformers' functions.
-    *("conversations", "conversation", "chat_template", "continue_final_message", "return_assistant_tokens_mask"),
-    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *(
+        "conversations",
+        "conversation",
+        "chat_template",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    ),
+    *(
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+    ),
     # Functions that templates call.
-    *("raise_exception", "strftime_now", "namespace", "range", "dict", "cycler", "joiner", "lipsum"),
+    *(
+        "raise_exception",
+        "strftime_now",
+        "namespace",
+        "range",
+        "dict",
+        "cycler",
+        "joiner",
+        "lipsum",
+    ),
     *(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
     "additional_special_tokens",
 }
 """Names that no row can set: they are the row's columns, the tokenizer's or the program's."""
-_SWITCH = re.compile(r"(enable|preserve|keep|add|use|is|has)_|thinking$")  # how variables are called that are on or off
+# how variables are called that are on or off
+_SWITCH = re.compile(r"(enable|preserve|keep|add|use|is|has)_|thinking$")
 
 
 def columns_of(
-    columns: Iterable[str], renames: Mapping[str, str], template: str, ask: Callable[[], Collection[str]]
+    columns: Iterable[str],
+    renames: Mapping[str, str],
+    template: str,
+    ask: Callable[[], Collection[str]],
 ) -> dict[str, str]:
     """The columns that a template reads: their name -> the variable's, or COLUMN.
 
@@ -33,10 +60,16 @@ def columns_of(
         ask: gives the variables of the template, if some column may be one.
     """
     named = {column: renames.get(column, column) for column in columns}
-    may_be = {column: name for column, name in named.items() if name not in RESERVED and _has_word(template, name)}
+    may_be = {
+        column: name
+        for column, name in named.items()
+        if name not in RESERVED and _has_word(template, name)
+    }
     variables = ask() if may_be.keys() - {COLUMN} else ()
     return {
-        column: name for column, name in named.items() if name == COLUMN or (column in may_be and name in variables)
+        column: name
+        for column, name in named.items()
+        if name == COLUMN or (column in may_be and name in variables)
     }
 
 
@@ -50,7 +83,9 @@ def _has_word(template: str, name: str) -> bool:
 
 
 def read_kwargs(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The variables of a row. columns: of `columns_of`. Raises BadRow if one is of a wrong type or reserved."""
+    """The variables of a row. columns: of `columns_of`. Raises BadRow if one is of a wrong type or
+    reserved.
+    """
     given: dict[str, Any] = {}
     for column, name in columns.items():
         value = row.get(column)
@@ -58,9 +93,15 @@ def read_kwargs(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
             continue
         found = _object(value, column) if name == COLUMN else {name: value}
         for variable, inner in found.items():
-            _check(variable, inner, "" if name == COLUMN else f"; --columns ignore={column} trains without it")
+            _check(
+                variable,
+                inner,
+                "" if name == COLUMN else f"; --columns ignore={column} trains without it",
+            )
             if given.setdefault(variable, inner) != inner:
-                raise BadRow(f"{variable} is {given[variable]!r} in one column and {inner!r} in another")
+                raise BadRow(
+                    f"{variable} is {given[variable]!r} in one column and {inner!r} in another"
+                )
     plain: dict[str, Any] = plain_value(given)
     return plain
 
@@ -77,13 +118,16 @@ def _object(value: object, column: str) -> Mapping[str, Any]:
         except (ValueError, RecursionError) as error:
             raise BadRow(f"{column} is not JSON") from error
     if not isinstance(value, Mapping):
-        raise BadRow(f"{column} is not an object with the template's variables but {type(value).__name__}")
+        raise BadRow(
+            f"{column} is not an object with the template's variables but {type(value).__name__}"
+        )
     return value
 
 
 def _check(name: str, value: object, advice: str) -> None:
     if name in RESERVED:
         raise BadRow(f"{COLUMN}: a row cannot set {name}")
-    is_word = isinstance(value, str) and value.lower() in ("true", "false")  # a template would take both for true
+    # a template would take both for true
+    is_word = isinstance(value, str) and value.lower() in ("true", "false")
     if is_word or (_SWITCH.match(name) and not isinstance(value, bool | None)):
         raise BadRow(f"{name} is {value!r:.40}, and can be true or false{advice}")

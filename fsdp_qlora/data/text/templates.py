@@ -1,4 +1,6 @@
-"""Prompt templates: an instruction with its response becomes text. A new template is a row of TEMPLATES."""
+"""Prompt templates: an instruction with its response becomes text. A new template is a row of
+TEMPLATES.
+"""
 
 import re
 from dataclasses import dataclass
@@ -16,12 +18,15 @@ PLACEHOLDERS = (
     | {"system": "system"}
 )
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_VARIANTS = re.compile(r"^===+ *\n", re.MULTILINE)  # the line between the two variants in a template's file
+# the line between the two variants in a template's file
+_VARIANTS = re.compile(r"^===+ *\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """The text around the fields of a row. The response follows, unless the template has a place for it."""
+    """The text around the fields of a row. The response follows, unless the template has a place
+    for it.
+    """
 
     with_context: str
     without_context: str
@@ -31,13 +36,24 @@ class PromptTemplate:
     """The value of {system} in rows without a system prompt."""
 
     def fill(self, fields: Fields) -> list[Segment]:
-        """The row's text: prompts, and responses with what the template has after them, which are learned."""
-        turns = [(*turn, "") for turn in fields.history] + [(fields.instruction, fields.response, fields.context)]
-        system = fields.system or (self.system_with_context if fields.context else self.system_without_context)
+        """The row's text: prompts, and responses with what the template has after them, which are
+        learned.
+        """
+        turns = [(*turn, "") for turn in fields.history] + [
+            (fields.instruction, fields.response, fields.context)
+        ]
+        system = fields.system or (
+            self.system_with_context if fields.context else self.system_without_context
+        )
         segments: list[Segment] = []
         for turn_number, (instruction, response, context) in enumerate(turns, start=1):
             template = self.with_context if context else self.without_context
-            values = {"instruction": instruction, "context": context, "response": response, "system": system}
+            values = {
+                "instruction": instruction,
+                "context": context,
+                "response": response,
+                "system": system,
+            }
             before, after = self._split(template, values, is_first=turn_number == 1)
             segments += [
                 Segment(before, learned=False),
@@ -46,7 +62,9 @@ class PromptTemplate:
         return segments
 
     def _split(self, template: str, values: dict[str, str], *, is_first: bool) -> tuple[str, str]:
-        """(the text before the response, the text after it); the system prompt is in the first turn only."""
+        """(the text before the response, the text after it); the system prompt is in the first turn
+        only.
+        """
         head, _, tail = template.partition("{response}")
         if is_first and values["system"] and "{system}" not in template:
             head = "{system}\n\n" + head
@@ -62,17 +80,19 @@ def _substitute(template: str, values: dict[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
-# The templates of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, train.py); the response follows
-# the colon directly. A row's own system prompt takes the place of the first paragraph.
+# The templates of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, train.py); the response
+# follows the colon directly. A row's own system prompt takes the place of the first paragraph.
 _ALPACA = PromptTemplate(
     "{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:",
     "{system}\n\n### Instruction:\n{instruction}\n\n### Response:",
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.",
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.",
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.",
 )
 
-# question_answer is that of the 2024 program (AnswerDotAI/fsdp_qlora, train.py), for its datasets sql and orca_math.
+# question_answer is that of the 2024 program (AnswerDotAI/fsdp_qlora, train.py), for its datasets
+# sql and orca_math.
 TEMPLATES: dict[str, PromptTemplate] = {
     "alpaca": _ALPACA,
     "question_answer": PromptTemplate(
@@ -81,14 +101,16 @@ TEMPLATES: dict[str, PromptTemplate] = {
     ),
     "plain": PromptTemplate("{instruction}\n{context}\n", "{instruction}\n"),
     "vicuna": PromptTemplate(
-        "{system}\n\nUSER: {instruction}\n{context} ASSISTANT:", "{system}\n\nUSER: {instruction} ASSISTANT:"
+        "{system}\n\nUSER: {instruction}\n{context} ASSISTANT:",
+        "{system}\n\nUSER: {instruction} ASSISTANT:",
     ),
 }
 
 # Chat templates in Jinja, for models that bring none.
 CHAT_TEMPLATES = {
     "chatml": (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+        "'<|im_end|>\\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     ),
     "user_assistant": (
@@ -104,7 +126,9 @@ CHAT = "chat"  # the model's own chat template, for instructions too
 
 @dataclass(frozen=True)
 class ChosenTemplate:
-    """The template that --prompt_template names. Without it each format has its own, and chats the model's."""
+    """The template that --prompt_template names. Without it each format has its own, and chats the
+    model's.
+    """
 
     name: str | None = None
     prompt: PromptTemplate | None = None
@@ -121,8 +145,8 @@ def find_template(name: str | None) -> ChosenTemplate:
     """Find a template by name or file.
 
     Args:
-        name: a key of TEMPLATES or CHAT_TEMPLATES, "chat", the path of a text file, or of a chat template that ends
-            in .jinja.
+        name: a key of TEMPLATES or CHAT_TEMPLATES, "chat", the path of a text file, or of a chat
+            template that ends in .jinja.
     Raises:
         UserError: there is no such name or file, or the template lacks a place for the instruction.
     """
@@ -140,16 +164,25 @@ def find_template(name: str | None) -> ChosenTemplate:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         names = ", ".join([*TEMPLATES, *CHAT_TEMPLATES, CHAT])
         raise UserError(
-            f"prompt_template: {name} is neither one of {names} nor a file that can be read ({reason})."
+            f"prompt_template: {name} is neither one of {names} nor a file that can be read "
+            f"({reason})."
         ) from error
-    return ChosenTemplate(name, chat=text) if path.suffix in (".jinja", ".j2") else _parse_template(text, name)
+    return (
+        ChosenTemplate(name, chat=text)
+        if path.suffix in (".jinja", ".j2")
+        else _parse_template(text, name)
+    )
 
 
 def _parse_template(text: str, name: str) -> ChosenTemplate:
-    """A template's file: text with {instruction} and so on; what follows a line of === is for rows without context."""
+    """A template's file: text with {instruction} and so on; what follows a line of === is for rows
+    without context.
+    """
     variants = _VARIANTS.split(text)
     if len(variants) > 2:
-        raise UserError(f"prompt_template {name}: it may have at most one line of ===, between two variants.")
+        raise UserError(
+            f"prompt_template {name}: it may have at most one line of ===, between two variants."
+        )
     for variant in variants:
         names = {PLACEHOLDERS.get(word) for word in _PLACEHOLDER.findall(variant)}
         unknown = [word for word in _PLACEHOLDER.findall(variant) if word not in PLACEHOLDERS]
@@ -165,9 +198,19 @@ def _parse_template(text: str, name: str) -> ChosenTemplate:
 
 
 def as_chat(fields: Fields) -> Chat:
-    """An instruction as a conversation, for a chat template; the context follows the instruction, and a response."""
+    """An instruction as a conversation, for a chat template; the context follows the instruction,
+    and a response.
+    """
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
-    last = (f"{fields.instruction}\n\n{fields.context}" if fields.context else fields.instruction, fields.response)
+    last = (
+        f"{fields.instruction}\n\n{fields.context}" if fields.context else fields.instruction,
+        fields.response,
+    )
     for instruction, response in (*fields.history, last):
-        messages += [{"role": "user", "content": instruction}, {"role": "assistant", "content": response}]
-    return Chat(messages if fields.response else messages[:-1], template_kwargs=fields.template_kwargs)
+        messages += [
+            {"role": "user", "content": instruction},
+            {"role": "assistant", "content": response},
+        ]
+    return Chat(
+        messages if fields.response else messages[:-1], template_kwargs=fields.template_kwargs
+    )

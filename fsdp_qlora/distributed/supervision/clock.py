@@ -29,7 +29,9 @@ _PAUSE_RATIO = 10.0  # a duration of so many times the second longest includes a
 
 
 def elapsed() -> float:
-    """Seconds, including time in which the machine was suspended: for deadlines and rented hours."""
+    """Seconds, including time in which the machine was suspended:
+    for deadlines and rented hours.
+    """
     return time.clock_gettime(_SINCE_BOOT)
 
 
@@ -46,17 +48,21 @@ def begun(function: Callable[[], T]) -> Future[T]:
         try:
             result.set_result(function())
         except BaseException as error:  # wandb.teardown raises SystemExit
-            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            result.set_exception(
+                error if isinstance(error, Exception) else RuntimeError(repr(error))
+            )
 
     threading.Thread(target=call, name="begun-call", daemon=True).start()
     return result
 
 
-def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bool] = lambda: True) -> T:
+def within(
+    seconds: float, function: Callable[[], T], *, counts: Callable[[], bool] = lambda: True
+) -> T:
     """Call `function` in a daemon thread and wait at most `seconds` for its result.
 
-    The time is counted in slices of the wait: none passes while this process or machine is stopped. A slice counts if
-    `counts()` is true at its end.
+    The time is counted in slices of the wait: none passes while this process or machine is stopped.
+    A slice counts if `counts()` is true at its end.
 
     Raises:
         TimeoutError: the function is still running; its result is lost.
@@ -72,13 +78,16 @@ def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bo
 
 
 class Worker:
-    """A process that answers lines, for the code of others. It starts with the first line, and again when it has ended.
+    """A process that answers lines, for the code of others. It starts with the first line, and
+    again when it has ended.
 
-    It is no `ProcessPoolExecutor`: that one imports the main module again (a script without a guard would train in each
-    worker) and modules of the current folder, and does not end a call that takes too long.
+    It is no `ProcessPoolExecutor`: that one imports the main module again (a script without a guard
+    would train in each worker) and modules of the current folder, and does not end a call that
+    takes too long.
 
     Args:
-        module: its function `work` answers each line of stdin with one on stdout. seconds: for an answer, at most.
+        module: its function `work` answers each line of stdin with one on stdout. seconds: for an
+        answer, at most.
     """
 
     def __init__(self, module: str, seconds: float) -> None:
@@ -87,11 +96,15 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def _exchange(self, line: str, seconds: float | None = None) -> tuple[str, int]:
-        """The process's answer to a line; "" and its exit status if there is none in time, after which it has ended."""
+        """The process's answer to a line; "" and its exit status if there is none in time, after
+        which it has ended.
+        """
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-c", _WORK.format(_ROOT, self._module)]
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+            )
         process = self._process
 
         def send_and_receive() -> str:
@@ -118,7 +131,9 @@ class Worker:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process grow by this much at most. Not by RLIMIT_AS: CUDA reserves far more addresses than it uses."""
+    """Let this process grow by this much at most. Not by RLIMIT_AS: CUDA reserves far more
+    addresses than it uses.
+    """
     with contextlib.suppress(OSError, ValueError):  # not Linux, or less is allowed already
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
@@ -151,7 +166,9 @@ class Heartbeat:
         self.at = time.monotonic()
 
     def beat(self, step: int, phase: str) -> None:
-        """Record that this rank has reached a phase (see PHASES) of a step. Costs no more than an assignment."""
+        """Record that this rank has reached a phase (see PHASES) of a step. Costs no more than an
+        assignment.
+        """
         self.step = step
         self.phase = phase
         self.at = time.monotonic()

@@ -1,4 +1,6 @@
-"""Reports failures of a run: in status.json, to the other ranks, and to the user in one sentence."""
+"""Reports failures of a run: in status.json, to the other ranks,
+and to the user in one sentence.
+"""
 
 import contextlib
 import errno
@@ -27,13 +29,16 @@ from fsdp_qlora.utils.errors import (
 
 # Messages of gloo, NCCL and TCP when the peer has ended.
 _LOST = re.compile(
-    r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket (Timeout|closed)|ncclRemoteError",
+    r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket "
+    r"(Timeout|closed)|ncclRemoteError",
     re.IGNORECASE,
 )
-# Out-of-memory errors that are not torch.OutOfMemoryError: CUDA's when a kernel is loaded at its first call, those of
-# libraries whose handles need memory, NCCL's and Triton's; and the host allocator's.
+# Out-of-memory errors that are not torch.OutOfMemoryError: CUDA's when a kernel is loaded at its
+# first call, those of libraries whose handles need memory, NCCL's and Triton's; and the host
+# allocator's.
 _GPU_MEMORY = re.compile(
-    r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Triton Error \[CUDA\]: out of memory|"
+    r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Triton Error \[CUDA\]: out of "
+    r"memory|"
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|"
     r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create|CUDNN_STATUS_NOT_INITIALIZED"
 )
@@ -43,10 +48,11 @@ _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) mem
 
 @contextlib.contextmanager
 def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
-    """Report a failure in the block at once: to its presence's `on_end`, to the other ranks and to the user.
+    """Report a failure in the block at once: to its presence's `on_end`, to the other ranks and to
+    the user.
 
-    Put it directly around the training. Closing outer blocks may take minutes; by then the other ranks would have
-    reported this one as lost, and torchrun would have killed it without a message.
+    Put it directly around the training. Closing outer blocks may take minutes; by then the other
+    ranks would have reported this one as lost, and torchrun would have killed it without a message.
 
     Raises:
         OutOfMemory: this rank ran out of memory; the other ranks end without a message.
@@ -65,7 +71,9 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
         kind = exhausted_memory(error)
         if kind:
             where = f"in step {watchdog.heartbeat.step + 1} ({watchdog.heartbeat.phase})"
-            message = _describe_out_of_memory(error, kind, watchdog.ranks.rank, where, memory_settings)
+            message = _describe_out_of_memory(
+                error, kind, watchdog.ranks.rank, where, memory_settings
+            )
             failure: Exception = OutOfMemory(message)
             watchdog.presence.abort_or_exit(str(failure), state=how_it_ends(failure).state)
             print_error(failure)
@@ -73,8 +81,10 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
             watchdog.presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
             step = watchdog.heartbeat.step + 1
             failure = LostRank(
-                f"The connection to another rank was lost in step {step}: it has ended. Its own output says why, by a "
-                "traceback or by one line of a bitsandbytes kernel, which begins with `Error` and names a file of csrc."
+                f"The connection to another rank was lost in step {step}: it has ended. Its own "
+                "output says why, by a "
+                "traceback or by one line of a bitsandbytes kernel, which begins with `Error` and "
+                "names a file of csrc."
             )
         else:
             text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
@@ -88,10 +98,12 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
 
 @contextlib.contextmanager
 def aborting_others(presence: Presence) -> Iterator[None]:
-    """Record how the block ends. Before training begins, tell the other ranks, which may wait until a timeout.
+    """Record how the block ends. Before training begins, tell the other ranks, which may wait until
+    a timeout.
 
     Raises:
-        LostRank: a collective or the store failed. If another rank reports the cause, the process ends here.
+        LostRank: a collective or the store failed. If another rank reports the cause, the process
+        ends here.
     """
     with presence.announced():
         try:
@@ -123,10 +135,14 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
     except Exception as error:
         kind = exhausted_memory(error)
         if kind:
-            message = _describe_out_of_memory(error, kind, rank, "while the model was loaded", settings)
+            message = _describe_out_of_memory(
+                error, kind, rank, "while the model was loaded", settings
+            )
             raise TrainingError(message) from error
         if is_lost(error):
-            message = "The connection to another rank was lost while the model was loaded: it has ended."
+            message = (
+                "The connection to another rank was lost while the model was loaded: it has ended."
+            )
             raise LostRank(message) from error
         raise
 
@@ -138,7 +154,9 @@ def exhausted_memory(error: Exception) -> str | None:
         return "host"
     if isinstance(error, RuntimeError) and _HOST_MEMORY.search(text):
         return "host"
-    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _GPU_MEMORY.search(text)):
+    if isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _GPU_MEMORY.search(text)
+    ):
         return "GPU"
     return "GPU" if isinstance(error, dist.DistBackendError) and _NCCL_MEMORY.search(text) else None
 
@@ -152,15 +170,26 @@ def is_lost(error: Exception) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The first line of an error's text. NCCL errors begin with a location in torch: for these the last message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    """The first line of an error's text. NCCL errors begin with a location in torch: for these the
+    last message.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     for before, line in itertools.pairwise(lines):
         if before == "Last error:":
             return f"NCCL: {line}"
     return next((f"NCCL: {line}" for line in lines if re.match(r"nccl\w+: ", line)), lines[0])
 
 
-def _describe_out_of_memory(error: Exception, kind: str, rank: int, where: str, settings: str) -> str:
+def _describe_out_of_memory(
+    error: Exception, kind: str, rank: int, where: str, settings: str
+) -> str:
     if kind == "host":  # offloading would need more of it
-        settings = ", ".join(["more memory in the machine", *(s for s in settings.split(", ") if "offload" not in s)])
-    return f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: {settings}."
+        settings = ", ".join(
+            ["more memory in the machine", *(s for s in settings.split(", ") if "offload" not in s)]
+        )
+    return (
+        f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: "
+        f"{settings}."
+    )

@@ -1,7 +1,8 @@
 """Starts one process per visible GPU when training is started as a single process.
 
-A process that torchrun has started with others, or with an explicit count of 1, continues as a worker. Any other
-process becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
+A process that torchrun has started with others, or with an explicit count of 1, continues as a
+worker. Any other process becomes a launcher: it starts the workers through torchrun's own agent and
+waits for them.
 """
 
 import contextlib
@@ -24,10 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.distributed.supervision.restarts import AUTO_RESTART, NOTE_FILE, forward_exit, is_restart
+from fsdp_qlora.distributed.supervision.restarts import (
+    AUTO_RESTART,
+    NOTE_FILE,
+    forward_exit,
+    is_restart,
+)
 from fsdp_qlora.utils.errors import ENDINGS, RAISED, UserError, note_reason, write_line
 
-if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wrong options are quick
+# torch is imported where it is needed, so that --help and wrong options are quick
+if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -41,16 +48,29 @@ _STATUS_OF_SIGNAL = {
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
 WORKER = ("-u", "-m", "fsdp_qlora", "train")
 
-# Variables that torchrun's agent sets for its workers, besides those that start with TORCHELASTIC_. Our own agent and
-# its workers would take a wrong rank or port from those that an outer torchrun has set.
+# Variables that torchrun's agent sets for its workers, besides those that start with TORCHELASTIC_.
+# Our own agent and its workers would take a wrong rank or port from those that an outer torchrun
+# has set.
 _AGENT_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 class WorkersEnd(NamedTuple):
-    """How the workers have ended. reason: the message of the first worker that failed, empty if none has."""
+    """How the workers have ended. reason: the message of the first worker that failed, empty if
+    none has.
+    """
 
     status: int
     reason: str
@@ -61,17 +81,20 @@ def is_from_an_agent(name: str) -> bool:
     return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
 
 
-def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = WORKER) -> int | None:
+def relaunch_if_needed(
+    config: TrainConfig, argv: list[str], worker: Sequence[str] = WORKER
+) -> int | None:
     """Start the workers and wait for them, if this process is not a worker itself.
 
     Args:
         argv: the arguments after the program's name; the workers get the same.
         worker: python's arguments before them.
     Returns:
-        None if this process is a worker and should continue, otherwise the status to exit with: the first failed
-        worker's, the one in errors.ENDINGS if a signal ended the run, or 0.
+        None if this process is a worker and should continue, otherwise the status to exit with: the
+        first failed worker's, the one in errors.ENDINGS if a signal ended the run, or 0.
     Raises:
-        UserError: more processes are requested than GPUs are visible, or their number differs from torchrun's.
+        UserError: more processes are requested than GPUs are visible, or their number differs from
+        torchrun's.
     """
     if not _is_single_by_default(argv):
         _check_torchrun_processes(config)
@@ -84,9 +107,11 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
-    """Start the workers, even a single one, and wait for them. This process keeps no memory or state of the run.
+    """Start the workers, even a single one, and wait for them. This process keeps no memory or
+    state of the run.
 
-    Their errors are not printed: the caller raises them. See `relaunch_if_needed` for the arguments and errors.
+    Their errors are not printed: the caller raises them. See `relaunch_if_needed` for the arguments
+    and errors.
     """
     processes, reason = (1, "") if config.is_preview else _num_processes(config)
     return _start(processes, reason, [*WORKER, *argv], raises=True)
@@ -109,21 +134,33 @@ def is_started_by_others() -> bool:
 
 
 def _is_single_by_default(argv: list[str]) -> bool:
-    """Whether this process is the only one of the run, and no number of processes was requested from torchrun."""
-    is_one_of_several = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    """Whether this process is the only one of the run, and no number of processes was requested
+    from torchrun.
+    """
+    is_one_of_several = any(
+        int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")
+    )
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return not is_one_of_several and not (by_torchrun and _torchrun_has_nproc(argv))
 
 
 def _torchrun_has_nproc(argv: list[str]) -> bool:
-    """Whether torchrun was given a number of processes. In a worker's environment a 1 looks like the default."""
+    """Whether torchrun was given a number of processes. In a worker's environment a 1 looks like
+    the default.
+    """
     if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables too
         return True
     try:
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        command = (
+            Path(f"/proc/{os.getppid()}/cmdline")
+            .read_bytes()
+            .decode(errors="replace")
+            .split("\0")[:-1]
+        )
     except OSError:
         return True  # no /proc: keep the single process that torchrun started
-    # The parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. The same flag in ARGV is ours.
+    # The parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. The same flag
+    # in ARGV is ours.
     torchrun = command[: len(command) - len(argv)]
     arguments = command[len(command) - len(argv) :]
     # torchrun accepts abbreviations; no other option of it starts with --np.
@@ -139,8 +176,9 @@ def _check_torchrun_processes(config: TrainConfig) -> None:
     if config.nproc_per_node not in (-1, local, total):
         started = f"{local} process{'es' if local > 1 else ''}"
         raise UserError(
-            f"torchrun has started {started} on this machine, but the options of the training ask for "
-            f"{config.nproc_per_node}. Leave out --world_size and --nproc_per_node of the training."
+            f"torchrun has started {started} on this machine, but the options of the training ask "
+            f"for {config.nproc_per_node}. Leave out --world_size and --nproc_per_node of the "
+            "training."
         )
 
 
@@ -149,8 +187,9 @@ def _num_processes(config: TrainConfig) -> tuple[int, str]:
     requested = config.nproc_per_node
     if requested > 1 and config.device != "cpu" and 0 < (gpus := _visible_gpus()) < requested:
         raise UserError(
-            f"{requested} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs its own GPU."
+            f"{requested} processes are requested, but {gpus} GPUs are visible "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each "
+            "process needs its own GPU."
         )
     if requested >= 1:
         return requested, "as requested"
@@ -168,7 +207,9 @@ def _visible_gpus() -> int:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch in the block without garbage collection, which takes a sixth of the time and frees nothing."""
+    """Import torch in the block without garbage collection, which takes a sixth of the time and
+    frees nothing.
+    """
     gc.disable()
     try:
         yield
@@ -178,8 +219,11 @@ def importing() -> Iterator[None]:
 
 
 def set_torch_variables() -> None:
-    """Set the environment variables that torch reads on import or at the first use of a GPU, unless they are set."""
-    # Lengths differ between steps, which fragments fixed segments. Set before imports: bitsandbytes initializes CUDA.
+    """Set the environment variables that torch reads on import or at the first use of a GPU, unless
+    they are set.
+    """
+    # Lengths differ between steps, which fragments fixed segments. Set before imports: bitsandbytes
+    # initializes CUDA.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # We report a lost rank in one sentence; torch would add pages of C++ frames.
@@ -189,21 +233,28 @@ def set_torch_variables() -> None:
 # --- the launcher ---
 
 
-def _run_workers(processes: int, words: list[str], server_socket: socket.socket, *, raises: bool) -> WorkersEnd:
+def _run_workers(
+    processes: int, words: list[str], server_socket: socket.socket, *, raises: bool
+) -> WorkersEnd:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     try:
-        with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
+        with (
+            tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder,
+            _environment_of_launcher(folder),
+        ):
             if raises:
                 os.environ[RAISED] = "1"
             port = server_socket.getsockname()[1]
             launch = _launch_config(processes, port=port, folder=folder)
             # The agent opens a server at this port too; multi_tenant makes it share this one.
             descriptor = server_socket.detach()
-            server = TCPStore("localhost", port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
+            server = TCPStore(
+                "localhost", port, 1, True, multi_tenant=True, master_listen_fd=descriptor
+            )
             try:
                 elastic_launch(launch, sys.executable)(*words)
             finally:
@@ -220,7 +271,9 @@ def _run_workers(processes: int, words: list[str], server_socket: socket.socket,
 
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
-    """Prepare the workers' environment; at the end restore it, and forward a final ending to an outer torchrun."""
+    """Prepare the workers' environment; at the end restore it, and forward a final ending to an
+    outer torchrun.
+    """
     before = dict(os.environ)
     note = Path(folder) / "end.json"
     try:
@@ -242,13 +295,17 @@ def _launch_config(processes: int, *, port: int, folder: str) -> "LaunchConfig":
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=secrets.token_hex(16),  # prefix of the keys in the store, see `distributed.store.connect`
-        rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
+        # prefix of the keys in the store, see `distributed.store.connect`
+        run_id=secrets.token_hex(16),
+        # uses one server for agent and workers; c10d would open a second one
+        rdzv_backend="static",
         rdzv_endpoint=f"localhost:{port}",
         rdzv_configs={"rank": 0},
-        local_addr="localhost",  # torch's default, the machine's full name, cannot be resolved everywhere
+        # torch's default, the machine's full name, cannot be resolved everywhere
+        local_addr="localhost",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),  # deleted with the folder; the agent does not delete its own
+        # deleted with the folder; the agent does not delete its own
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),
     )
 
@@ -257,20 +314,29 @@ def _prepare_environment() -> None:
     """Set up the environment that the workers inherit."""
     os.environ.pop(_LAUNCHER_PID, None)  # inherited if a worker has started this launcher
     _end_with_parent()
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN
+    ):
         signal.signal(signal.SIGTSTP, _stop_with_workers)
     if is_restart():
         os.environ[AUTO_RESTART] = "1"
-    # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if "TORCHELASTIC_RUN_ID" in os.environ else "600")
+    # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer
+    # agent kills us.
+    os.environ.setdefault(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if "TORCHELASTIC_RUN_ID" in os.environ else "600"
+    )
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
-    # `-m fsdp_qlora` must find this package from any folder, and nothing else in the folder that it is started in.
+    # `-m fsdp_qlora` must find this package from any folder, and nothing else in the folder that it
+    # is started in.
     os.environ["PYTHONSAFEPATH"] = "1"
     root = str(Path(__file__).resolve().parents[3])
     if root not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [root, os.environ.get("PYTHONPATH")])
+        )
     # As torchrun does: several processes with a thread per core each would compete.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The agent logs each failed or stopped worker; our one line replaces that.
@@ -280,7 +346,9 @@ def _prepare_environment() -> None:
 
 
 def _stop_with_workers(signum: int, frame: FrameType | None) -> None:
-    """On Ctrl-Z, stop this process and the workers, which have sessions of their own; `fg` and `bg` continue all."""
+    """On Ctrl-Z, stop this process and the workers, which have sessions of their own; `fg` and `bg`
+    continue all.
+    """
     workers = psutil.Process().children()
     for worker in workers:
         worker.suspend()
@@ -294,8 +362,8 @@ def _stop_with_workers(signum: int, frame: FrameType | None) -> None:
 def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
     """Rank, exit code and reason of the worker that most likely failed first.
 
-    Other workers may fail in the same second as a consequence. Exit code 2 (bad input) is never a consequence; a signal
-    often is.
+    Other workers may fail in the same second as a consequence. Exit code 2 (bad input) is never a
+    consequence; a signal often is.
     """
 
     def order(rank: int) -> tuple[int, bool, bool]:
@@ -304,18 +372,27 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
 
     rank = min(failures, key=order)
     message: Any = failures[rank].message  # written by errors.note_reason, or torch's own text
-    return rank, failures[rank].exitcode, message["message"] if isinstance(message, dict) else str(message)
+    return (
+        rank,
+        failures[rank].exitcode,
+        message["message"] if isinstance(message, dict) else str(message),
+    )
 
 
 def _report_failure(rank: int, exit_code: int, reason: str, *, prints: bool = True) -> int:
-    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status.
+    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's
+    exit status.
 
     prints: otherwise only what has no reason of its own, the end by a signal, is printed.
     """
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
-        has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
-        event, cause = ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
+        has_stopped = exit_code in [
+            ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2
+        ]
+        event, cause = (
+            ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
+        )
         message = f"{event} with exit code {exit_code}; the {cause} is above."
         status = exit_code
     else:
@@ -332,7 +409,9 @@ def _report_failure(rank: int, exit_code: int, reason: str, *, prints: bool = Tr
 
 
 def _end_with_parent() -> None:
-    """End this process soon after its launcher or torchrun has died without ending it, such as by SIGKILL."""
+    """End this process soon after its launcher or torchrun has died without ending it, such as by
+    SIGKILL.
+    """
     parent = os.environ.get(_LAUNCHER_PID)
     if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -340,7 +419,9 @@ def _end_with_parent() -> None:
 
 
 def _watch(parent: int) -> None:
-    """When the parent has ended, send this process SIGTERM, so that it saves and ends; after 30 s end it at once."""
+    """When the parent has ended, send this process SIGTERM, so that it saves and ends; after 30 s
+    end it at once.
+    """
     while os.getppid() == parent:
         time.sleep(1)
     with contextlib.suppress(OSError):

@@ -1,8 +1,10 @@
-"""Heartbeats between the ranks, from the first contact to the end of training, through the store they share.
+"""Heartbeats between the ranks, from the first contact to the end of training, through the store
+they share.
 
-Before training, ranks wait for each other in collectives and in the store, where work such as a download or reading a
-model may take long. If a rank has failed or was never started, this ends the wait: each rank sends heartbeats and
-watches one other rank, and the first rank that fails sends its reason to all.
+Before training, ranks wait for each other in collectives and in the store, where work such as a
+download or reading a model may take long. If a rank has failed or was never started, this ends the
+wait: each rank sends heartbeats and watches one other rank, and the first rank that fails sends its
+reason to all.
 """
 
 import contextlib
@@ -24,10 +26,13 @@ from fsdp_qlora.distributed.supervision.clock import within
 from fsdp_qlora.utils.errors import ENDINGS, note_reason, write_line
 
 POLL_SECONDS = 0.5
-PAUSE_SECONDS = 10.0  # between two checks: the whole machine was paused, so all recorded times are too old
+# between two checks: the whole machine was paused, so all recorded times are too old
+PAUSE_SECONDS = 10.0
 _PULSE_SECONDS = 2.0  # between heartbeats
-_SILENT_SECONDS = 30.0  # without a heartbeat a rank counts as dead; NCCL and gloo wait until the group's timeout
-_OWN_REASON_SECONDS = 3.0  # before training most ranks fail for the same reason, and report it themselves
+# without a heartbeat a rank counts as dead; NCCL and gloo wait until the group's timeout
+_SILENT_SECONDS = 30.0
+# before training most ranks fail for the same reason, and report it themselves
+_OWN_REASON_SECONDS = 3.0
 _ABORT = "abort"
 _STARTING = b"starting"
 _TRAINING = b"training"
@@ -35,11 +40,12 @@ _DONE = b"done"
 
 
 class BoundedStore:
-    """A store whose requests time out. torch's own requests wait forever for a host that is stopped or lost.
+    """A store whose requests time out. torch's own requests wait forever for a host that is stopped
+    or lost.
 
     Args:
-        seconds: time limit of a request. Time in which this process's parent is stopped does not count: it may be the
-            launcher that hosts the store.
+        seconds: time limit of a request. Time in which this process's parent is stopped does not
+            count: it may be the launcher that hosts the store.
     Raises:
         TimeoutError: a request was not answered in `seconds`.
         Exception: raised by the store.
@@ -53,7 +59,9 @@ class BoundedStore:
     def __getattr__(self, request: str) -> Callable[..., Any]:
         """The store's request of this name with the time limit: set, get, check, compare_set."""
         send = getattr(self._store, request)
-        return lambda *arguments: within(self._seconds, partial(send, *arguments), counts=self._is_parent_awake)
+        return lambda *arguments: within(
+            self._seconds, partial(send, *arguments), counts=self._is_parent_awake
+        )
 
     def _is_parent_awake(self) -> bool:
         with contextlib.suppress(psutil.Error):
@@ -68,16 +76,18 @@ class Presence:
         store: shared by all ranks.
         hang_minutes: how long a rank may be missing before training begins: 5 at most, 0 means 5.
     Attributes:
-        is_starting: False from the first step on.
-        on_end: called with a key of errors.ENDINGS and the reason before this process ends by a failure or a stop.
-        where: describes the point that this rank has reached, for messages.
-        watch: called twice a second by this object's thread.
+        is_starting: False from the first step on. on_end: called with a key of errors.ENDINGS and
+        the reason before this process ends by a failure or a stop. where: describes the point that
+        this rank has reached, for messages. watch: called twice a second by this object's thread.
     """
 
     def __init__(self, store: dist.Store, ranks: Ranks, *, hang_minutes: float) -> None:
-        # A clone, since a request blocks its connection: a poll would wait while another thread waits in `get`.
+        # A clone, since a request blocks its connection: a poll would wait while another thread
+        # waits in `get`.
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's annotations
-        self._store = BoundedStore(clone, seconds=_SILENT_SECONDS) if ranks.world_size > 1 else clone
+        self._store = (
+            BoundedStore(clone, seconds=_SILENT_SECONDS) if ranks.world_size > 1 else clone
+        )
         self.ranks = ranks
         self.is_starting = True
         self.on_end: Callable[[str, str], None] = lambda state, reason: None
@@ -90,14 +100,17 @@ class Presence:
         self._has_lost_store = self._is_silent = False
         self._heard = b""  # the neighbour's last heartbeat
         self._pulse_at = self._heard_at = self._looked_at = time.monotonic()
-        # Time of receipt, rank, reason and state of an abort. Kept, since the store may end before this rank does.
+        # Time of receipt, rank, reason and state of an abort. Kept, since the store may end before
+        # this rank does.
         self._abort: tuple[float, int, str, str] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="presence", daemon=True)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Send heartbeats, and end this process if another rank fails or is missing, until training begins."""
+        """Send heartbeats, and end this process if another rank fails or is missing, until training
+        begins.
+        """
         if self.ranks.world_size > 1:
             self._begin()
         try:
@@ -107,7 +120,9 @@ class Presence:
         self.mark_done()
 
     def begin_training(self, where: Callable[[], str], watch: Callable[[], None]) -> None:
-        """Call `watch` from now on, which must call `check_peers`. A silent rank counts as dead sooner than before."""
+        """Call `watch` from now on, which must call `check_peers`. A silent rank counts as dead
+        sooner than before.
+        """
         self.is_starting = False
         self.where = where
         self.watch = watch
@@ -130,21 +145,29 @@ class Presence:
             self.watch()
 
     def mark_done(self) -> None:
-        """Tell the others that this rank's silence is no failure from now on: all ranks have finished together."""
+        """Tell the others that this rank's silence is no failure from now on: all ranks have
+        finished together.
+        """
         self._set(f"alive/{self.ranks.rank}", _DONE.decode())
 
     def abort_others(self, reason: str, *, state: str = "failed") -> None:
-        """Make all other ranks end with this reason, unless one has aborted already. state: a key of errors.ENDINGS."""
+        """Make all other ranks end with this reason, unless one has aborted already. state: a key
+        of errors.ENDINGS.
+        """
         with self.using_store() as store:
             store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason, state]))
         if self.ranks.world_size > 1 and self.ranks.is_rank_0:
-            time.sleep(2 * POLL_SECONDS)  # the store ends with this process: the others must read it first
+            # the store ends with this process: the others must read it first
+            time.sleep(2 * POLL_SECONDS)
         elif self.is_starting:
-            # Rank 0 may fail as well. If the launcher killed it meanwhile, the lock of the run's folder would stay.
+            # Rank 0 may fail as well. If the launcher killed it meanwhile, the lock of the run's
+            # folder would stay.
             time.sleep(4 * POLL_SECONDS)
 
     def abort_or_exit(self, reason: str, *, state: str = "failed") -> None:
-        """Make all other ranks end quietly, since this one reports why. If one has aborted already, end this one."""
+        """Make all other ranks end quietly, since this one reports why. If one has aborted already,
+        end this one.
+        """
         self.abort_others(reason, state=state)
         self._exit_if_aborted_elsewhere()
 
@@ -156,7 +179,9 @@ class Presence:
             time.sleep(0.1)
 
     def check_peers(self) -> None:
-        """Check once. The time is taken at the start, so the next check notices a pause during this one."""
+        """Check once. The time is taken at the start, so the next check notices a pause during this
+        one.
+        """
         now = time.monotonic()
         if now - self._looked_at > PAUSE_SECONDS:
             self._heard_at = now
@@ -169,7 +194,9 @@ class Presence:
 
     @contextlib.contextmanager
     def using_store(self) -> Iterator[Any]:
-        """Use the store in the block. If it has ended or does not answer, replace it by an empty local one."""
+        """Use the store in the block. If it has ended or does not answer, replace it by an empty
+        local one.
+        """
         with self._lock:
             try:
                 yield self._store
@@ -201,7 +228,9 @@ class Presence:
             self._heard_at = now
 
     def _silence_limit(self) -> float:
-        """How many seconds the neighbour may be silent. While it reads a model, its threads may not run for a while."""
+        """How many seconds the neighbour may be silent. While it reads a model, its threads may not
+        run for a while.
+        """
         if self._has_lost_store or self._heard.startswith(_TRAINING):
             return _SILENT_SECONDS
         if not self._heard:
@@ -228,14 +257,19 @@ class Presence:
         self._end("failed", message, message, is_said=True)
 
     def _end_agent(self) -> None:
-        """End torchrun's agent: it uses the lost store too, and might wait 15 minutes for TCP's timeout."""
-        for signum in (signal.SIGTERM, signal.SIGKILL):  # while it waits in C++, Python handles no SIGTERM
+        """End torchrun's agent: it uses the lost store too, and might wait 15 minutes for TCP's
+        timeout.
+        """
+        # while it waits in C++, Python handles no SIGTERM
+        for signum in (signal.SIGTERM, signal.SIGKILL):
             if os.getppid() == self._agent:
                 os.kill(self._agent, signum)
                 time.sleep(4)
 
     def _end(self, state: str, message: str, reason: str, *, is_said: bool = False) -> NoReturn:
-        """End this process. Under torchrun, which prints the first rank's reason, other ranks print nothing."""
+        """End this process. Under torchrun, which prints the first rank's reason, other ranks print
+        nothing.
+        """
         self.on_end(state, reason)
         if not is_said and "TORCHELASTIC_ERROR_FILE" not in os.environ:
             write_line(f"[rank {self.ranks.rank}] {message}")
@@ -245,18 +279,27 @@ class Presence:
     def _describe_silence(self) -> str:
         if self._has_lost_store:
             return (
-                f"The store of all ranks has not answered for {_SILENT_SECONDS:.0f} s: rank 0, or the launcher that "
+                f"The store of all ranks has not answered for {_SILENT_SECONDS:.0f} s: rank 0, or "
+                "the launcher that "
                 "hosts it, has ended, or its machine cannot be reached."
             )
         if not self._heard:
             with self.using_store() as store:
-                absent = [rank for rank in range(self.ranks.world_size) if not store.check([f"alive/{rank}"])]
-            names = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent or [self._neighbour]))}"
+                absent = [
+                    rank
+                    for rank in range(self.ranks.world_size)
+                    if not store.check([f"alive/{rank}"])
+                ]
+            names = (
+                f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent or [self._neighbour]))}"
+            )
             return (
-                f"{names} did not connect within {self._missing_seconds / 60:.3g} minutes: not started, ended before "
+                f"{names} did not connect within {self._missing_seconds / 60:.3g} minutes: not "
+                "started, ended before "
                 "connecting (its own output says why), or out of reach."
             )
         return (
-            f"Rank {self._neighbour} has sent no heartbeat for {self._silence_limit():.0f} s, {self.where()}: "
+            f"Rank {self._neighbour} has sent no heartbeat for {self._silence_limit():.0f} s, "
+            f"{self.where()}: "
             "its process has ended or is stopped, or its machine cannot be reached."
         )

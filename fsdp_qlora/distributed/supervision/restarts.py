@@ -1,8 +1,9 @@
 """Prevents pointless restarts by torchrun.
 
-torchrun restarts all workers after any failure, up to --max-restarts times. A final ending, which a restart would only
-repeat, is recorded in torchrun's own store, which outlives the workers, and the next attempt exits at once. If
-torchrun's worker is a launcher, its own workers record the ending in a file, and the launcher forwards it.
+torchrun restarts all workers after any failure, up to --max-restarts times. A final ending, which a
+restart would only repeat, is recorded in torchrun's own store, which outlives the workers, and the
+next attempt exits at once. If torchrun's worker is a launcher, its own workers record the ending in
+a file, and the launcher forwards it.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from fsdp_qlora.utils.errors import Ending
 
-if TYPE_CHECKING:  # torch is imported where it is needed, so that wrong options are reported quickly
+# torch is imported where it is needed, so that wrong options are reported quickly
+if TYPE_CHECKING:
     from torch.distributed import Store
 
 _KEY = "do_not_restart"
@@ -33,19 +35,24 @@ def is_unattended() -> bool:
 
 
 def record_exit(ending: Ending, message: str) -> None:
-    """Record a final ending, so that torchrun's next attempt exits at once. Other endings are not recorded."""
+    """Record a final ending, so that torchrun's next attempt exits at once. Other endings are not
+    recorded.
+    """
     if not ending.is_final:
         return
     note = json.dumps([ending.exit_code, message.splitlines()[0]])
     file = os.environ.get(NOTE_FILE)
     if file:
-        with contextlib.suppress(OSError), Path(file).open("x") as stream:  # another rank may have been first
+        # another rank may have been first
+        with contextlib.suppress(OSError), Path(file).open("x") as stream:
             stream.write(note)
     _store(note)
 
 
 def forward_exit(file: Path) -> None:
-    """Record the final ending in a launcher's file, if there is one, for torchrun's next attempt."""
+    """Record the final ending in a launcher's file, if there is one,
+    for torchrun's next attempt.
+    """
     with contextlib.suppress(OSError):
         _store(file.read_text())
 
@@ -68,7 +75,9 @@ def previous_exit() -> tuple[int, str] | None:
 
 
 def _agent_store() -> "Store | None":
-    """torchrun's own store; None if the ranks use a store of rank 0, which ends with it (with a static rendezvous)."""
+    """torchrun's own store; None if the ranks use a store of rank 0, which ends with it (with a
+    static rendezvous).
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import PrefixStore, TCPStore

@@ -1,7 +1,7 @@
 """Signals, budgets and the clock: when a run stops or saves, agreed on by all ranks once per step.
 
-A signal may reach only one rank, at any point. So in training a rank only records it and sends it to the others with
-the numbers that are exchanged in every step; all act on it after the same step.
+A signal may reach only one rank, at any point. So in training a rank only records it and sends it
+to the others with the numbers that are exchanged in every step; all act on it after the same step.
 """
 
 from __future__ import annotations
@@ -40,21 +40,30 @@ STOPS = (
     Stop("preempted", "SIGTERM"),
     Stop("interrupted", "SIGINT"),
 )
-_STOP_OF_SIGNAL: dict[int, int] = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
+_STOP_OF_SIGNAL: dict[int, int] = {
+    signal.SIGUSR1: 2,
+    signal.SIGHUP: 3,
+    signal.SIGTERM: 4,
+    signal.SIGINT: 5,
+}
 NUM_FLAGS = 4  # the length of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
-_END_SECONDS = 10.0  # from a signal during a start to the end: threads, such as a download's, may take longer
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals must not wake this process
+# from a signal during a start to the end: threads, such as a download's, may take longer
+_END_SECONDS = 10.0
+# a child's signals must not wake this process
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class Signals:
     """The signals that stop a run, from its start to its end.
 
     Args:
-        ends_process: whether the process ends soon after the run. If so, repeated signals have no effect after the run.
+        ends_process: whether the process ends soon after the run. If so, repeated signals have no
+        effect after the run.
     Attributes:
-        requested: the index in STOPS of the most urgent signal received, 0 for none.
-        is_starting: False from the first step on. Until then a signal ends the start at once; later it requests a stop.
+        requested: the index in STOPS of the most urgent signal received, 0 for none. is_starting:
+        False from the first step on. Until then a signal ends the start at once; later it requests
+        a stop.
     """
 
     def __init__(self, *, ends_process: bool = False) -> None:
@@ -69,12 +78,18 @@ class Signals:
         """Handle the signals in the block. Only the main thread can; blocks may be nested.
 
         Raises:
-            RunStopped: a signal was received before training began. It replaces any exception that leaves the block,
-                such as an error of torch in whose dispatch it came, or of a connection that another rank has closed.
+            RunStopped: a signal was received before training began. It replaces any exception that
+                leaves the block, such as an error of torch in whose dispatch it came, or of a
+                connection that another rank has closed.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
-        handled = [signum for signum in _STOP_OF_SIGNAL if is_main and not (is_nohup and signum == signal.SIGHUP)]
+        # a closed terminal must not stop the run
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [
+            signum
+            for signum in _STOP_OF_SIGNAL
+            if is_main and not (is_nohup and signum == signal.SIGHUP)
+        ]
         before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
         try:
             with self._ended_in_time() if is_main else contextlib.nullcontext():
@@ -86,31 +101,39 @@ class Signals:
             message = f"Stopped ({stop.reason}) before training began; the same command resumes it."
             raise RunStopped(stop.state, message) from error
         finally:
-            for signum, handler in before.items() if not (self.requested and self._ends_process) else ():
+            for signum, handler in (
+                before.items() if not (self.requested and self._ends_process) else ()
+            ):
                 signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process and not self.is_starting and signum == signal.SIGTERM:
-            signal.signal(signum, signal.SIG_DFL)  # a child process that a reward function has forked and ends
+            # a child process that a reward function has forked and ends
+            signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         now = clock.awake()
         if signum == signal.SIGINT:
             # A terminal and torchrun may both forward the same Ctrl-C.
-            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
+            if (
+                self._interrupted_at is not None
+                and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS
+            ):
                 os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
                 os._exit(ENDINGS["interrupted"].exit_code)
             self._interrupted_at = self._interrupted_at or now
         is_first = not self.requested
         self.requested = max(self.requested, _STOP_OF_SIGNAL[signum])
         if is_first and self.is_starting:
-            raise KeyboardInterrupt  # libraries catch Exception, and take other errors for their own
+            # libraries catch Exception, and take other errors for their own
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def _ended_in_time(self) -> Iterator[None]:
-        """After a signal before training begins, end the process if the block does not end within _END_SECONDS.
+        """After a signal before training begins, end the process if the block does not end within
+        _END_SECONDS.
 
-        A thread reads the signal from Python's wakeup descriptor: while the main thread is in C++, such as in torch's
-        rendezvous, it runs no signal handler.
+        A thread reads the signal from Python's wakeup descriptor: while the main thread is in C++,
+        such as in torch's rendezvous, it runs no signal handler.
         """
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -120,7 +143,12 @@ class Signals:
             with reader:
                 while received := reader.recv(1):
                     stop = STOPS[_STOP_OF_SIGNAL.get(received[0], 0)]
-                    if stop and self.is_starting and not has_ended.wait(_END_SECONDS) and self.is_starting:
+                    if (
+                        stop
+                        and self.is_starting
+                        and not has_ended.wait(_END_SECONDS)
+                        and self.is_starting
+                    ):
                         os._exit(ENDINGS[stop.state].exit_code)
 
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -137,7 +165,8 @@ class Signals:
 class Budget:
     """The time limit of a run.
 
-    used_seconds: duration of earlier starts. reserve_seconds: the last start's estimate for a step and a save.
+    used_seconds: duration of earlier starts. reserve_seconds: the last start's estimate for a step
+    and a save.
     """
 
     max_hours: float | None = None
@@ -147,7 +176,10 @@ class Budget:
     def check(self) -> None:
         """Raise RunStopped if earlier starts have used up the budget, before anything is loaded."""
         if self.is_used_up(self.reserve_seconds):
-            message = "Not started: --max_hours is used up by this run's earlier starts. Raise it to resume."
+            message = (
+                "Not started: --max_hours is used up by this run's earlier starts. Raise it to "
+                "resume."
+            )
             raise RunStopped("over_budget", message)
 
     def is_used_up(self, seconds: float) -> bool:
@@ -156,17 +188,18 @@ class Budget:
 
 
 class Control:
-    """This rank's request to stop or save, and the decision of all ranks. Rank 0's clock and budget decide for all.
+    """This rank's request to stop or save, and the decision of all ranks. Rank 0's clock and budget
+    decide for all.
 
     Args:
         save_seconds: time between checkpoints, 0 for none by the clock.
         started: `clock.elapsed()` at the run's start.
         signals: this process's signals; None for none.
     Attributes:
-        heartbeat: the position of the training thread, for the watchdog.
-        stop: the reason for which all ranks stop after this step; None to continue.
-        save: whether all ranks save after this step.
-        is_writing: tells whether this rank writes a checkpoint in the background. is_written: whether no rank does.
+        heartbeat: the position of the training thread, for the watchdog. stop: the reason for which
+        all ranks stop after this step; None to continue. save: whether all ranks save after this
+        step. is_writing: tells whether this rank writes a checkpoint in the background. is_written:
+        whether no rank does.
     """
 
     def __init__(
@@ -202,7 +235,9 @@ class Control:
         return self.budget.used_seconds + clock.elapsed() - self.started
 
     def flags(self, step: int) -> list[float]:
-        """This rank's flags: its step, the index of its stop request, whether to save, whether it is still writing."""
+        """This rank's flags: its step, the index of its stop request, whether to save, whether it
+        is still writing.
+        """
         if not self.is_rank_0:
             return [step, self.signals.requested, 0, self.is_writing()]
         now = clock.elapsed()
@@ -211,14 +246,17 @@ class Control:
         return [step, max(self.signals.requested, over_budget), is_due, self.is_writing()]
 
     def agree(self, flags: torch.Tensor) -> None:
-        """Decide from the flags of all ranks, [ranks, NUM_FLAGS]. Every rank comes to the same decision.
+        """Decide from the flags of all ranks, [ranks, NUM_FLAGS]. Every rank comes to the same
+        decision.
 
         Raises:
             TrainingError: the ranks are not at the same step.
         """
         steps = flags[:, 0].int().tolist()
         if len(set(steps)) > 1:
-            raise TrainingError(f"The ranks are at different steps (ranks 0, 1, ...: {', '.join(map(str, steps))}).")
+            raise TrainingError(
+                f"The ranks are at different steps (ranks 0, 1, ...: {', '.join(map(str, steps))})."
+            )
         stop, save, writing = flags[:, 1:].max(dim=0).values.tolist()
         self.stop = STOPS[int(stop)]
         self.save = save > 0

@@ -1,8 +1,9 @@
-"""Ends the process when training hangs or another rank has failed, from the thread of this rank's presence.
+"""Ends the process when training hangs or another rank has failed, from the thread of this rank's
+presence.
 
-The training thread may wait in a collective that never ends: NCCL and gloo do not notice that a peer hangs, and give up
-only at the group's timeout. So the watchdog reports which rank the others wait for, writes all threads' stacks to a
-file, and exits.
+The training thread may wait in a collective that never ends: NCCL and gloo do not notice that a
+peer hangs, and give up only at the group's timeout. So the watchdog reports which rank the others
+wait for, writes all threads' stacks to a file, and exits.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ class Watchdog:
         output_dir: the folder of hang_rank_N.txt.
     """
 
-    def __init__(self, heartbeat: Heartbeat, presence: Presence, *, hang_minutes: float, output_dir: Path) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, presence: Presence, *, hang_minutes: float, output_dir: Path
+    ) -> None:
         self.heartbeat = heartbeat
         self.presence = presence
         self.ranks = presence.ranks
@@ -47,7 +50,8 @@ class Watchdog:
         self.heartbeat.beat(self.heartbeat.step, PHASES[0])
         self._looked_at = time.monotonic()
         self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}", self._check)
-        is_agreed = False  # whether all ranks end their training; if not, this rank's silence must end the others
+        # whether all ranks end their training; if not, this rank's silence must end the others
+        is_agreed = False
         try:
             yield
             is_agreed = True
@@ -60,7 +64,9 @@ class Watchdog:
                 self.presence.mark_done()
 
     def _check(self) -> None:
-        """Check once. The time is taken at the start, so the next check notices a pause during this one."""
+        """Check once. The time is taken at the start, so the next check notices a pause during this
+        one.
+        """
         now = time.monotonic()
         if now - self._looked_at > PAUSE_SECONDS:  # the whole machine was paused
             self.heartbeat.at = now
@@ -76,10 +82,12 @@ class Watchdog:
             with stacks.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         positions = self._gather_positions()
-        with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
+        # NCCL's record of the last collectives, where there is one
+        with contextlib.suppress(Exception):
             bindings = torch._C._distributed_c10d
             # torch 2.13 has only the second function.
-            dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
+            names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+            dump = next(getattr(bindings, name) for name in names if hasattr(bindings, name))
             stacks.with_suffix(".json").write_bytes(dump())
         message = _describe_hang(positions, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(positions):  # one message, from the first rank that still answers
@@ -89,10 +97,17 @@ class Watchdog:
         os._exit(ENDINGS["hung"].exit_code)
 
     def _gather_positions(self) -> dict[int, dict[str, Any]]:
-        """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few seconds."""
+        """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few
+        seconds.
+        """
         where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
         beat = self.heartbeat
-        position = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
+        position = {
+            "step": beat.step,
+            "phase": beat.phase,
+            "where": where,
+            "is_waiting": is_waiting,
+        }
         positions = {self.ranks.rank: position}
         end = time.monotonic() + _ANSWER_SECONDS
         with self.presence.using_store() as store:
@@ -115,7 +130,10 @@ def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, second
     silent = sorted(set(range(world_size)) - positions.keys())
     if silent:
         silent_ranks = ", ".join(map(str, silent))
-        return f"{problem}. Rank {silent_ranks} does not answer: its process or machine has ended or is stuck."
+        return (
+            f"{problem}. Rank {silent_ranks} does not answer: its process or machine has ended or "
+            "is stuck."
+        )
     places = "; ".join(
         f"rank {rank} at step {position['step']}, {position['phase']}, in {position['where']}"
         for rank, position in sorted(positions.items())
@@ -128,7 +146,9 @@ def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, second
 
 
 def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of this package on a thread's stack, and whether the thread is in torch.distributed."""
+    """The innermost line of this package on a thread's stack, and whether the thread is in
+    torch.distributed.
+    """
     is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
     package = str(Path(__file__).parents[2])
     while frame is not None and not frame.f_code.co_filename.startswith(package):

@@ -1,10 +1,12 @@
-"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the weight.
+"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the
+weight.
 
-W' = m * (W + s B A) / ||W + s B A||, with a norm per output row that is constant in the backward pass (section 4.3);
-y = x W^T + b + x' (W' - W)^T, where x' is x after dropout.
+W' = m * (W + s B A) / ||W + s B A||, with a norm per output row that is constant in the backward
+pass (section 4.3); y = x W^T + b + x' (W' - W)^T, where x' is x after dropout.
 
-Shapes: x [.., in] with N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A x' [N, rank] and
-y [.., out]. The backward pass needs x and u, as in lora.py, x' (W + s B A)^T and the norm.
+Shapes: x [.., in] with N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A
+x' [N, rank] and y [.., out]. The backward pass needs x and u, as in lora.py, x' (W + s B A)^T and
+the norm.
 """
 
 from typing import Any
@@ -31,7 +33,8 @@ _PIECE = 2**22  # fp16 elements that are multiplied at a time in float32, since 
 class _DoraProduct(torch.autograd.Function):
     """Computes y from x and u = A x'.
 
-    frozen: the product without the bias; ||W||^2 of the rows, float32 [out]; the bias in the product's dtype.
+    frozen: the product without the bias; ||W||^2 of the rows, float32 [out]; the bias in the
+    product's dtype.
     """
 
     @staticmethod
@@ -72,11 +75,15 @@ class _DoraProduct(torch.autograd.Function):
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm
         scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # reuses its memory
         factors = dropout.factors(x) if dropout else None
-        grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
+        grad_low, grad_A, grad_B = low_rank_grads(
+            scaled, x if factors is None else x * factors, low, ctx
+        )
         del x
         grad_x = None
         if ctx.needs_input_grad[0] and factors is None:
-            grad_x = base.multiply_grad(scaled).addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
+            grad_x = base.multiply_grad(scaled).addmm_(
+                grad_low, lora_A.to(scaled.dtype), alpha=scaling
+            )
         elif ctx.needs_input_grad[0]:
             through_A = grad_low @ lora_A.to(scaled.dtype)
             change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
@@ -87,21 +94,31 @@ class _DoraProduct(torch.autograd.Function):
 
 
 def row_norms(
-    product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, row_squares: torch.Tensor, scaling: float
+    product: torch.Tensor,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    row_squares: torch.Tensor,
+    scaling: float,
 ) -> torch.Tensor:
     """The norms of the rows of W + s B A, float32 [out].
 
-    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for its
+    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is
+      needed only for its
     product with the few rows of A.
 
     Args:
         product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
     """
-    with torch.autocast(autocast_kind(product), enabled=False):  # autocast would run these float32 products in 16 bits
+    # autocast would run these float32 products in 16 bits
+    with torch.autocast(autocast_kind(product), enabled=False):
         lora_A = lora_A.float()
         lora_B = lora_B.float()
         with_update = torch.addmm(
-            product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
+            product.T.float(),
+            lora_B,
+            torch.mm(lora_A, lora_A.T),
+            beta=2 * scaling,
+            alpha=scaling**2,
         )
         squares = row_squares + (with_update * lora_B).sum(dim=1)
     return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
@@ -119,7 +136,8 @@ def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Magnitude(nn.Module):
-    """A trainable magnitude per output row. It is fp32 in every precision: bf16 cannot represent changes below 0.4%.
+    """A trainable magnitude per output row. It is fp32 in every precision: bf16 cannot represent
+    changes below 0.4%.
 
     Parameters:
         weight: m, trainable, float32 [out].
@@ -132,25 +150,33 @@ class Magnitude(nn.Module):
         self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return m and ||W||^2, which FSDP2 gathers for this call. FSDP2 of torch 2.11 requires an argument."""
+        """Return m and ||W||^2, which FSDP2 gathers for this call. FSDP2 of torch 2.11 requires an
+        argument.
+        """
         return self.weight, self.row_squares
 
 
 class DoraAdapter(LoraAdapter):
     """LoRA's two matrices and the magnitude, applied to a base layer."""
 
-    def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float
+    ) -> None:
         super().__init__(in_features, out_features, rank=rank, scaling=scaling, dropout=dropout)
         self.magnitude = Magnitude(out_features)
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """Compute x W'^T + b, [.., out]. With dropout, as in PEFT: x W^T + b + x' (W' - W)^T with x' after dropout."""
+        """Compute x W'^T + b, [.., out]. With dropout, as in PEFT: x W^T + b + x' (W' - W)^T with
+        x' after dropout.
+        """
         base = frozen_product(base_layer, x, with_bias=False)
         base_bias = base_layer.bias
         bias = base_bias.to(base.dtype) if isinstance(base_bias, torch.Tensor) else None
         x, low, product = self._low_rank(x, base, source)
         # FSDP2 gathers at `__call__`, and expects one call per pass, not one per piece.
-        magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
+        magnitude, row_squares = (
+            self.magnitude if piece_number.get() == 0 else self.magnitude.forward
+        )(None)
         lora_A = self.lora_A.weight
         lora_B = self.lora_B.weight
         frozen = (product, row_squares, bias)
@@ -166,7 +192,10 @@ class DoraLinear(LoraLinear):
 
     @torch.no_grad()
     def base_row_squares(self) -> torch.Tensor:
-        """||W||^2 of each row of the base, float32 [out]. The base's parameters must be gathered."""
+        """||W||^2 of each row of the base, float32 [out].
+
+        The base's parameters must be gathered.
+        """
         base = self.base_layer
         weight = base.dequantize() if isinstance(base, QuantizedWeight) else base.weight
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()

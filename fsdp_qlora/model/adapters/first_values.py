@@ -1,7 +1,7 @@
 """Initial values of sharded adapters.
 
-Shapes of a decomposition: weight [out, in] float32, A [rank, in], B [out, rank]; `scaling` is the factor of B A in the
-adapted layer.
+Shapes of a decomposition: weight [out, in] float32, A [rank, in], B [out, rank]; `scaling` is the
+factor of B A in the adapted layer.
 """
 
 import logging
@@ -30,34 +30,40 @@ Factors = tuple[torch.Tensor, torch.Tensor]  # A and B
 
 
 def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
-    """Refuse initial values that need a model that is not quantized yet, or a larger rank than a weight has."""
+    """Refuse initial values that need a model that is not quantized yet, or a larger rank than a
+    weight has.
+    """
     if init == "true":
         return
     if prequantized:
         raise UserError(
-            f"init_lora_weights {init} is computed from the weights before they are quantized, and this model is "
-            "quantized already. Give the model with 16- or 32-bit weights, or leave init_lora_weights at true."
+            f"init_lora_weights {init} is computed from the weights before they are quantized, and "
+            "this model is quantized already. Give the model with 16- or 32-bit weights, or leave "
+            "init_lora_weights at true."
         )
     for name, layer in adapted_weights(model).items():
         rank = layer.lora.lora_A.out_features
         most = min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
         if rank > most:
             raise UserError(
-                f"init_lora_weights {init}: the rank for {name} is {rank}, and its shape allows at most {most}. "
-                "Lower --lora_rank."
+                f"init_lora_weights {init}: the rank for {name} is {rank}, and its shape allows at "
+                f"most {most}. Lower --lora_rank."
             )
 
 
 def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
     """Name of a weight in the files -> the layer that adapts it, in the order of the model."""
-    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear))
+    layers = (
+        (path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear)
+    )
     return {f"{canonical_name(path)}.weight": layer for path, layer in layers}
 
 
 def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
     """PEFT's initial A (Kaiming-uniform, a = sqrt(5)) or B (zero), float32 on the CPU.
 
-    The value depends only on name, shape and seed, not on the number of ranks. With B = 0 the model starts as the base.
+    The value depends only on name, shape and seed, not on the number of ranks. With B = 0 the model
+    starts as the base.
     """
     value = torch.zeros(shape)
     if name.endswith("lora_A.weight"):
@@ -67,7 +73,9 @@ def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Ten
 
 
 def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:
-    """Set every A and B of a sharded model to its initial value. `set_magnitudes` sets DoRA's magnitudes."""
+    """Set every A and B of a sharded model to its initial value. `set_magnitudes` sets DoRA's
+    magnitudes.
+    """
     for name, parameter in adapter_parameters(model):
         if "magnitude" not in name:
             first, last = own_rows(parameter, mesh)
@@ -79,7 +87,10 @@ class Values(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank keeps and writes the values. Other ranks only take part in gathering."""
+        """Whether this rank keeps and writes the values.
+
+        Other ranks only take part in gathering.
+        """
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole value of a parameter or buffer of the model. Collective."""
@@ -106,10 +117,11 @@ def saved_parameters(model: nn.Module, values: Values) -> Iterator[tuple[str, to
 
 
 def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Initialize DoRA's magnitudes with the row norms of the quantized base, so adapted layer and base layer are equal.
+    """Initialize DoRA's magnitudes with the row norms of the quantized base, so adapted layer and
+    base layer are equal.
 
-    A block is gathered as in a forward pass, and its weights are decoded one at a time. So this works for every
-    quantizer, and a row's norm does not depend on how it is sharded.
+    A block is gathered as in a forward pass, and its weights are decoded one at a time. So this
+    works for every quantizer, and a row's norm does not depend on how it is sharded.
     """
     for block in find_blocks(model):
         adapted = [module for module in block.modules() if isinstance(module, DoraLinear)]
@@ -126,8 +138,11 @@ def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def principal_factors(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
-    """A and B whose product, scaled, is the matrix of this rank that is nearest to the weight (Eckart and Young)."""
-    # On a GPU torch's default is Jacobi's method (gesvdj), slow and inexact for matrices that large.
+    """A and B whose product, scaled, is the matrix of this rank that is nearest to the weight
+    (Eckart and Young).
+    """
+    # On a GPU torch's default is Jacobi's method (gesvdj), slow and inexact for matrices that
+    # large.
     driver = "gesvd" if weight.is_cuda else None
     left, values, right = torch.linalg.svd(weight, full_matrices=False, driver=driver)
     root = (values[:rank] / scaling).sqrt()

@@ -1,4 +1,6 @@
-"""PEFT-compatible adapters: options, choice of layers, insertion into a model, names of weights, configuration."""
+"""PEFT-compatible adapters: options, choice of layers, insertion into a model, names of weights,
+configuration.
+"""
 
 import contextlib
 import copy
@@ -31,10 +33,10 @@ ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": Dor
 class LoraOptions:
     """Options of an adapter, with the meaning of PEFT's LoraConfig.
 
-    rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha of that layer.
-    use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
-    init: initial values: true (A random, B zero) or loftq.
-    modules_to_save: embeddings and head that train in full. keeps_start: keep a copy of the initial values.
+    rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha
+    of that layer. use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
+    init: initial values: true (A random, B zero) or loftq. modules_to_save: embeddings and head
+    that train in full. keeps_start: keep a copy of the initial values.
     """
 
     rank: int = 16
@@ -57,7 +59,9 @@ class LoraOptions:
     def scaling_of(self, path: str) -> float:
         """The factor of B A in the layer at `path`."""
         key = find_pattern(self.alpha_pattern, path)
-        return self.scaling(self.rank_of(path), self.alpha if key is None else self.alpha_pattern[key])
+        return self.scaling(
+            self.rank_of(path), self.alpha if key is None else self.alpha_pattern[key]
+        )
 
     def scaling(self, rank: int, alpha: float) -> float:
         """alpha / rank, or rsLoRA's alpha / sqrt(rank)."""
@@ -68,11 +72,12 @@ class LoraOptions:
 
 
 def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
-    """Select the linear layers that get an adapter, named as in PEFT. Raises UserError if a name matches none.
+    """Select the linear layers that get an adapter, named as in PEFT. Raises UserError if a name
+    matches none.
 
     Args:
-        linears: paths of the linear layers of the decoder blocks.
-        requested: "all", "default" (PEFT's choice for the model type), one regular expression for whole paths, or
+        linears: paths of the linear layers of the decoder blocks. requested: "all", "default"
+        (PEFT's choice for the model type), one regular expression for whole paths, or
             names: the last components of layers' paths.
     """
     leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
@@ -89,32 +94,48 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
         chosen = [path for path in linears if re.fullmatch(requested[0], path)]
         if not chosen:
             raise UserError(
-                f"lora_target_modules: the regular expression {requested[0]} matches no linear layer of the decoder "
+                f"lora_target_modules: the regular expression {requested[0]} matches no linear "
+                "layer of the decoder "
                 f"blocks. It must match a whole path, such as {linears[0]}."
             )
         return chosen
-    return _select_named(linears, requested, "lora_target_modules: no linear layer", f"{', '.join(leaves)} (or all)")
+    return _select_named(
+        linears, requested, "lora_target_modules: no linear layer", f"{', '.join(leaves)} (or all)"
+    )
 
 
 def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
-    """Select the 3-D expert parameters that get an adapter, named by their last path components as in PEFT."""
-    choices = ", ".join(sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})) or "none"
-    return _select_named(parameters, requested, "lora_target_parameters: no expert parameter", choices)
+    """Select the 3-D expert parameters that get an adapter, named by their last path components as
+    in PEFT.
+    """
+    choices = (
+        ", ".join(sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})) or "none"
+    )
+    return _select_named(
+        parameters, requested, "lora_target_parameters: no expert parameter", choices
+    )
 
 
-def _select_named(paths: Sequence[str], names: Sequence[str], problem: str, choices: str) -> list[str]:
-    """The paths that end in one of these names. Raises UserError(problem ...) if a name matches none."""
+def _select_named(
+    paths: Sequence[str], names: Sequence[str], problem: str, choices: str
+) -> list[str]:
+    """The paths that end in one of these names. Raises UserError(problem ...) if a name matches
+    none.
+    """
     chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
     unmatched = [name for name in names if not chosen[name]]
     if unmatched:
         raise UserError(
-            f"{problem} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {choices}."
+            f"{problem} of the decoder blocks is named {', '.join(unmatched)}. This model's are: "
+            f"{choices}."
         )
     return [path for path in paths if any(path in matches for matches in chosen.values())]
 
 
 def find_pattern(patterns: Iterable[str], path: str) -> str | None:
-    """The first matching pattern, a regular expression for the end of a path as in PEFT's rank_pattern; else None."""
+    """The first matching pattern, a regular expression for the end of a path as in PEFT's
+    rank_pattern; else None.
+    """
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
 
 
@@ -125,8 +146,10 @@ def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str])
     if unused:
         leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
         raise UserError(
-            f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an adapter, or only layers "
-            f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a pattern is a regular "
+            f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an "
+            "adapter, or only layers "
+            f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a "
+            "pattern is a regular "
             "expression for the end of a path."
         )
 
@@ -161,19 +184,27 @@ def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraO
 
 
 def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Let the embeddings or the head of a frozen model train, in fp32. Raises UserError if they share their weights."""
+    """Let the embeddings or the head of a frozen model train, in fp32. Raises UserError if they
+    share their weights.
+    """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     trainable = {path: module for path, module in model.named_modules() if module in ends}
     for name in names:
-        chosen = [module for path, module in trainable.items() if path == name or path.endswith("." + name)]
+        chosen = [
+            module
+            for path, module in trainable.items()
+            if path == name or path.endswith("." + name)
+        ]
         if not chosen:
             raise UserError(
-                f"modules_to_save {name}: only embeddings and head can train in full beside an adapter, in this model "
+                f"modules_to_save {name}: only embeddings and head can train in full beside an "
+                "adapter, in this model "
                 f"{', '.join(trainable)}."
             )
         if has_tied_embeddings(model):
             raise UserError(
-                f"modules_to_save {name}: embeddings and head of this model share one tensor, which PEFT would save "
+                f"modules_to_save {name}: embeddings and head of this model share one tensor, "
+                "which PEFT would save "
                 "twice. Leave it out, or use --train_type full."
             )
         for module in chosen:
@@ -216,7 +247,9 @@ def fill_start(model: nn.Module) -> None:
     """Copy this rank's shards of the adapters to the copies that `keep_start` has added."""
     for layer in adapted_layers(model):
         if layer.start is not None:
-            for start, current in zip(layer.start.parameters(), layer.lora.parameters(), strict=True):
+            for start, current in zip(
+                layer.start.parameters(), layer.lora.parameters(), strict=True
+            ):
                 local_part(start).copy_(local_part(current))
 
 
@@ -235,7 +268,8 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if isinstance(module, DoraAdapter):
                 yield f"{prefix}.lora_magnitude_vector", module.magnitude.weight
         elif isinstance(module, LoraExperts):
-            # PEFT nests one wrapper per parameter around the experts module, the first parameter's innermost.
+            # PEFT nests one wrapper per parameter around the experts module, the first parameter's
+            # innermost.
             prefix = "base_model.model." + canonical_name(path)
             for lora in reversed(list(module.lora.children())):
                 assert isinstance(lora, ExpertsLora)
@@ -246,7 +280,9 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in PEFT's file, parameter) of the modules that train in full beside the adapters."""
-    in_adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    in_adapters = {
+        parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in in_adapters:
             yield "base_model.model." + canonical_name(name), parameter
@@ -256,7 +292,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
-    """Whether PEFT maps this linear layer's name to experts that had the name in earlier versions."""
+    """Whether PEFT maps this linear layer's name to experts that had the name in
+    earlier versions.
+    """
     renamed = LoraConfig(target_modules=[leaf])
     try:
         convert_peft_config_for_transformers(renamed, SimpleNamespace(config=config), None)
@@ -266,23 +304,32 @@ def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
 
 
 def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
-    """The layers that PEFT must get as target_parameters, because it maps their names to other modules.
+    """The layers that PEFT must get as target_parameters, because it maps their names to other
+    modules.
 
-    These are shared experts next to routed ones: PEFT maps names like up_proj to the routed experts. With the shared
-    expert's weight as a parameter, it does the same computation under the same names in the file.
+    These are shared experts next to routed ones: PEFT maps names like up_proj to the routed
+    experts. With the shared expert's weight as a parameter, it does the same computation under the
+    same names in the file.
     """
-    renamed = {leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)}
+    renamed = {
+        leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)
+    }
     return [path for path in targets if path.rsplit(".", 1)[-1] in renamed]
 
 
-def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig) -> None:
+def check_fits_peft(
+    kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig
+) -> None:
     """Refuse DoRA and patterns for target_parameters, for which PEFT supports plain LoRA only."""
     by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
     if by_weight and (kind != "lora" or options.rank_pattern or options.alpha_pattern):
-        feature = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
+        feature = (
+            ("rank_pattern and alpha_pattern") if kind == "lora" else (f"an adapter of kind {kind}")
+        )
         raise UserError(
-            f"{by_weight[0]}: in a model of this type PEFT takes this name for experts, on which it supports plain "
-            f"LoRA only, not {feature}. Name other layers in --lora_target_modules, or use plain LoRA."
+            f"{by_weight[0]}: in a model of this type PEFT takes this name for experts, on which "
+            f"it supports plain LoRA only, not {feature}. Name other layers in "
+            "--lora_target_modules, or use plain LoRA."
         )
 
 
@@ -304,8 +351,8 @@ def peft_config(
     """The PEFT configuration of the adapter that `first_values.saved_parameters` yields.
 
     Args:
-        modules: paths of all modules, of which PEFT refuses others of a target's name. targets: paths of layers with an
-            adapter.
+        modules: paths of all modules, of which PEFT refuses others of a target's name. targets:
+            paths of layers with an adapter.
         parameters: paths of the 3-D parameters with an adapter.
     """
     by_weight = reached_by_weight(targets, model_config)

@@ -1,11 +1,13 @@
-"""LoRA for linear layers, in one autograd function with the frozen layer, and for the 3-D parameters of experts.
+"""LoRA for linear layers, in one autograd function with the frozen layer, and for the 3-D
+parameters of experts.
 
-Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank] for x' = x with parts
-dropped, y = x W^T + b + s B A x' [.., out]; for all experts together A [experts * rank, in] and B
-[out, rank * experts], as in PEFT.
+Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank] for x'
+= x with parts dropped, y = x W^T + b + s B A x' [.., out]; for all experts together A [experts *
+rank, in] and B [out, rank * experts], as in PEFT.
 
-The product keeps x and u alone for the backward pass, and not x either where it can be computed again. The weights are
-read again then, W decoded again, and the dropped parts are found again from their seed.
+The product keeps x and u alone for the backward pass, and not x either where it can be computed
+again. The weights are read again then, W decoded again, and the dropped parts are found again from
+their seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,14 +33,22 @@ class Dropout(NamedTuple):
 
     @classmethod
     def draw(cls, share: float) -> "Dropout":
-        """Draw a seed per piece from the CPU's generator, which a recomputation finds in the same state."""
+        """Draw a seed per piece from the CPU's generator, which a recomputation finds in the same
+        state.
+        """
         return cls(share, int(torch.randint(2**62, ()).item()) + piece_number.get())
 
     def factors(self, like: torch.Tensor) -> torch.Tensor:
-        """0 or 1 / (1 - share) for each element [N, in], always the same, whether in pieces or not."""
+        """0 or 1 / (1 - share) for each element [N, in], always the same,
+        whether in pieces or not.
+        """
         kept = torch.empty_like(like)
         for index, piece in enumerate(split_tokens(kept)):
-            generator = None if like.is_meta else torch.Generator(like.device).manual_seed(self.seed + index)
+            generator = (
+                None
+                if like.is_meta
+                else torch.Generator(like.device).manual_seed(self.seed + index)
+            )
             piece.bernoulli_(1 - self.share, generator=generator)
         return kept.div_(1 - self.share)
 
@@ -60,8 +70,12 @@ class Product(NamedTuple):
 
 
 def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would be lost with that."""
-    result: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
+    """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would
+    be lost with that.
+    """
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(
+        rows, [*x.shape[:-1], rows.shape[-1]]
+    )
     return result
 
 
@@ -76,10 +90,15 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, low: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product
+        ctx: Any,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        product: Product,
     ) -> torch.Tensor:
-        # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
-        # checkpointing does not have to compute them again.
+        # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass,
+        # and activation checkpointing does not have to compute them again.
         ctx.weights = (lora_A, lora_B)
         ctx.product = product
         return as_before(_adapted(x.flatten(0, -2), low, lora_B, product.base, product.scaling), x)
@@ -92,7 +111,9 @@ class _LoraProduct(torch.autograd.Function):
         lora_A = ctx.weights[0]
         (base, scaling, dropout, *_) = ctx.product
         factors = dropout.factors(x) if dropout else None
-        grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
+        grad_low, grad_A, grad_B = low_rank_grads(
+            grad_y, x if factors is None else x * factors, low, ctx
+        )
         del x  # which may have been computed again: its gradient can have its memory
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -108,7 +129,9 @@ class _LoraProduct(torch.autograd.Function):
 def low_rank_grads(
     grad_y: torch.Tensor, x: torch.Tensor, low: torch.Tensor, ctx: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of ctx.product."""
+    """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of
+    ctx.product.
+    """
     (lora_A, lora_B, *_) = ctx.weights
     scaling = ctx.product.scaling
     grad_low = grad_y @ lora_B.to(grad_y.dtype)
@@ -131,12 +154,15 @@ def _adapted(
 
 
 class LoraAdapter(nn.Module):
-    """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
+    """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank ->
+    out_features.
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float
+    ) -> None:
         super().__init__()
         self.scaling = scaling
         self.dropout = dropout
@@ -148,15 +174,21 @@ class LoraAdapter(nn.Module):
         """base_layer(x) + scaling * B A x, [.., out] in the base's dtype.
 
         Args:
-            source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
+            source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of
+            it.
         """
         base = frozen_product(base_layer, x)
-        if not torch.is_grad_enabled() and not self.training:  # a generated token waits for the host, not the GPU
+        # a generated token waits for the host, not the GPU
+        if not torch.is_grad_enabled() and not self.training:
             rows = x.to(base.dtype).flatten(0, -2)
             low = F.linear(rows, self.lora_A.weight.to(rows.dtype))
-            return _adapted(rows, low, self.lora_B.weight, base, self.scaling).view(*x.shape[:-1], -1)
+            return _adapted(rows, low, self.lora_B.weight, base, self.scaling).view(
+                *x.shape[:-1], -1
+            )
         x, low, product = self._low_rank(x, base, source)
-        y: torch.Tensor = _LoraProduct.apply(x, low, self.lora_A.weight, self.lora_B.weight, product)
+        y: torch.Tensor = _LoraProduct.apply(
+            x, low, self.lora_A.weight, self.lora_B.weight, product
+        )
         return y
 
     def _low_rank(
@@ -175,8 +207,8 @@ class LoraAdapter(nn.Module):
 class LoraLinear(nn.Module):
     """base_layer(x) + scaling * B A x.
 
-    is_adapted: false while the layer is what it was when training started (`as_at_start`). start: the adapter then, if
-    it is kept.
+    is_adapted: false while the layer is what it was when training started (`as_at_start`). start:
+    the adapter then, if it is kept.
     """
 
     is_adapted = True
@@ -190,12 +222,15 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lora = self.lora if self.is_adapted else self.start
-        result: torch.Tensor = lora(x, self.base_layer, output_source(x)) if lora else self.base_layer(x)
+        result: torch.Tensor = (
+            lora(x, self.base_layer, output_source(x)) if lora else self.base_layer(x)
+        )
         return result
 
 
 class ExpertsLora(nn.Module):
-    """The low-rank updates of all experts in one 3-D parameter, in the shapes of PEFT's ParamWrapper.
+    """The low-rank updates of all experts in one 3-D parameter, in the shapes of PEFT's
+    ParamWrapper.
 
     shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
     """
@@ -210,7 +245,9 @@ class ExpertsLora(nn.Module):
         self.lora_B = nn.Linear(rank * num_experts, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All A [experts, rank, in] and B [experts, out, rank]; FSDP2 of torch 2.11 fails without an argument."""
+        """All A [experts, rank, in] and B [experts, out, rank]; FSDP2 of torch 2.11 fails without
+        an argument.
+        """
         lora_A = self.lora_A.weight
         lora_B = self.lora_B.weight
         all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
@@ -220,31 +257,40 @@ class ExpertsLora(nn.Module):
 class LoraExperts(nn.Module):
     """An experts module with adapters on its 3-D parameters `names`.
 
-    Each adapter is called once per forward pass, whatever experts are chosen: FSDP2 gathers a module's weights
-    when it is called, and all ranks must gather in the same order.
+    Each adapter is called once per forward pass, whatever experts are chosen: FSDP2 gathers a
+    module's weights when it is called, and all ranks must gather in the same order.
     """
 
     is_adapted = True
 
-    def __init__(self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float) -> None:
+    def __init__(
+        self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.scaling = scaling
-        # PEFT takes the parameters of a module without this attribute as [experts, out, in], whatever they are.
+        # PEFT takes the parameters of a module without this attribute as [experts, out, in],
+        # whatever they are.
         transposed = bool(getattr(base_layer, "is_transposed", False))
         self.swaps = transposed != is_transposed(base_layer)
         self.start: nn.ModuleDict | None = None
         parameters = {name: getattr(base_layer, name) for name in names}
         # A quantized one may be stored in another shape.
-        shapes = {name: getattr(each, "parameter_shape", each.shape) for name, each in parameters.items()}
+        shapes = {
+            name: getattr(each, "parameter_shape", each.shape) for name, each in parameters.items()
+        }
         self.lora = nn.ModuleDict(
-            {name: ExpertsLora(shape, transposed=transposed, rank=rank) for name, shape in shapes.items()}
+            {
+                name: ExpertsLora(shape, transposed=transposed, rank=rank)
+                for name, shape in shapes.items()
+            }
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()
         adapted = {name: self._adapted(name, *lora(None)) for name, lora in loras.items()}
-        # Python finds an instance's own attributes before nn.Module looks up its parameters and submodules.
+        # Python finds an instance's own attributes before nn.Module looks up its parameters and
+        # submodules.
         vars(self.base_layer).update(adapted)
         try:
             return self.base_layer(*args, **kwargs)
@@ -254,4 +300,6 @@ class LoraExperts(nn.Module):
 
     def _adapted(self, name: str, lora_A: torch.Tensor, lora_B: torch.Tensor) -> AdaptedExperts:
         first, second = (lora_B.mT, lora_A.mT) if self.swaps else (lora_A, lora_B)
-        return AdaptedExperts(getattr(self.base_layer, name), first.contiguous(), (second * self.scaling).contiguous())
+        return AdaptedExperts(
+            getattr(self.base_layer, name), first.contiguous(), (second * self.scaling).contiguous()
+        )

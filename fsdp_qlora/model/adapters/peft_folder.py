@@ -1,4 +1,5 @@
-"""Reads an adapter's folder in PEFT's format. An adapter of this program has further information in training.json.
+"""Reads an adapter's folder in PEFT's format. An adapter of this program has further information in
+training.json.
 
 Imports neither torch nor PEFT, so that options are checked quickly.
 """
@@ -24,9 +25,13 @@ PREFIX = "base_model.model."  # begins the names of the tensors
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = (
     dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,))
     | dict.fromkeys(("layer_replication", "alora_invocation_tokens"), ([], {}))
-    | dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"), ({},))
+    | dict.fromkeys(
+        ("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"),
+        ({},),
+    )
 )
-# Initial values that change the base: PEFT saves the adapter for the changed base unless it is asked to convert it.
+# Initial values that change the base: PEFT saves the adapter for the changed base unless it is
+# asked to convert it.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _TYPES: dict[str, Any] = {
     "r": int,
@@ -41,8 +46,9 @@ _TYPES: dict[str, Any] = {
 class PretrainedAdapter:
     """An adapter that training starts from.
 
-    kind: lora or dora. base_name: the base model in its configuration. options: option -> value that the adapter
-    determines. names, shapes: see `read_header`. record: the content of training.json, empty without one.
+    kind: lora or dora. base_name: the base model in its configuration. options: option -> value
+    that the adapter determines. names, shapes: see `read_header`. record: the content of
+    training.json, empty without one.
     """
 
     folder: Path
@@ -58,16 +64,22 @@ class PretrainedAdapter:
         return self.folder / WEIGHTS
 
     def lineage(self) -> dict[str, Any]:
-        """The adapter's name, run and step, for the training record of a run that starts from it."""
+        """The adapter's name, run and step, for the training record of a run that
+        starts from it.
+        """
         origin = {name: self.record[name] for name in ("run_id", "step") if name in self.record}
         return {"name": self.folder.resolve().name} | origin
 
 
 def read_adapter(folder: Path) -> PretrainedAdapter:
-    """Read an adapter's configuration and its tensors' names and shapes. Raises UserError if it cannot be trained."""
+    """Read an adapter's configuration and its tensors' names and shapes. Raises UserError if it
+    cannot be trained.
+    """
     config = read_config(folder)
     if config.get("bias") not in (None, "none"):
-        raise UserError(f"--adapter {folder} has bias {config['bias']!r}, which cannot be trained here.")
+        raise UserError(
+            f"--adapter {folder} has bias {config['bias']!r}, which cannot be trained here."
+        )
     names, shapes = read_header(weights_file(folder))
     record = read_record(folder)
     return PretrainedAdapter(
@@ -82,20 +94,32 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
 
 
 def token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read trainable_token_indices. Raises UserError unless embedding and head have the same, in ascending order."""
+    """Read trainable_token_indices. Raises UserError unless embedding and head have the same, in
+    ascending order.
+    """
     indices = config.get("trainable_token_indices") or []
     ids, *others = list(indices.values()) if isinstance(indices, dict) else [indices]
     if any(other != ids for other in others) or ids != sorted({*ids}):
-        raise UserError(f"--adapter {folder} has trainable_token_indices {indices}: not one list in ascending order.")
+        raise UserError(
+            f"--adapter {folder} has trainable_token_indices {indices}: not one list "
+            "in ascending order."
+        )
     return tuple(ids)
 
 
-def tensor_differences(actual: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
-    """The differences between an adapter's tensors (name -> shape) and those of a model's adapter, a line for each."""
-    twice = re.compile(r"\.(modules_to_save|original_module|token_adapter)\.")  # PEFT's, for a grown vocabulary
+def tensor_differences(
+    actual: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """The differences between an adapter's tensors (name -> shape) and those of a model's adapter,
+    a line for each.
+    """
+    # PEFT's, for a grown vocabulary
+    twice = re.compile(r"\.(modules_to_save|original_module|token_adapter)\.")
     differences = {
         "it lacks": [name for name in expected if name not in actual],
-        "this model's adapter has no": [name for name in actual if name not in expected and not twice.search(name)],
+        "this model's adapter has no": [
+            name for name in actual if name not in expected and not twice.search(name)
+        ],
         "": [
             f"{name} is {list(actual[name])} and must be {list(shape)}"
             for name, shape in expected.items()
@@ -103,36 +127,53 @@ def tensor_differences(actual: Mapping[str, Sequence[int]], expected: Mapping[st
         ],
     }
     return [
-        f"{problem} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}".strip()
+        f"{problem} {_first_names(names)}".strip()
         for problem, names in differences.items()
         if names
     ]
 
 
+def _first_names(names: Sequence[str]) -> str:
+    text = ", ".join(names[:3])
+    return f"{text} and {len(names) - 3} more" if len(names) > 3 else text
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json. Raises UserError if it is missing, damaged, not for LoRA, or not supported."""
+    """Read adapter_config.json. Raises UserError if it is missing, damaged, not for LoRA, or not
+    supported.
+    """
     if not (folder / CONFIG).is_file():
         raise UserError(f"--adapter {folder}: {_explain_folder(folder)}")
     refuse_pipes(folder, "--adapter")
     config = _read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"--adapter {folder} has PEFT's type {config.get('peft_type')}; only LORA is supported.")
+        raise UserError(
+            f"--adapter {folder} has PEFT's type {config.get('peft_type')}; only LORA is supported."
+        )
     for name, neutral in _UNSUPPORTED.items():
         if config.get(name) is not None and config[name] not in neutral:
-            raise UserError(f"--adapter {folder} has {name} {config[name]!r}, which is not supported here.")
+            raise UserError(
+                f"--adapter {folder} has {name} {config[name]!r}, which is not supported here."
+            )
     for name, kind in _TYPES.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
-            raise UserError(f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file.")
+            raise UserError(
+                f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file."
+            )
     sizes = {name: config.get(name, 8) for name in ("r", "lora_alpha")}
     sizes |= (config.get("rank_pattern") or {}) | (config.get("alpha_pattern") or {})
     for name, value in sizes.items():
         if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"--adapter {folder}: {CONFIG} has {value!r} for {name}. Restore the file.")
+            raise UserError(
+                f"--adapter {folder}: {CONFIG} has {value!r} for {name}. Restore the file."
+            )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
         raise UserError(
-            f"--adapter {folder} was made with init_lora_weights {init}, so it belongs to a base that was changed. "
-            "Save it for the original one: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"--adapter {folder} was made with init_lora_weights {init}, so it belongs to a base "
+            "that was changed. "
+            "Save it for the original one: PEFT's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)."
         )
     return config
 
@@ -147,7 +188,11 @@ def weights_file(folder: Path) -> Path:
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = path.with_suffix(".bin").is_file()
-        advice = "Save it with PEFT as safetensors: pickled files can run code." if pickled else "Restore the file."
+        advice = (
+            ("Save it with PEFT as safetensors: pickled files can run code.")
+            if pickled
+            else "Restore the file."
+        )
         raise UserError(f"--adapter {folder} has no {WEIGHTS}. {advice}")
     return path
 
@@ -155,7 +200,10 @@ def weights_file(folder: Path) -> Path:
 def _explain_folder(folder: Path) -> str:
     """Describe a folder that is not an adapter, and how to get one from it."""
     if not folder.is_dir():
-        return "there is no such folder. Give one with adapter_config.json and adapter_model.safetensors."
+        return (
+            "there is no such folder. Give one with adapter_config.json and "
+            "adapter_model.safetensors."
+        )
     names = {path.name for path in folder.iterdir()}
     if names & {"manifest.json", "checkpoints"}:
         content = "a checkpoint" if "manifest.json" in names else "a run without an adapter"
@@ -176,11 +224,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """(Plain name of each tensor -> name in the file, plain name -> shape). Raises UserError if the file is damaged."""
+    """(Plain name of each tensor -> name in the file, plain name -> shape). Raises UserError if the
+    file is damaged.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             names = {_plain(name): name for name in file.keys()}  # noqa: SIM118
-            return names, {plain: tuple(file.get_slice(name).get_shape()) for plain, name in names.items()}
+            return names, {
+                plain: tuple(file.get_slice(name).get_shape()) for plain, name in names.items()
+            }
     except (OSError, SafetensorError) as error:
         raise UserError(f"--adapter: {path} is damaged ({error}). Restore the file.") from error
 
@@ -215,10 +267,18 @@ def _pattern(pattern: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The adapted layers, as the configuration names them, or as whole paths if other settings restrict the names."""
+    """The adapted layers, as the configuration names them, or as whole paths if other settings
+    restrict the names.
+    """
     targets = config.get("target_modules")
-    by_weight = [name.removesuffix(".weight") for name in config.get("target_parameters") or () if ".weight" in name]
-    is_restricted = any(config.get(name) for name in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+    by_weight = [
+        name.removesuffix(".weight")
+        for name in config.get("target_parameters") or ()
+        if ".weight" in name
+    ]
+    is_restricted = any(
+        config.get(name) for name in ("exclude_modules", "layers_to_transform", "layers_pattern")
+    )
     if isinstance(targets, list) and targets and not is_restricted:
         return (*sorted(targets), *by_weight)
     if isinstance(targets, str) and not by_weight and not is_restricted:
@@ -226,5 +286,7 @@ def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str,
     ends = ".lora_A.weight"
     inside = {name for name in shapes if ".base_layer." in name or ".experts." in name}
     return tuple(
-        name.removeprefix(PREFIX).removesuffix(ends) for name in shapes if name.endswith(ends) and name not in inside
+        name.removeprefix(PREFIX).removesuffix(ends)
+        for name in shapes
+        if name.endswith(ends) and name not in inside
     )

@@ -1,10 +1,12 @@
-"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one function.
+"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one
+function.
 
-A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate is
-down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (pieces.py).
+A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate
+is down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (pieces.py).
 
-The elementwise functions keep their inputs alone, and their output is computed again where it is needed: a function
-that takes it, and would keep it, can ask for it again in the backward pass (`output_again`).
+The elementwise functions keep their inputs alone, and their output is computed again where it is
+needed: a function that takes it, and would keep it, can ask for it again in the backward pass
+(`output_again`).
 """
 
 import copy
@@ -25,8 +27,8 @@ from fsdp_qlora.model.architecture.chunking import count_pieces, in_pieces
 Function = Callable[[torch.Tensor], torch.Tensor]
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 Roles = tuple[str, str, str]  # names of an MLP's linear layers: gate, up, down
-# Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
-# A long row's peak is there, and is smaller by half of the MLP's part.
+# Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in
+# pieces of that size. A long row's peak is there, and is smaller by half of the MLP's part.
 PIECE = 2**26
 
 
@@ -36,13 +38,17 @@ def output_source(x: torch.Tensor) -> Any:
 
 
 def output_again(node: Any) -> torch.Tensor:
-    """The output of a node that `output_source` found, without gradient. Before the node's own backward pass."""
+    """The output of a node that `output_source` found, without gradient. Before the node's own
+    backward pass.
+    """
     output: torch.Tensor = node.output_again(node)
     return output
 
 
 class InputsOnlyFunction(torch.autograd.Function):
-    """y = function(x), differentiable in x alone. However often y is asked for again, it is computed once."""
+    """y = function(x), differentiable in x alone. However often y is asked for again, it is
+    computed once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
@@ -97,7 +103,8 @@ class Gated(torch.autograd.Function):
     """activation(gate) * up, of which gate and up are kept.
 
     Args:
-        activation: returns a new tensor. inputs_only: let the next function ask for the output, and not keep it.
+        activation: returns a new tensor. inputs_only: let the next function ask for the output, and
+        not keep it.
     """
 
     @staticmethod
@@ -121,9 +128,13 @@ class Gated(torch.autograd.Function):
         gate = gate.detach()
         up = up.detach()
         rows = max(1, PIECE // gate.shape[-1])
-        pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
+        pieces = (
+            tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up)
+        )
         for piece in zip(*pieces, strict=True):
-            for place, gradient in zip(piece[1:], _gated_gradients(ctx.activation, *piece), strict=True):
+            for place, gradient in zip(
+                piece[1:], _gated_gradients(ctx.activation, *piece), strict=True
+            ):
                 place.copy_(gradient)
         return gate, up, None, None
 
@@ -145,9 +156,11 @@ def fuse_modules(model: nn.Module) -> None:
 
 
 def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
-    """Let a block keep less for its backward pass: norms and products of gates are computed again there.
+    """Let a block keep less for its backward pass: norms and products of gates are computed again
+    there.
 
-    Without it long rows are computed in pieces, which a block with activation checkpointing does not take longer for.
+    Without it long rows are computed in pieces, which a block with activation checkpointing does
+    not take longer for.
     """
     for module in block.modules():
         if isinstance(module, RmsNorm | Mlp):
@@ -156,12 +169,19 @@ def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
 
 def describe_fused(model: nn.Module) -> str:
     """Describe for the log how norms and gates are computed."""
-    norms, mlps = (sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp))
-    return f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the model's code"
+    norms, mlps = (
+        sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp)
+    )
+    return (
+        f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the "
+        "model's code"
+    )
 
 
 class _MetaRmsNorm(torch.autograd.Function):
-    """Takes the memory of a GPU's kernel, for the plan; torch would take the norm apart, with copies in float32."""
+    """Takes the memory of a GPU's kernel, for the plan; torch would take the norm apart, with
+    copies in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -178,13 +198,18 @@ def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
     return y.to(x.dtype)
 
 
-# Where models round to 16 bits, and how their weight counts: functions of x, the weight and epsilon.
+# Where models round to 16 bits, and how their weight counts: functions of x, the weight and
+# epsilon.
 FORMS: dict[str, Form] = {
     "rounded, then weighted": lambda x, weight, eps: weight * _normalized(x, eps),
     "weighted, then rounded": lambda x, weight, eps: (
-        _normalized(x, eps) * weight if x.is_meta else F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
+        _normalized(x, eps) * weight
+        if x.is_meta
+        else F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
     ),
-    "weighted by 1 + weight": lambda x, weight, eps: (_normalized(x.float(), eps) * (1 + weight.float())).to(x.dtype),
+    "weighted by 1 + weight": lambda x, weight, eps: (
+        _normalized(x.float(), eps) * (1 + weight.float())
+    ).to(x.dtype),
 }
 
 
@@ -207,20 +232,29 @@ class RmsNorm(nn.Module):
         weight = self.weight
         eps = self.eps
         if not self.inputs_only or weight.requires_grad or not x.requires_grad:
-            # The gradients of x by its parts are added up before others' are, so that saving less changes no bit.
+            # The gradients of x by its parts are added up before others' are, so that saving less
+            # changes no bit.
             return form(x.view_as(x), weight, eps)
         y: torch.Tensor = InputsOnlyFunction.apply(x, lambda x: form(x, weight, eps))
         return y
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
-    """Replace a norm by torch's function; None if the module, on the meta device, computes something else."""
+    """Replace a norm by torch's function; None if the module, on the meta device, computes
+    something else.
+    """
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or len([*module.parameters(), *module.buffers(), *module.children()]) != 1:
+    if (
+        weight is None
+        or weight.dim() != 1
+        or len([*module.parameters(), *module.buffers(), *module.children()]) != 1
+    ):
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
-    for eps in {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1}:
+    for eps in {
+        value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1
+    }:
         for form in FORMS:
             if _is_rms_norm(module, form, eps):
                 return RmsNorm(weight, form, eps)
@@ -229,7 +263,9 @@ def as_rms_norm(module: nn.Module) -> RmsNorm | None:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
-    """Whether the module computes this, by random numbers of very different sizes, with the same rounding."""
+    """Whether the module computes this, by random numbers of very different sizes, with the same
+    rounding.
+    """
     random = torch.Generator("cpu").manual_seed(0)
     width = module.weight.shape[0]  # type: ignore[index]
     weight = torch.rand(width, generator=random) + 0.5  # type: ignore[arg-type]
@@ -241,10 +277,18 @@ def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
         except (RuntimeError, TypeError, AttributeError):
             return False
         expected = FORMS[form](x.to(dtype), parameter, eps)
-        if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype or found.shape != expected.shape:
+        if (
+            not isinstance(found, torch.Tensor)
+            or found.dtype != expected.dtype
+            or found.shape != expected.shape
+        ):
             return False
-        is_near = torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0)
-        if not is_near or (found != expected).float().mean() > (0.01 if dtype == torch.bfloat16 else 1):
+        is_near = torch.allclose(
+            found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0
+        )
+        if not is_near or (found != expected).float().mean() > (
+            0.01 if dtype == torch.bfloat16 else 1
+        ):
             return False
     return True
 
@@ -252,7 +296,8 @@ def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
 class Mlp(nn.Module):
     """A model's own MLP, a function of each token alone: long rows are computed in pieces.
 
-    inputs_only: its block keeps its activations, and it computes all tokens at once. inner: features of a token in it.
+    inputs_only: its block keeps its activations, and it computes all tokens at once. inner:
+    features of a token in it.
     """
 
     inputs_only = False
@@ -275,7 +320,8 @@ class Mlp(nn.Module):
 class GatedMlp(Mlp):
     """A model's own MLP, with its children under their names.
 
-    inputs_only: in the backward pass the input of `down` is computed again, so that nobody keeps it.
+    inputs_only: in the backward pass the input of `down` is computed again, so that nobody keeps
+    it.
     """
 
     def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
@@ -295,12 +341,16 @@ class GatedMlp(Mlp):
 
 
 def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """Replace an MLP's elementwise part by one function; None if the module computes something else."""
+    """Replace an MLP's elementwise part by one function; None if the module computes something
+    else.
+    """
     children = {name: child for name, child in module._modules.items() if child is not None}
     linears = _linears_alone(module)
     if len(linears) != 3 or len(children) > 4:
         return None
-    activations = [each for each in (*children.values(), *vars(module).values()) if _is_activation(each)]
+    activations = [
+        each for each in (*children.values(), *vars(module).values()) if _is_activation(each)
+    ]
     for roles, activation in itertools.product(_possible_roles(linears), activations):
         if _is_gated_mlp(module, roles, activation):
             return GatedMlp(children, roles, activation)
@@ -308,9 +358,15 @@ def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
 
 
 def _linears_alone(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a module with a forward of one argument, if it has no other parameters; else none."""
-    linears = {name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)}
-    others = len([*module.parameters()]) - sum(len([*linear.parameters()]) for linear in linears.values())
+    """The linear layers of a module with a forward of one argument, if it has no other parameters;
+    else none.
+    """
+    linears = {
+        name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)
+    }
+    others = len([*module.parameters()]) - sum(
+        len([*linear.parameters()]) for linear in linears.values()
+    )
     return {} if others or len(inspect.signature(module.forward).parameters) != 1 else linears
 
 
@@ -343,31 +399,38 @@ def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool
         found = small(x)
     except (RuntimeError, TypeError, AttributeError):
         return False
-    # To the bit: a tolerance would take gelu for its approximation by tanh, from which it differs by up to 5e-4.
+    # To the bit: a tolerance would take gelu for its approximation by tanh, from which it differs
+    # by up to 5e-4.
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
 
 
 @torch.no_grad()
 def as_own_mlp(module: nn.Module) -> Mlp | None:
-    """Wrap an MLP's own code; None if, with small random layers, its output for a token depends on others."""
+    """Wrap an MLP's own code; None if, with small random layers, its output for a token depends on
+    others.
+    """
     linears = _linears_alone(module)
     if len(linears) < 2:
         return None
     small, x = _small_copy(module, next(iter(linears)))
     try:
         tried = Mlp(small)
-        is_near = torch.allclose(tried(x), torch.cat([tried(x[:, :2]), tried(x[:, 2:])], dim=1), atol=1e-5)
+        is_near = torch.allclose(
+            tried(x), torch.cat([tried(x[:, :2]), tried(x[:, 2:])], dim=1), atol=1e-5
+        )
     except (RuntimeError, TypeError, AttributeError):
         return None
     return Mlp(module) if is_near else None
 
 
 def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]:
-    """The module with small random layers in the proportions of its own, and tokens for the first of them."""
+    """The module with small random layers in the proportions of its own, and tokens for the first
+    of them.
+    """
     linears = _linears_alone(module)
     random = torch.Generator("cpu").manual_seed(0)
-    # By their common divisor sizes shrink to a few numbers and stay different where they were, so that matrices fit
-    # together in the model's way alone.
+    # By their common divisor sizes shrink to a few numbers and stay different where they were, so
+    # that matrices fit together in the model's way alone.
     unit = math.gcd(*(size for linear in linears.values() for size in linear.weight.shape))
     small: dict[str, nn.Module | None] = dict(module._modules)
     for name, linear in linears.items():
@@ -381,7 +444,9 @@ def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]
 
 
 def _clone_with(module: nn.Module, **own: Mapping[str, Any]) -> nn.Module:
-    """A shallow copy of the module, which shares its dicts but for these: its `_parameters` or `_modules`."""
+    """A shallow copy of the module, which shares its dicts but for these: its `_parameters` or
+    `_modules`.
+    """
     copied = copy.copy(module)
     vars(copied).update(own)
     return copied

@@ -8,14 +8,17 @@ _ALWAYS = torch.empty(0, requires_grad=True)  # what is kept may need no gradien
 
 
 class Kept:
-    """Tensors (or None) that a function needs in its backward pass, kept before it runs instead of by itself.
+    """Tensors (or None) that a function needs in its backward pass, kept before it runs instead of
+    by itself.
 
-    Activation checkpointing computes a block again until it has every tensor that the block keeps, and what a function
-    keeps is noted when that function is done. Kept by itself, a block's last product would be computed again in vain.
+    Activation checkpointing computes a block again until it has every tensor that the block keeps,
+    and what a function keeps is noted when that function is done. Kept by itself, a block's last
+    product would be computed again in vain.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
-        # The output holds the node that has the tensors: nothing else of autograd's graph refers to it.
+        # The output holds the node that has the tensors: nothing else of autograd's graph refers to
+        # it.
         self._output: torch.Tensor | None = _Keep.apply(_ALWAYS, *tensors)
 
     def take(self) -> tuple[Any, ...]:

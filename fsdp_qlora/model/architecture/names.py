@@ -11,7 +11,8 @@ from fsdp_qlora.model.architecture.models import canonical_name
 
 
 class ModelNames:
-    """Finds the name in a model of each tensor in its files. Some renamings apply only after others: keep the order.
+    """Finds the name in a model of each tensor in its files. Some renamings apply only after
+    others: keep the order.
 
     Args:
         names: of the tensors that the model has.
@@ -25,10 +26,14 @@ class ModelNames:
         self._prefix = model.base_model_prefix
 
     def find(self, source: str) -> tuple[str, str | None]:
-        """The tensor's name in the model, and the pattern of the conversion of which it is a part, if it is one."""
+        """The tensor's name in the model, and the pattern of the conversion of which it is a part,
+        if it is one.
+        """
         if source in self._names:
             return source, None
-        return rename_source_key(source, self._renamings, self.converters, self._prefix, self._names)
+        return rename_source_key(
+            source, self._renamings, self.converters, self._prefix, self._names
+        )
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

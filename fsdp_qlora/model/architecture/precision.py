@@ -14,8 +14,8 @@ class Precision(NamedTuple):
     param_dtype: FSDP2 casts trainable weights to it when it gathers them; None keeps fp32.
     autocast: whether the forward pass runs under autocast to compute_dtype.
 
-    Trainable weights are always stored, and their gradients reduced, in fp32. Buffers (rotary tables) keep
-    transformers' fp32; its norms compute in fp32 internally.
+    Trainable weights are always stored, and their gradients reduced, in fp32. Buffers (rotary
+    tables) keep transformers' fp32; its norms compute in fp32 internally.
     """
 
     name: str
@@ -45,12 +45,16 @@ PRECISIONS = {precision.name: precision for precision in _ALL}
 
 
 def autocast_kind(tensor: torch.Tensor) -> str:
-    """The device type whose autocast applies to a tensor. The meta device has none; the CPU's applies."""
+    """The device type whose autocast applies to a tensor. The meta device has none; the CPU's
+    applies.
+    """
     return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """Resolve `auto`: bf16 on GPUs that support it (Ampere and newer), fp16 on older ones, fp32 on the CPU."""
+    """Resolve `auto`: bf16 on GPUs that support it (Ampere and newer), fp16 on older ones, fp32 on
+    the CPU.
+    """
     if name != "auto":
         return name
     if device.type != "cuda":

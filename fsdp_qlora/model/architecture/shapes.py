@@ -1,18 +1,22 @@
-"""The sizes of each decoder block, which may differ from block to block, from the configuration of its own layer."""
+"""The sizes of each decoder block, which may differ from block to block, from the configuration of
+its own layer.
+"""
 
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")  # how configurations name `chosen`
+# how configurations name `chosen`
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 class BlockShape(NamedTuple):
     """The sizes of a decoder block.
 
-    hidden: of a token between blocks. heads: of queries. groups: heads of keys and values. head_dim: size of a head of
-    queries. inner: of the MLP. window: tokens that a token sees, itself included, None for all before it. has_keys:
-    whether the block computes keys and values; otherwise it uses those of an earlier one. chosen: experts per token.
+    hidden: of a token between blocks. heads: of queries. groups: heads of keys and values.
+    head_dim: size of a head of queries. inner: of the MLP. window: tokens that a token sees, itself
+    included, None for all before it. has_keys: whether the block computes keys and values;
+    otherwise it uses those of an earlier one. chosen: experts per token.
     """
 
     hidden: int
@@ -31,21 +35,27 @@ class BlockShape(NamedTuple):
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """The text model's configuration as each of its layers has it: the global one refuses what differs by layer."""
+    """The text model's configuration as each of its layers has it: the global one refuses what
+    differs by layer.
+    """
     text = config.get_text_config()
     return [*text.per_layer_config] if getattr(text, "num_hidden_layers", 0) else [text]
 
 
 def any_layer_has(config: PretrainedConfig, *settings: str) -> bool:
     """Whether a layer of the text model has a value but 0 for one of these settings."""
-    return any(getattr(layer, setting, None) for layer in layer_configs(config) for setting in settings)
+    return any(
+        getattr(layer, setting, None) for layer in layer_configs(config) for setting in settings
+    )
 
 
 def block_shapes(config: PretrainedConfig) -> tuple[BlockShape, ...]:
     """The shapes of the text model's blocks. A model without attention counts as one head."""
     layers = layer_configs(config)
     with_keys = len(layers) - (getattr(layers[0], "num_kv_shared_layers", None) or 0)
-    return tuple(_shape(layer, index, has_keys=index < with_keys) for index, layer in enumerate(layers))
+    return tuple(
+        _shape(layer, index, has_keys=index < with_keys) for index, layer in enumerate(layers)
+    )
 
 
 def _shape(layer: Any, index: int, *, has_keys: bool) -> BlockShape:
@@ -56,7 +66,9 @@ def _shape(layer: Any, index: int, *, has_keys: bool) -> BlockShape:
     kind = (getattr(layer, "layer_types", None) or {index: "sliding"})[index]
     window = _own(layer, "sliding_window", index) if "sliding" in kind else None
     chosen = next(filter(None, (_own(layer, name, index) for name in _CHOSEN)), 0)
-    return BlockShape(layer.hidden_size, heads, groups, head_dim, inner, window or None, has_keys, chosen)
+    return BlockShape(
+        layer.hidden_size, heads, groups, head_dim, inner, window or None, has_keys, chosen
+    )
 
 
 def _own(layer: Any, name: str, index: int) -> Any:

@@ -1,10 +1,13 @@
-"""Layers with a convolution and a state, such as Mamba and linear attention, for documents that are concatenated.
+"""Layers with a convolution and a state, such as Mamba and linear attention, for documents that are
+concatenated.
 
-transformers keeps documents apart if GPU kernels are installed (flash-linear-attention, causal-conv1d, mamba-ssm).
-Otherwise such a layer, and only it, gets the documents as separate rows, in batches of about equal length.
+transformers keeps documents apart if GPU kernels are installed (flash-linear-attention,
+causal-conv1d, mamba-ssm). Otherwise such a layer, and only it, gets the documents as separate rows,
+in batches of about equal length.
 
-Of a document on several ranks each leaves the state of its tokens to the next. Layers go on from a state that they find
-in a cache, since a prompt may be computed in parts: `CarriedState` is that cache.
+Of a document on several ranks each leaves the state of its tokens to the next. Layers go on from a
+state that they find in a cache, since a prompt may be computed in parts: `CarriedState` is that
+cache.
 
 Shapes: hidden states [1, T, H] of all documents.
 """
@@ -28,27 +31,43 @@ from transformers import PreTrainedModel
 from fsdp_qlora.distributed.context import ContextGroup, Tied
 from fsdp_qlora.model.architecture.decoder import find_blocks
 
-# Largest share of padding in a group of documents. 16 documents of 20 to 150 tokens are then 6 groups instead of 15.
-# Each group decodes the layer's weights and launches its kernels again; more padding costs more than it saves.
+# Largest share of padding in a group of documents. 16 documents of 20 to 150 tokens are then 6
+# groups instead of 15. Each group decodes the layer's weights and launches its kernels again; more
+# padding costs more than it saves.
 _MAX_PADDING = 0.1
 
-# Relative difference of a layer's output: rounding stays below, the effect of another document is far above.
+# Relative difference of a layer's output: rounding stays below, the effect of another document is
+# far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors that say nothing about documents
+# RuntimeErrors that say nothing about documents
+_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 # The arguments from `data.batches.micro_batch.describe_documents`.
-_DESCRIPTION = {"position_ids", "context_group", "document_lengths", "document_ends", "own_tokens", "places"}
+_DESCRIPTION = {
+    "position_ids",
+    "context_group",
+    "document_lengths",
+    "document_ends",
+    "own_tokens",
+    "places",
+}
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 
 # Packages whose kernels transformers' code of such layers calls, by the names that it imports.
-KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+KERNELS = {
+    "fla": "flash-linear-attention",
+    "causal_conv1d": "causal-conv1d",
+    "mamba_ssm": "mamba-ssm",
+}
 
 
 @dataclass
 class CarriedState:
-    """The cache of a layer for a piece of a document: what it takes from the rank before and leaves to the next one.
+    """The cache of a layer for a piece of a document: what it takes from the rank before and leaves
+    to the next one.
 
-    before, after: whether these have tokens of the document. trains: whether gradients go back. initial: memory for the
-    state before the piece, float32; None at a document's start and in layers without one. final: the state behind it.
+    before, after: whether these have tokens of the document. trains: whether gradients go back.
+    initial: memory for the state before the piece, float32; None at a document's start and in
+    layers without one. final: the state behind it.
     """
 
     context: ContextGroup
@@ -62,10 +81,14 @@ class CarriedState:
         """None, with which a layer computes one token as it computes several."""
 
     def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """The state before the piece, which arrives later: before the convolution of the projected tokens."""
+        """The state before the piece, which arrives later: before the convolution of the projected
+        tokens.
+        """
         return self.initial
 
-    def update_conv_state(self, inputs: torch.Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> torch.Tensor:
+    def update_conv_state(
+        self, inputs: torch.Tensor, *_: Any, conv_kernel_size: int, **__: Any
+    ) -> torch.Tensor:
         """The convolution's inputs, [1, C, L], behind those before them that it looks back to."""
         length = conv_kernel_size - 1
         if self.before:
@@ -96,9 +119,11 @@ class ByDocument:
     """Replaces the forward method of a layer, and computes each document as if it were alone.
 
     documents: the block's arguments that describe the documents; empty if rows are padded.
-    is_needed: whether the layer's own code mixes documents; None until the first batch of several documents, for which
+    is_needed: whether the layer's own code mixes documents; None until the first batch of several
+    documents, for which
         the layer runs twice to find out.
-    state_shape: of the layer's state, empty without one; None until its first document on several ranks.
+    state_shape: of the layer's state, empty without one; None until its first document on several
+    ranks.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -123,7 +148,9 @@ class ByDocument:
             return self.layer_forward(hidden_states, *args, **kwargs)
         return self._forward_apart(lengths, hidden_states, *args, **kwargs)
 
-    def _forward_part(self, context: ContextGroup, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward_part(
+        self, context: ContextGroup, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """The tokens of one of the ranks that share a row."""
         assert "places" not in self.documents, "a state of several documents"
         lengths, before, after = context.pieces(self.documents["document_lengths"])
@@ -132,7 +159,9 @@ class ByDocument:
         first, inner, last = x.split([*sizes, x.shape[1] - sum(sizes)], dim=1)
         outputs: list[torch.Tensor] = []
         if last.shape[1]:  # before the others, since the next rank waits for its state
-            outputs.append(self._forward_piece(CarriedState(context, False, True), last, *args, **kwargs))
+            outputs.append(
+                self._forward_piece(CarriedState(context, False, True), last, *args, **kwargs)
+            )
         if whole:
             outputs.append(self._forward_apart(whole, inner, *args, **kwargs))
         if before:
@@ -140,7 +169,9 @@ class ByDocument:
             outputs.append(self._forward_piece(carried, first, *args, **kwargs))
         return torch.cat(outputs[::-1], dim=1)
 
-    def _forward_piece(self, carried: CarriedState, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward_piece(
+        self, carried: CarriedState, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """A piece of a document of which the rank before or the next one has others."""
         forward = partial(self.layer_forward, **_without_documents(kwargs))
         if self.state_shape is None:
@@ -154,24 +185,34 @@ class ByDocument:
         carried.trains = torch.is_grad_enabled() and any(trained)
         # A layer may compute a token alone as if it had been generated.
         padded = F.pad(x, (0, 0, 0, 1)) if x.shape[1] == 1 and not carried.after else x
-        output: torch.Tensor = forward(padded, *args, **_cache_argument(self.layer, carried))[:, : x.shape[1]]
+        output: torch.Tensor = forward(padded, *args, **_cache_argument(self.layer, carried))[
+            :, : x.shape[1]
+        ]
         return output if carried.final is None else Tied.apply(output, carried.final)
 
-    def _forward_apart(self, lengths: list[int], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward_apart(
+        self, lengths: list[int], x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         kwargs = _without_documents(kwargs)
         places = self.documents.get("places")
         tokens = x[0] if places is None else x[0].index_select(0, places)
         grouped = list(groups(lengths))
         outputs: list[torch.Tensor] = []
         for lengths, part in zip(grouped, tokens.split(list(map(sum, grouped))), strict=True):
-            rows = self.layer_forward(pad_sequence(part.split(lengths), batch_first=True), *args, **kwargs)
+            rows = self.layer_forward(
+                pad_sequence(part.split(lengths), batch_first=True), *args, **kwargs
+            )
             if not isinstance(rows, torch.Tensor):
-                raise NotImplementedError("a layer that mixes tokens returns more than hidden states")
+                raise NotImplementedError(
+                    "a layer that mixes tokens returns more than hidden states"
+                )
             # The layer is causal, so padding at the end changes no document.
             sizes = [size for length in lengths for size in (length, max(lengths) - length)]
             outputs += rows.flatten(0, 1).split(sizes)[::2]
         joined = torch.cat(outputs)
-        return (joined if places is None else joined.index_select(0, self.documents["own_tokens"]))[None]
+        return (joined if places is None else joined.index_select(0, self.documents["own_tokens"]))[
+            None
+        ]
 
     @torch.no_grad()
     def _mixes_documents(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -184,14 +225,20 @@ class ByDocument:
             together = self.layer_forward(hidden_states, *args, **kwargs)
         except _FAILURES:
             raise
-        except (RuntimeError, TypeError, ValueError):  # transformers raises ValueError, kernels the others
+        # transformers raises ValueError, kernels the others
+        except (RuntimeError, TypeError, ValueError):
             return True
         try:
-            apart = self._forward_apart(self.documents["document_lengths"], hidden_states, *args, **kwargs).float()
+            apart = self._forward_apart(
+                self.documents["document_lengths"], hidden_states, *args, **kwargs
+            ).float()
         except _FAILURES:
             raise
-        except (RuntimeError, TypeError, ValueError) as error:  # another argument has a value for each token
-            raise NotImplementedError(f"a layer with a convolution cannot separate documents: {error}") from error
+        # another argument has a value for each token
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise NotImplementedError(
+                f"a layer with a convolution cannot separate documents: {error}"
+            ) from error
         difference = (together.float() - apart).norm(dim=-1).max() / apart.norm(dim=-1).mean()
         return not difference <= _TOLERANCE[together.dtype]  # True for NaN
 
@@ -202,11 +249,15 @@ def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _cache_argument(layer: nn.Module, cache: CarriedState) -> dict[str, CarriedState]:
     parameters = inspect.signature(type(layer).forward).parameters
-    return {name: cache for name in ("cache", "cache_params", "past_key_values") if name in parameters}
+    return {
+        name: cache for name in ("cache", "cache_params", "past_key_values") if name in parameters
+    }
 
 
 def groups(lengths: list[int]) -> Iterator[list[int]]:
-    """Group neighbouring documents of about equal length, so that a padded batch of a group has little padding."""
+    """Group neighbouring documents of about equal length, so that a padded batch of a group has
+    little padding.
+    """
     group: list[int] = []
     for length in lengths:
         joined = [*group, length]
@@ -223,11 +274,16 @@ def has_convolution(module: nn.Module) -> bool:
 
 
 def keep_documents_apart(model: PreTrainedModel) -> None:
-    """Replace the forward methods of layers with a convolution over tokens in decoder blocks by `ByDocument`."""
+    """Replace the forward methods of layers with a convolution over tokens in decoder blocks by
+    `ByDocument`.
+    """
     for block in find_blocks(model):
         layers = []
         for module in block.modules():
-            if has_convolution(module) and "hidden_states" in inspect.signature(module.forward).parameters:
+            if (
+                has_convolution(module)
+                and "hidden_states" in inspect.signature(module.forward).parameters
+            ):
                 module.forward = ByDocument(module)
                 layers.append(module.forward)
         if layers:  # a hook, since not every block passes its arguments on to them
@@ -241,32 +297,48 @@ def pass_documents(
 
     Kernels get it as the argument `seq_idx`, int32 [1, T], the index of each token's document.
     """
-    documents = {name: kwargs[name] for name in _DESCRIPTION & kwargs.keys() if "document_lengths" in kwargs}
+    documents = {
+        name: kwargs[name] for name in _DESCRIPTION & kwargs.keys() if "document_lengths" in kwargs
+    }
     for layer in layers:
         layer.documents = documents
     bounds = documents.get("cu_seq_lens_q")
     if bounds is not None:
-        starts = torch.zeros(sum(documents["document_lengths"]), dtype=torch.int32, device=bounds.device)
+        starts = torch.zeros(
+            sum(documents["document_lengths"]), dtype=torch.int32, device=bounds.device
+        )
         starts[bounds[1:-1].long()] = 1
         kwargs = kwargs | {"seq_idx": starts.cumsum(0, dtype=torch.int32)[None]}
     return args, kwargs
 
 
 def can_continue(layer: nn.Module) -> bool:
-    """Whether a layer's source code goes on from a `CarriedState`, also with several tokens; a probe finds the rest."""
+    """Whether a layer's source code goes on from a `CarriedState`, also with several tokens; a
+    probe finds the rest.
+    """
     source = inspect.getsource(type(layer))
-    return "update_conv_state" in source and ("recurrent_state" not in source or "initial_state" in source)
+    return "update_conv_state" in source and (
+        "recurrent_state" not in source or "initial_state" in source
+    )
 
 
 def missing_kernels(model: nn.Module) -> list[str]:
     """The packages that are not installed, whose kernels the layers of a model would use."""
     mixers = {type(module).__module__ for module in model.modules() if has_convolution(module)}
     source = "".join(inspect.getsource(sys.modules[name]) for name in mixers)
-    return [package for name, package in KERNELS.items() if f'"{name}"' in source and find_spec(name) is None]
+    return [
+        package
+        for name, package in KERNELS.items()
+        if f'"{name}"' in source and find_spec(name) is None
+    ]
 
 
 def layers_apart(model: nn.Module) -> list[str]:
     """The names of the layers for which `ByDocument` is needed, each name once."""
     forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
-    needed = [path for path, layer in forwards.items() if isinstance(layer, ByDocument) and layer.is_needed]
+    needed = [
+        path
+        for path, layer in forwards.items()
+        if isinstance(layer, ByDocument) and layer.is_needed
+    ]
     return [*dict.fromkeys(path.split(".")[-1] for path in needed)]

@@ -1,4 +1,6 @@
-"""Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2 shards."""
+"""Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2
+shards.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,9 +15,9 @@ from fsdp_qlora.distributed.shards import local_part, own_rows
 from fsdp_qlora.model.architecture.precision import autocast_kind
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# In float32, a large matrix is decoded and multiplied in parts of this size, which stay in a CPU's cache. In 16 bits,
-# sums over parts would lose precision. A matrix of at most twice the size is faster as a whole, since a product packs
-# its input again for each part.
+# In float32, a large matrix is decoded and multiplied in parts of this size, which stay in a CPU's
+# cache. In 16 bits, sums over parts would lose precision. A matrix of at most twice the size is
+# faster as a whole, since a product packs its input again for each part.
 _DECODED_BYTES = 4 * 2**20
 NOT_FINITE = "values that are not finite (NaN or infinity)"
 TOO_LARGE = "scales with which weights are not finite"
@@ -31,9 +33,10 @@ def is_finite(values: torch.Tensor) -> bool:
 class Matrix(NamedTuple):
     """Selects a matrix of a stored weight.
 
-    shape: the matrix's shape. first: index of its first element in the stored weight, at the start of a block or group.
-    transposed: whether the matrix is stored as [in, out], not [out, in].
-    among: the matrices of `shape` [matrices, ..] are at these places [matrices] among so many from the first one on.
+    shape: the matrix's shape. first: index of its first element in the stored weight, at the start
+    of a block or group. transposed: whether the matrix is stored as [in, out], not [out, in].
+    among: the matrices of `shape` [matrices, ..] are at these places [matrices] among so many from
+    the first one on.
     """
 
     shape: tuple[int, ...]
@@ -42,12 +45,20 @@ class Matrix(NamedTuple):
     among: tuple[torch.Tensor, int] | None = None
 
     def spans(self, unit: int) -> tuple[int, int]:
-        """The index of its first block or group of `unit` weights, and the number of them up to its last one."""
-        size = math.prod(self.shape) if self.among is None else math.prod(self.shape[1:]) * self.among[1]
+        """The index of its first block or group of `unit` weights, and the number of them up to its
+        last one.
+        """
+        size = (
+            math.prod(self.shape)
+            if self.among is None
+            else math.prod(self.shape[1:]) * self.among[1]
+        )
         return self.first // unit, -(-size // unit)
 
     def choose(self, found: torch.Tensor) -> torch.Tensor:
-        """Choose the rows of its matrices among those (codes or statistics) of all blocks that it spans."""
+        """Choose the rows of its matrices among those (codes or statistics) of all blocks that it
+        spans.
+        """
         if self.among is None:
             return found
         places, count = self.among
@@ -57,8 +68,9 @@ class Matrix(NamedTuple):
 class FrozenProduct(NamedTuple):
     """Products with a frozen layer's weight W [out, in], while it is gathered.
 
-    dtype: dtype of the computation. multiply: each x [N, in] -> x W^T + b, new tensors. multiply_grad: grad_y [N, out]
-    -> grad_y W, the gradient of x, a new tensor. W may be freed and gathered again between the two calls.
+    dtype: dtype of the computation. multiply: each x [N, in] -> x W^T + b, new tensors.
+    multiply_grad: grad_y [N, out] -> grad_y W, the gradient of x, a new tensor. W may be freed and
+    gathered again between the two calls.
     """
 
     dtype: torch.dtype
@@ -69,22 +81,28 @@ class FrozenProduct(NamedTuple):
 class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
-    Its parameters are frozen. `weight` holds the codes: packed bytes viewed as the compute dtype. Each row codes
-    `row_weights` consecutive weights in whole quantization blocks, so a rank can quantize its rows alone. At least one
-    statistic is float32: with two dtypes in a decoder block FSDP2 gathers bytes, and not 16-bit floats, whose copy
-    kernel would change codes that look like NaN (pytorch#159333, see `sharding.parallelize.check_gathered_as_bytes`).
+    Its parameters are frozen. `weight` holds the codes: packed bytes viewed as the compute dtype.
+    Each row codes `row_weights` consecutive weights in whole quantization blocks, so a rank can
+    quantize its rows alone. At least one statistic is float32: with two dtypes in a decoder block
+    FSDP2 gathers bytes, and not 16-bit floats, whose copy kernel would change codes that look like
+    NaN (pytorch#159333, see `sharding.parallelize.check_gathered_as_bytes`).
     """
 
     shape: tuple[int, ...]
     compute_dtype: torch.dtype
     weight: nn.Parameter
-    weight_name: str = ""  # the weight's name below the module's in the weight files; "" if the module replaces it
+    # the weight's name below the module's in the weight files; "" if the module replaces it
+    weight_name: str = ""
     selects_rows = False  # whether a `Matrix` may select rows of a matrix
     statistics: tuple[str, ...] = ()  # names of the parameters that hold quantization statistics
-    decoding_bytes = 4.0  # of GPU memory that are read and written to decode a weight, for the planned speed
-    is_exact = True  # whether a token's product depends on the other tokens only by the rounding of sums
+    # of GPU memory that are read and written to decode a weight, for the planned speed
+    decoding_bytes = 4.0
+    # whether a token's product depends on the other tokens only by the rounding of sums
+    is_exact = True
 
-    def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int
+    ) -> None:
         super().__init__()
         self.shape = tuple(shape)
         self.compute_dtype = compute_dtype
@@ -92,7 +110,8 @@ class QuantizedWeight(nn.Module):
         self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A frozen meta parameter of `rows` times `row_bytes` bytes, viewed as `dtype` (default: the compute dtype).
+        """A frozen meta parameter of `rows` times `row_bytes` bytes, viewed as `dtype` (default:
+        the compute dtype).
 
         Rows are padded to whole elements of it.
         """
@@ -104,19 +123,26 @@ class QuantizedWeight(nn.Module):
         """The tensors from which the weight is decoded, while they are gathered."""
         return (self.weight, *(getattr(self, name) for name in self.statistics))
 
-    # `tensors` below are returned by `tensors()`. FSDP2 refills the same tensors before the backward pass.
+    # `tensors` below are returned by `tensors()`. FSDP2 refills the same tensors before the
+    # backward pass.
 
-    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def decode_tensors(
+        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         """Decode a matrix (or the whole weight), in its stored orientation, to `dtype`."""
         raise NotImplementedError
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """Compute x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an approximation of it."""
+        """Compute x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an
+        approximation of it.
+        """
         return F.linear(x, self._upright(part, x.dtype, *tensors), bias)
 
-    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def multiply_grad(
+        self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         """Compute grad_y W, the gradient of x."""
         return grad_y @ self._upright(part, grad_y.dtype, *tensors)
 
@@ -125,7 +151,9 @@ class QuantizedWeight(nn.Module):
         stored = self.decode_tensors(part, dtype, *tensors)
         return stored.T if part.transposed else stored
 
-    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute x W^T + b, differentiable in x [.., in]. x and bias are in the compute dtype."""
         result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(matrix, bias))
         return result
@@ -155,45 +183,66 @@ class QuantizedWeight(nn.Module):
             grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
             for index, (rows, part) in enumerate(parts):
                 decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
-                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # beta 0 ignores the uninitialized memory
+                # beta 0 ignores the uninitialized memory
+                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))
                 del decoded
             return grad_x
 
         return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
 
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
-        """Split a matrix into the parts that are decoded at a time: (rows of the matrix, selection of the part)."""
+        """Split a matrix into the parts that are decoded at a time: (rows of the matrix, selection
+        of the part).
+        """
         num_rows, num_columns = matrix.shape
         whole = [(slice(0, num_rows), matrix)]
         is_small = 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
-        if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed or is_small:
+        if (
+            self.compute_dtype != torch.float32
+            or not self.selects_rows
+            or matrix.transposed
+            or is_small
+        ):
             return whole
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
         rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
         if not 0 < rows < num_rows:
             return whole
         return [
-            (slice(start, stop), Matrix((stop - start, num_columns), matrix.first + start * num_columns))
-            for start, stop in ((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
+            (
+                slice(start, stop),
+                Matrix((stop - start, num_columns), matrix.first + start * num_columns),
+            )
+            for start, stop in (
+                (start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)
+            )
         ]
 
     def dequantize(self, matrix: Matrix | None = None) -> torch.Tensor:
-        """Decode the weight (or a matrix of it) to the compute dtype. The parameters must be gathered."""
+        """Decode the weight (or a matrix of it) to the compute dtype. The parameters must be
+        gathered.
+        """
         return self.decode_tensors(matrix or self.whole, self.compute_dtype, *self.tensors())
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
-        """The elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
+        """The elements [start, stop) of the row-major flattened weight that this rank quantizes and
+        keeps.
+        """
         first, last = own_rows(self.weight, mesh)
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Quantize `values`, whole rows of weights or none, to rows of `weight`, as bytes, and of each statistic."""
+        """Quantize `values`, whole rows of weights or none, to rows of `weight`, as bytes, and of
+        each statistic.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Quantize and store `values`, the elements in `shard_range`. Collective over the shard group."""
+        """Quantize and store `values`, the elements in `shard_range`. Collective over the shard
+        group.
+        """
         for name, rows in zip(("weight", *self.statistics), self.quantize(values), strict=True):
             write_bytes(getattr(self, name), rows)
 
@@ -212,14 +261,17 @@ class QuantizedWeight(nn.Module):
     # ---- in files ----
 
     def stored_forms(self) -> dict[str, TensorForm]:
-        """Suffix of the weight's name in a file -> the parameter as a tensor there: "" is `weight`, ".scale" `scale`.
+        """Suffix of the weight's name in a file -> the parameter as a tensor there: "" is `weight`,
+        ".scale" `scale`.
 
         It has the parameter's bytes row by row, without the padding of the last row.
         """
         raise NotImplementedError
 
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
-        """Say what is wrong with these bytes of a stored tensor, such as a NaN among scales; empty if nothing is."""
+        """Say what is wrong with these bytes of a stored tensor, such as a NaN among scales; empty
+        if nothing is.
+        """
         dtype = self.stored_forms()[suffix].dtype
         if dtype.is_floating_point and not is_finite(values.view(dtype)):
             return NOT_FINITE
@@ -233,11 +285,15 @@ class QuantizedWeight(nn.Module):
         return {}
 
     def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
-        """Load or check the bytes of the tensor `name` of `stored_whole`. Raises UserError if it differs."""
+        """Load or check the bytes of the tensor `name` of `stored_whole`. Raises UserError if it
+        differs.
+        """
         raise NotImplementedError
 
     def code_settings(self) -> dict[str, Any]:
-        """The settings and library versions that, with the weight, shape and device, determine the stored bytes."""
+        """The settings and library versions that, with the weight, shape and device, determine the
+        stored bytes.
+        """
         raise NotImplementedError
 
     def stored_parameter(self, suffix: str) -> nn.Parameter:
@@ -246,19 +302,25 @@ class QuantizedWeight(nn.Module):
         return parameter
 
     def stored_range(self, suffix: str, mesh: DeviceMesh) -> tuple[int, int]:
-        """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
+        """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the
+        parameter.
+        """
         parameter = self.stored_parameter(suffix)
         most = self.stored_forms()[suffix].num_bytes
         first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
         return min(first, most), min(last, most)
 
     def stored_bytes(self, suffix: str) -> torch.Tensor:
-        """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed `stored_range`."""
+        """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed
+        `stored_range`.
+        """
         return local_part(self.stored_parameter(suffix)).detach().reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):
-    """Computes y = x W^T + b with W [out, in]. List it before the quantizer's class among the bases."""
+    """Computes y = x W^T + b with W [out, in]. List it before the quantizer's class among the
+    bases.
+    """
 
     weight_name = "weight"
 
@@ -279,17 +341,21 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedExperts(QuantizedWeight):
-    """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among the bases.
+    """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among
+    the bases.
 
-    parameter: [experts, out, in], or [experts, in, out] where `transposed`. is_upright: keep [experts, out, in] of the
-    latter too.
+    parameter: [experts, out, in], or [experts, in, out] where `transposed`. is_upright: keep
+    [experts, out, in] of the latter too.
 
-    bring: is called with the numbers of the experts whose codes are needed next, where codes can be elsewhere.
+    bring: is called with the numbers of the experts whose codes are needed next, where codes can be
+    elsewhere.
     """
 
     bring: Callable[[Sequence[int]], None] | None = None
 
-    def __init__(self, parameter: nn.Parameter, *, transposed: bool, is_upright: bool = False, **options: Any) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, *, transposed: bool, is_upright: bool = False, **options: Any
+    ) -> None:
         self.parameter_shape = tuple(parameter.shape)
         swaps = transposed and is_upright
         super().__init__(tuple(parameter.mT.shape if swaps else parameter.shape), **options)
@@ -305,12 +371,15 @@ class QuantizedExperts(QuantizedWeight):
 
 
 class _DecodedMatmul(torch.autograd.Function):
-    """Computes x W^T + b for x [.., in] and a quantized W [out, in], which is decoded again in the backward pass."""
+    """Computes x W^T + b for x [.., in] and a quantized W [out, in], which is decoded again in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, product: FrozenProduct) -> torch.Tensor:
-        # FSDP2 refills the same gathered tensors before the backward pass. They are in an attribute and not in
-        # save_for_backward, so that activation checkpointing does not recompute the forward pass for them.
+        # FSDP2 refills the same gathered tensors before the backward pass. They are in an attribute
+        # and not in save_for_backward, so that activation checkpointing does not recompute the
+        # forward pass for them.
         ctx.product = product
         (y,) = product.multiply(x.flatten(0, -2))
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -338,17 +407,22 @@ def computing_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> FrozenProduct:
+def plain_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> FrozenProduct:
     """The products with a weight [out, in] that is not quantized."""
     return FrozenProduct(
         dtype,
-        lambda *inputs: [F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs],
+        lambda *inputs: [
+            F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs
+        ],
         lambda grad_y: grad_y @ weight.to(dtype),
     )
 
 
 def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**24) -> int:
-    """The number of groups to quantize or decode at once, in float32: they fit into a CPU's cache, or fill a GPU.
+    """The number of groups to quantize or decode at once, in float32: they fit into a CPU's cache,
+    or fill a GPU.
 
     on_gpu: weights at a time there; with fewer, launches take longer than the work.
     """
@@ -373,4 +447,7 @@ def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:
     """The dtypes and shapes of a quantized weight's tensors in a file."""
     forms = {weight + suffix: form for suffix, form in layer.stored_forms().items()}
     whole = layer.stored_whole()
-    return forms | {weight + suffix: TensorForm(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}
+    return forms | {
+        weight + suffix: TensorForm(values.dtype, tuple(values.shape))
+        for suffix, values in whole.items()
+    }

@@ -1,10 +1,10 @@
 """NF4 and FP4 weights in bitsandbytes' packing: linear layers and experts.
 
-Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts, in, out]; a block
-is `blocksize` consecutive weights of the row-major flattened weight.
+Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts,
+in, out]; a block is `blocksize` consecutive weights of the row-major flattened weight.
 
-In files they have the format in which bitsandbytes and transformers save 4-bit weights. For a weight X [out, in] with
-n = out * in elements in m blocks of 64:
+In files they have the format in which bitsandbytes and transformers save 4-bit weights. For a
+weight X [out, in] with n = out * in elements in m blocks of 64:
     X: the codes, two per byte, (n + 1) / 2 bytes under any dtype (bnb_4bit_quant_storage).
     X.absmax: [m], uint8 with double quantization, else float32.
     X.nested_absmax: with double quantization, float32 [(m + 255) / 256].
@@ -12,9 +12,10 @@ n = out * in elements in m blocks of 64:
     X.quant_state.bitsandbytes__nf4 (or fp4): JSON as bytes, with the shape and the mean of absmax.
 These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is its shard.
 
-bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way under its own name
-(X = model.layers.0.mlp.experts.gate_up_proj), which only this package can read: in cache entries, and in models saved
-by the quantize command, which have `settings.EXPERTS_KEY` in their quantization_config.
+bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way
+under its own name (X = model.layers.0.mlp.experts.gate_up_proj), which only this package can read:
+in cache entries, and in models saved by the quantize command, which have `settings.EXPERTS_KEY` in
+their quantization_config.
 """
 
 import functools
@@ -34,40 +35,53 @@ from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes,
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.
+# Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that
+# marks it as 4-bit.
 _SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
-_STATE_BYTES = 256  # enough for the JSON of any shape: a file's layout must not depend on the mean's digits
-NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
-_BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
+# enough for the JSON of any shape: a file's layout must not depend on the mean's digits
+_STATE_BYTES = 256
+# absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
+NESTED_BLOCKSIZE = 256
+# weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
+_BLOCKSIZE = 64
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
-# Up to this number of tokens bitsandbytes may fuse decoding and product. For more its operator decodes the matrix as we
-# do, and takes the host some microseconds longer.
+# Up to this number of tokens bitsandbytes may fuse decoding and product. For more its operator
+# decodes the matrix as we do, and takes the host some microseconds longer.
 _FUSED_TOKENS = 1536
-_GPU_PIECE = 2**30  # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
+# weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
+_GPU_PIECE = 2**30
 
 
 class Bnb4bitWeight(QuantizedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
-    Parameters (frozen; quant_storage is the compute dtype):
-        weight: two codes per byte, [blocks, blocksize / 2 bytes] viewed as quant_storage. FSDP2 splits dim 0, so a row
-            is a whole block: each rank can quantize its shard alone, and no absmax belongs to two ranks.
-        absmax: largest magnitude of each block; with double_quant one byte each, viewed as quant_storage (a float,
-            since FSDP2 of older torch fails on integer parameters: pytorch#185239), otherwise float32 [blocks, 1].
+    Parameters (frozen; quant_storage is the compute dtype): weight: two codes per byte, [blocks,
+        blocksize / 2 bytes] viewed as quant_storage. FSDP2 splits dim 0, so a row
+            is a whole block: each rank can quantize its shard alone, and no absmax belongs to two
+            ranks.
+        absmax: largest magnitude of each block; with double_quant one byte each, viewed as
+            quant_storage (a float, since FSDP2 of older torch fails on integer parameters:
+            pytorch#185239), otherwise float32 [blocks, 1].
         nested_absmax: with double_quant, float32 [blocks / 256, 1], one for each 256 absmax.
     Buffer:
         absmax_offset: with double_quant, float32 scalar, the mean of absmax.
     """
 
     selects_rows = True
-    # bitsandbytes reads and writes 2.5 bytes, but computes as well: LitGPT's table for an A100 (NF4 beside none, 7B: 79
-    # ms for two passes) is 7, and kernels of 2025 are 1.4 to 2.1 times as fast there (bitsandbytes#1747).
+    # bitsandbytes reads and writes 2.5 bytes, but computes as well: LitGPT's table for an A100 (NF4
+    # beside none, 7B: 79 ms for two passes) is 7, and kernels of 2025 are 1.4 to 2.1 times as fast
+    # there (bitsandbytes#1747).
     decoding_bytes = 4.0
     absmax_offset: torch.Tensor
 
     def __init__(
-        self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
+        self,
+        shape: tuple[int, ...],
+        *,
+        quant_type: str,
+        double_quant: bool,
+        compute_dtype: torch.dtype,
     ) -> None:
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=_BLOCKSIZE)
         self.quant_type = quant_type
@@ -75,8 +89,12 @@ class Bnb4bitWeight(QuantizedWeight):
         self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
-            self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
-            self.nested_absmax = self._storage(-(-self.num_blocks // NESTED_BLOCKSIZE), 4, torch.float32)
+            self.absmax = self._storage(
+                -(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize
+            )
+            self.nested_absmax = self._storage(
+                -(-self.num_blocks // NESTED_BLOCKSIZE), 4, torch.float32
+            )
             self.statistics = ("absmax", "nested_absmax")
             self.register_buffer("absmax_offset", torch.zeros((), device="cpu"), persistent=False)
         else:
@@ -86,19 +104,25 @@ class Bnb4bitWeight(QuantizedWeight):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*super().tensors(), *((self.absmax_offset,) if self.double_quant else ()))
 
-    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def decode_tensors(
+        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         codes, absmax = _select(part, *tensors)
-        # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in half a block.
+        # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in
+        # half a block.
         decoded = [
             torch.ops.bitsandbytes.dequantize_4bit.default(
                 piece, scales, _BLOCKSIZE, self.quant_type, (len(scales), _BLOCKSIZE), dtype
             ).view(-1)
-            for piece, scales in zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
+            for piece, scales in zip(
+                codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True
+            )
         ]
         whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
         return whole[: math.prod(part.shape)].view(part.shape)
 
-    # bitsandbytes' fused kernel multiplies by the transpose of the stored matrix, which is W, or W^T if transposed.
+    # bitsandbytes' fused kernel multiplies by the transpose of the stored matrix, which is W, or
+    # W^T if transposed.
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
@@ -106,7 +130,9 @@ class Bnb4bitWeight(QuantizedWeight):
         is_fused = not part.transposed and _can_fuse(part, x)
         return (self._times_transposed if is_fused else super().multiply)(part, x, bias, *tensors)
 
-    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def multiply_grad(
+        self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         if part.transposed and _can_fuse(part, grad_y):
             return self._times_transposed(part, grad_y, None, *tensors)
         return super().multiply_grad(part, grad_y, *tensors)
@@ -127,7 +153,8 @@ class Bnb4bitWeight(QuantizedWeight):
         return quantize_blocks(values, self.quant_type)
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in `decode_tensors`.
+        # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in
+        # `decode_tensors`.
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
         options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
         codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
@@ -141,8 +168,9 @@ class Bnb4bitWeight(QuantizedWeight):
             return
         codes, absmax = self.quantize(values)
         write_bytes(self.weight, codes)
-        # Double quantization subtracts the mean over the whole tensor. Every rank gathers the absmax of all blocks
-        # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so the result is exact for any split.
+        # Double quantization subtracts the mean over the whole tensor. Every rank gathers the
+        # absmax of all blocks (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation,
+        # so the result is exact for any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
         absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
         for parameter, whole in ((self.absmax, absmax_8bit), (self.nested_absmax, nested_absmax)):
@@ -150,7 +178,9 @@ class Bnb4bitWeight(QuantizedWeight):
             write_bytes(parameter, whole.view(torch.uint8)[first:last])
 
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize the float32 absmax of all blocks to uint8 codes and nested absmax, and store their mean."""
+        """Quantize the float32 absmax of all blocks to uint8 codes and nested absmax, and store
+        their mean.
+        """
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
@@ -167,14 +197,20 @@ class Bnb4bitWeight(QuantizedWeight):
         }
 
     def _state(self) -> dict[str, Any]:
-        """The state that bitsandbytes' loader reads, without the weight's original dtype and the mean of absmax."""
+        """The state that bitsandbytes' loader reads, without the weight's original dtype and the
+        mean of absmax.
+        """
         state = {"quant_type": self.quant_type, "blocksize": _BLOCKSIZE, "shape": list(self.shape)}
         return state | ({"nested_blocksize": NESTED_BLOCKSIZE} if self.double_quant else {})
 
     def _value_tables(self) -> dict[str, torch.Tensor]:
-        """Suffix of the weight's name -> float32 values of the weight's codes, and of the codes of absmax."""
+        """Suffix of the weight's name -> float32 values of the weight's codes, and of the codes of
+        absmax.
+        """
         tables = {".quant_map": bnb.get_4bit_type(self.quant_type, device="cpu")}
-        return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if self.double_quant else {})
+        return tables | (
+            {".nested_quant_map": bnb.create_dynamic_map()} if self.double_quant else {}
+        )
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         state = self._state() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -191,7 +227,9 @@ class Bnb4bitWeight(QuantizedWeight):
         table = content.view(torch.float32)
         expected = self._value_tables()[suffix]
         if table.shape != expected.shape or not torch.allclose(table, expected, rtol=0, atol=1e-7):
-            raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")
+            raise UserError(
+                f"{name} is not bitsandbytes' table of 4-bit values. Download the model again."
+            )
 
     def _load_state(self, content: torch.Tensor, name: str) -> None:
         """Check a stored weight's state, and load the mean of its absmax."""
@@ -201,11 +239,18 @@ class Bnb4bitWeight(QuantizedWeight):
             stored = {key: state[key] for key in expected}
             offset = float(state["nested_offset"]) if self.double_quant else 0.0
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{name} describes no 4-bit weight ({error!r}). Download the model again.") from error
-        wrong = [f"{key} {value}, not {expected[key]}" for key, value in stored.items() if value != expected[key]]
+            raise UserError(
+                f"{name} describes no 4-bit weight ({error!r}). Download the model again."
+            ) from error
+        wrong = [
+            f"{key} {value}, not {expected[key]}"
+            for key, value in stored.items()
+            if value != expected[key]
+        ]
         if wrong:
             raise UserError(
-                f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
+                f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. "
+                "Give the model with "
                 "16- or 32-bit weights."
             )
         if self.double_quant:
@@ -221,10 +266,12 @@ class Bnb4bitWeight(QuantizedWeight):
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole blocks (the last may be short) to codes, two per byte, and float32 absmax of each block.
+    """Quantize whole blocks (the last may be short) to codes, two per byte, and float32 absmax of
+    each block.
 
-    Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and its GPU kernel counts
-    in int32, which is too small for a rank's part of the largest models' experts.
+    Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and
+    its GPU kernel counts in int32, which is too small for a rank's part of the largest models'
+    experts.
     """
     if not values.numel():  # there are fewer blocks than ranks
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
@@ -232,7 +279,9 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
         for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else _GPU_PIECE)
     ]
-    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
+    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat(
+        [absmax for _, absmax in pieces]
+    )
 
 
 def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
@@ -252,12 +301,15 @@ def _select(
     codes = part.choose(_elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2))
     if not nested:
         return codes, part.choose(_elements(absmax, torch.float32, first, count))
-    # A matrix starts at a block of weights, but its first absmax may be inside a block of 256 absmax shared with
-    # the previous expert. So absmax is decoded from the beginning of that block.
+    # A matrix starts at a block of weights, but its first absmax may be inside a block of 256
+    # absmax shared with the previous expert. So absmax is decoded from the beginning of that block.
     skipped = first % NESTED_BLOCKSIZE
     nested_absmax, offset = nested
     scales = _elements(
-        nested_absmax, torch.float32, first // NESTED_BLOCKSIZE, -(-(skipped + count) // NESTED_BLOCKSIZE)
+        nested_absmax,
+        torch.float32,
+        first // NESTED_BLOCKSIZE,
+        -(-(skipped + count) // NESTED_BLOCKSIZE),
     )
     absmax_8bit = _elements(absmax, torch.uint8, first - skipped, skipped + count)
     decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
@@ -268,7 +320,9 @@ def _select(
 
 def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
     """Whether bitsandbytes may fuse decoding and product."""
-    return x.shape[0] <= _FUSED_TOKENS and not (x.device.type == "cpu" and part.shape[-1] % _BLOCKSIZE)
+    return x.shape[0] <= _FUSED_TOKENS and not (
+        x.device.type == "cpu" and part.shape[-1] % _BLOCKSIZE
+    )
 
 
 @functools.cache
@@ -281,6 +335,10 @@ def _nested_code(device: torch.device) -> torch.Tensor:
 
 
 def packed_tensors(names: Iterable[str]) -> set[str]:
-    """The names of the tensors that 4-bit weights consist of. names: all tensors of a model's files."""
+    """The names of the tensors that 4-bit weights consist of. names: all tensors of a model's
+    files.
+    """
     states = {name for name in names if PACKED_STATE in name}
-    return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES}
+    return states | {
+        name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES
+    }

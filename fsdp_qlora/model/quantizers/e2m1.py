@@ -1,7 +1,8 @@
 """Weights as floats of 4 bits (E2M1) in groups that share a scale of 8 bits: MXFP4 and NVFP4.
 
-A group is `group_size` consecutive weights of the row-major flattened weight. Codes are packed two per byte, the first
-in the low bits: a sign, two bits of exponent and one of mantissa (OCP Microscaling Formats 1.0, table 7).
+A group is `group_size` consecutive weights of the row-major flattened weight. Codes are packed two
+per byte, the first in the low bits: a sign, two bits of exponent and one of mantissa (OCP
+Microscaling Formats 1.0, table 7).
 """
 
 import functools
@@ -30,7 +31,8 @@ _LARGEST = _VALUES[-1]  # magnitude of a code
 _SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (see QuantizedWeight)
 # MXFP4's scales
 _MANTISSA = 23  # bits of a float32's
-_ROUND_UP = 1 << _MANTISSA - 2  # from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
+# from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
+_ROUND_UP = 1 << _MANTISSA - 2
 _LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
 _NOT_A_NUMBER = 255  # OCP Microscaling Formats 1.0, E8M0
 _MOST_EXPONENT = 127 + 125  # 6 * 2**125 is the largest weight that a float32 holds
@@ -42,19 +44,22 @@ _SCALE_OF_ZEROS = 0.125  # compressed-tensors' for a group without a magnitude
 class E2m1Weight(QuantizedWeight):
     """Weights as E2M1 codes with a scale of one byte for each group.
 
-    Parameters (frozen):
-        weight: the codes of four groups per row, [rows, 2 * group_size bytes] viewed as the compute dtype.
-        scale: the groups' scales, four per row, [rows, 1] viewed as float32.
+    Parameters (frozen): weight: the codes of four groups per row, [rows, 2 * group_size bytes]
+        viewed as the compute dtype. scale: the groups' scales, four per row, [rows, 1] viewed as
+        float32.
     """
 
     selects_rows = True
     statistics: tuple[str, ...] = ("scale",)
-    # Codes are looked up two at a time, and the values scaled: 10.5 of `decoding_bytes`, 4 of them an index of 32 bits.
+    # Codes are looked up two at a time, and the values scaled: 10.5 of `decoding_bytes`, 4 of them
+    # an index of 32 bits.
     label: str
     group_size: int
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype) -> None:
-        super().__init__(shape, compute_dtype=compute_dtype, row_weights=_SCALES_PER_ROW * self.group_size)
+        super().__init__(
+            shape, compute_dtype=compute_dtype, row_weights=_SCALES_PER_ROW * self.group_size
+        )
         rows = -(-math.prod(shape) // self.row_weights)
         self.weight = self._storage(rows, self.row_weights // 2)
         self.scale = self._storage(rows, _SCALES_PER_ROW, torch.float32)
@@ -62,24 +67,36 @@ class E2m1Weight(QuantizedWeight):
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
         """The float32 scales that bytes [groups] stand for.
 
-        first: number of the first group in the weight. others: the statistics beyond `scale`, whole.
+        first: number of the first group in the weight. others: the statistics beyond `scale`,
+        whole.
         """
         raise NotImplementedError
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """The bytes of the scales for groups with these largest magnitudes, float32 [groups]. others: as above."""
+        """The bytes of the scales for groups with these largest magnitudes, float32 [groups].
+        others: as above.
+        """
         raise NotImplementedError
 
-    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def decode_tensors(
+        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         weight, scale, *others = tensors
         num_weights = math.prod(part.shape)
         (first, count) = part.spans(self.group_size)
         codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[first : first + count]
-        scales = self.scale_values(scale.view(torch.uint8).view(-1)[first : first + count], first, *others)
-        return _values(part.choose(codes), part.choose(scales), dtype).view(-1)[:num_weights].view(part.shape)
+        scales = self.scale_values(
+            scale.view(torch.uint8).view(-1)[first : first + count], first, *others
+        )
+        return (
+            _values(part.choose(codes), part.choose(scales), dtype)
+            .view(-1)[:num_weights]
+            .view(part.shape)
+        )
 
     def quantize(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2] and scales [groups].
+        """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2]
+        and scales [groups].
 
         others: the statistics beyond `scale`, with one value for the whole weight.
         """
@@ -104,7 +121,10 @@ class E2m1Weight(QuantizedWeight):
 
 
 class Mxfp4Weight(E2m1Weight):
-    """Weights in MXFP4. A scale's byte is the exponent of a float32, so that it is 2**(byte - 127)."""
+    """Weights in MXFP4.
+
+    A scale's byte is the exponent of a float32, so that it is 2**(byte - 127).
+    """
 
     label = "MXFP4"
     decoding_bytes = 11.4
@@ -113,7 +133,11 @@ class Mxfp4Weight(E2m1Weight):
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
         if suffix != ".scale":
             return ""
-        return NOT_FINITE if (values == _NOT_A_NUMBER).any() else TOO_LARGE * bool((values > _MOST_EXPONENT).any())
+        return (
+            NOT_FINITE
+            if (values == _NOT_A_NUMBER).any()
+            else TOO_LARGE * bool((values > _MOST_EXPONENT).any())
+        )
 
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
         # 2**-127 is below float32's normal numbers: it has the first bit of the mantissa.
@@ -128,11 +152,12 @@ class Mxfp4Weight(E2m1Weight):
 class Nvfp4Weight(E2m1Weight):
     """Weights in NVFP4: code * scale / global_scale.
 
-    Parameters beside those of `E2m1Weight`:
-        global_scale: float32 [parts, 1], each of an equal part of the flattened weight; one if it was quantized here.
+    Parameters beside those of `E2m1Weight`: global_scale: float32 [parts, 1], each of an equal part
+        of the flattened weight; one if it was quantized here.
     Args:
-        num_parts: equal parts of each matrix that have a global scale of their own; 0 if one is for all matrices.
-        multiplies: whether global scales are factors (modelopt) and not divisors (compressed-tensors).
+        num_parts: equal parts of each matrix that have a global scale of their own; 0 if one is for
+        all matrices. multiplies: whether global scales are factors (modelopt) and not divisors
+        (compressed-tensors).
     """
 
     label = "NVFP4"
@@ -141,7 +166,12 @@ class Nvfp4Weight(E2m1Weight):
     statistics = ("scale", "global_scale")
 
     def __init__(
-        self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, num_parts: int = 0, multiplies: bool = False
+        self,
+        shape: tuple[int, ...],
+        *,
+        compute_dtype: torch.dtype,
+        num_parts: int = 0,
+        multiplies: bool = False,
     ) -> None:
         super().__init__(shape, compute_dtype=compute_dtype)
         self.multiplies = multiplies
@@ -163,7 +193,9 @@ class Nvfp4Weight(E2m1Weight):
         of_part = of_part.view(-1)
         if len(of_part) > 1:
             groups_of_part = math.prod(self.shape) // self.group_size // len(of_part)
-            of_part = of_part[torch.arange(first, first + len(codes), device=codes.device) // groups_of_part]
+            of_part = of_part[
+                torch.arange(first, first + len(codes), device=codes.device) // groups_of_part
+            ]
         return values.mul_(of_part) if self.multiplies else values.div_(of_part)
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -171,18 +203,26 @@ class Nvfp4Weight(E2m1Weight):
         of_all = others[0].view(())
         scales = scales / of_all if self.multiplies else of_all * scales
         scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
-        return torch.where(scales.float() == 0, _SCALE_OF_ZEROS, scales.float()).to(scales.dtype).view(torch.uint8)
+        return (
+            torch.where(scales.float() == 0, _SCALE_OF_ZEROS, scales.float())
+            .to(scales.dtype)
+            .view(torch.uint8)
+        )
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         return self.quantize(values, self.global_scale)[0]
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         of_all = global_scale(weight.abs().max().float())
-        return self.decode_tensors(self.whole, self.compute_dtype, *self.quantize(weight, of_all), of_all)
+        return self.decode_tensors(
+            self.whole, self.compute_dtype, *self.quantize(weight, of_all), of_all
+        )
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        largest = values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
+        largest = (
+            values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
+        )
         size = shard_size(mesh)
         if size > 1:
             largest = gather_rows(largest.view(1), size, mesh).max()
@@ -198,7 +238,9 @@ class Nvfp4Weight(E2m1Weight):
 
 
 def global_scale(largest: torch.Tensor) -> torch.Tensor:
-    """The global scale, a divisor, of a weight with this largest magnitude: both are float32 scalars."""
+    """The global scale, a divisor, of a weight with this largest magnitude: both are float32
+    scalars.
+    """
     smallest = torch.finfo(torch.float32).tiny
     return torch.nan_to_num(_LARGEST_SCALE * _LARGEST / largest.clamp(min=smallest), posinf=1.0)
 
@@ -214,27 +256,37 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode bytes [groups, group_size / 2] with float32 scales [groups] to weights [groups, group_size]."""
+    """Decode bytes [groups, group_size / 2] with float32 scales [groups] to weights [groups,
+    group_size].
+    """
     table = _pairs(dtype, codes.device)
     decoded = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
     step = groups_at_a_time(codes.device, decoded.shape[1])
     for start in range(0, len(codes), step):
         groups = slice(start, start + step)
-        values = table.index_select(0, codes[groups].reshape(-1).int()).view(dtype).view(-1, decoded.shape[1])
+        values = (
+            table.index_select(0, codes[groups].reshape(-1).int())
+            .view(dtype)
+            .view(-1, decoded.shape[1])
+        )
         torch.mul(values, scales[groups, None], out=decoded[groups])
     return decoded
 
 
 @functools.cache
 def _limits(device: torch.device) -> torch.Tensor:
-    """The magnitudes above which a value is rounded up, [7] float32: halfway, which goes to the even code."""
+    """The magnitudes above which a value is rounded up, [7] float32: halfway, which goes to the
+    even code.
+    """
     halfway = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_VALUES)])
     halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(3))  # from an odd code a tie goes up
     return halfway.to(device)
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
-    """Round float32 values [groups, group_size] to bytes [groups, group_size / 2]. Larger ones become the largest."""
+    """Round float32 values [groups, group_size] to bytes [groups, group_size / 2]. Larger ones
+    become the largest.
+    """
     codes = torch.bucketize(values.abs(), _limits(values.device), out_int32=True).to(torch.uint8)
     codes |= values.signbit().to(torch.uint8) << 3
     return codes[:, ::2] | codes[:, 1::2] << 4

@@ -23,8 +23,9 @@ _ALIGNED_BYTES = 16  # that rows of the grouped kernel's matrices are multiples 
 class Group(NamedTuple):
     """Experts that are decoded and multiplied together.
 
-    experts: numbers, ascending. where: selects them in a tensor [experts of the layer, ..]. rows: their choices.
-    ends: of each expert's rows [G] in these; on_device: the same, int32, of several experts.
+    experts: numbers, ascending. where: selects them in a tensor [experts of the layer, ..]. rows:
+    their choices. ends: of each expert's rows [G] in these; on_device: the same, int32, of several
+    experts.
     """
 
     experts: list[int]
@@ -74,8 +75,11 @@ class Group(NamedTuple):
         return rows[self.where].repeat_interleave(counts, dim=0, output_size=self.ends[-1])
 
     def add_rows(self, y: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add rows [N, n] to those of their tokens [N] in y, in an order that is always the same."""
-        if y.is_cuda and len(self.experts) > 1:  # a token may occur twice, and index_add_ adds in any order there
+        """Add rows [N, n] to those of their tokens [N] in y,
+        in an order that is always the same.
+        """
+        # a token may occur twice, and index_add_ adds in any order there
+        if y.is_cuda and len(self.experts) > 1:
             y.index_put_((tokens,), rows, accumulate=True)
         else:
             y.index_add_(0, tokens, rows)
@@ -88,14 +92,18 @@ class Group(NamedTuple):
             return False
         steps = [stride for stride in (*a.stride(), *b.stride()) if stride != 1]
         sizes = [size * a.element_size() for size in (a.shape[1], *b.shape[1:], *steps)]
-        is_aligned = not any(size % _ALIGNED_BYTES for size in (*sizes, a.data_ptr(), b.data_ptr())) and 0 not in steps
+        is_aligned = (
+            not any(size % _ALIGNED_BYTES for size in (*sizes, a.data_ptr(), b.data_ptr()))
+            and 0 not in steps
+        )
         return can_group(a.device, a.dtype, is_aligned)
 
 
 class Choices(NamedTuple):
     """The tokens' choices of experts, sorted by expert.
 
-    tokens [N]: the row of a choice's token. ends, on_device [E]: of each expert's choices, on the host and int32.
+    tokens [N]: the row of a choice's token. ends, on_device [E]: of each expert's choices, on the
+    host and int32.
     """
 
     tokens: torch.Tensor
@@ -103,12 +111,17 @@ class Choices(NamedTuple):
     on_device: torch.Tensor
 
     def groups(self, weight_bytes: int, row_bytes: int, most: int) -> list[Group]:
-        """The experts that are chosen, in groups of at most so many bytes of weights and rows, or of one expert."""
+        """The experts that are chosen, in groups of at most so many bytes of weights and rows, or
+        of one expert.
+        """
         starts = [0, *self.ends[:-1]]
         groups = list[list[int]]([[]])
         for expert, (start, end) in enumerate(zip(starts, self.ends, strict=True)):
             experts = [*groups[-1], expert]
-            if end > start and len(experts) * weight_bytes + (end - starts[experts[0]]) * row_bytes > most:
+            if (
+                end > start
+                and len(experts) * weight_bytes + (end - starts[experts[0]]) * row_bytes > most
+            ):
                 groups.append([])
             if end > start:
                 groups[-1].append(expert)
@@ -119,10 +132,15 @@ class Choices(NamedTuple):
             is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0
             chosen = is_idle.byte().sort(stable=True).indices
         firsts = accumulate(map(len, groups), initial=0)
-        return [self._group(experts, first, chosen) for experts, first in zip(groups, firsts, strict=False)]
+        return [
+            self._group(experts, first, chosen)
+            for experts, first in zip(groups, firsts, strict=False)
+        ]
 
     def _group(self, experts: list[int], first: int, chosen: torch.Tensor | None) -> Group:
-        """chosen: the experts with choices, and then the others. first: how many of them there are before these."""
+        """chosen: the experts with choices, and then the others. first: how many of them there are
+        before these.
+        """
         start = self.ends[experts[0] - 1] if experts[0] else 0
         where: slice | torch.Tensor = slice(experts[0], experts[-1] + 1)
         if chosen is not None and len(experts) <= experts[-1] - experts[0]:
@@ -134,7 +152,9 @@ class Choices(NamedTuple):
 
 @cache
 def can_group(device: torch.device, dtype: torch.dtype, is_aligned: bool = True) -> bool:
-    """Whether torch multiplies such groups in one kernel, without waiting for the device; says once if it does not."""
+    """Whether torch multiplies such groups in one kernel, without waiting for the device; says once
+    if it does not.
+    """
     if device.type == "cuda" and (
         dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
     ):
@@ -143,5 +163,9 @@ def can_group(device: torch.device, dtype: torch.dtype, is_aligned: bool = True)
         reason = f"rows of a multiple of {_ALIGNED_BYTES} bytes"
     else:
         return True
-    log.info("Products of experts in %s are launched one by one: torch's grouped kernel takes %s.", dtype, reason)
+    log.info(
+        "Products of experts in %s are launched one by one: torch's grouped kernel takes %s.",
+        dtype,
+        reason,
+    )
     return False

@@ -1,4 +1,6 @@
-"""Weights as floats of 8 bits (E4M3 or E5M2), with float32 scales for rows, blocks of a matrix, or whole matrices."""
+"""Weights as floats of 8 bits (E4M3 or E5M2), with float32 scales for rows, blocks of a matrix, or
+whole matrices.
+"""
 
 import math
 from typing import Any
@@ -6,22 +8,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, QuantizedWeight, row_bytes
+from fsdp_qlora.model.quantizers.base import (
+    NOT_FINITE,
+    TOO_LARGE,
+    Matrix,
+    QuantizedWeight,
+    row_bytes,
+)
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-_SCALE_OF_ZEROS = torch.finfo(torch.float32).eps  # compressed-tensors' for a row without a magnitude
+# compressed-tensors' for a row without a magnitude
+_SCALE_OF_ZEROS = torch.finfo(torch.float32).eps
 _PIECE = 2**20  # bytes that are searched at a time
 
 
 class Fp8Weight(QuantizedWeight):
     """Matrices [.., out, in] in FP8: code * scale.
 
-    Parameters (frozen):
-        weight: a row of a matrix per row, [.. * out, in bytes] viewed as the compute dtype; padded to whole elements.
-        scale: float32 [.. * out / rows of a block, in / columns of a block], each rounded up.
+    Parameters (frozen): weight: a row of a matrix per row, [.. * out, in bytes] viewed as the
+        compute dtype; padded to whole elements. scale: float32 [.. * out / rows of a block, in /
+        columns of a block], each rounded up.
     Args:
-        block: rows and columns that share a scale; by default a row. num_parts: else, if not 0, equal parts of each
-        matrix that have one scale. code_dtype: of the codes.
+        block: rows and columns that share a scale; by default a row. num_parts: else, if not 0,
+        equal parts of each matrix that have one scale. code_dtype: of the codes.
     """
 
     selects_rows = True
@@ -43,20 +52,27 @@ class Fp8Weight(QuantizedWeight):
         self.code_dtype = code_dtype
         self.scale_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         self.weight = self._storage(math.prod(matrices) * rows, columns)
-        self.scale = self._storage(math.prod(matrices) * self.scale_shape[0], 4 * self.scale_shape[1], torch.float32)
+        self.scale = self._storage(
+            math.prod(matrices) * self.scale_shape[0], 4 * self.scale_shape[1], torch.float32
+        )
 
-    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def decode_tensors(
+        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         weight, scale = tensors
         *_, rows, columns = self.shape
         first, span = part.spans(columns)
-        codes = part.choose(weight.view(torch.uint8)[first : first + span, :columns]).view(self.code_dtype)
+        codes = part.choose(weight.view(torch.uint8)[first : first + span, :columns]).view(
+            self.code_dtype
+        )
         matrix, row = divmod(first, rows)
         scale = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
         if part.among is not None:
             scale = part.choose(scale[: part.among[1] * self.scale_shape[0]])
         count = len(codes)
         decoded = torch.empty(len(codes), columns, dtype=dtype, device=weight.device)
-        of_matrix = count if rows % self.block[0] == 0 else rows  # in which blocks go on without a break
+        # in which blocks go on without a break
+        of_matrix = count if rows % self.block[0] == 0 else rows
         for start in range(0, count, of_matrix):
             part_rows = slice(start, min(start + of_matrix, count))
             blocks = scale[start // rows * self.scale_shape[0] :]
@@ -64,7 +80,9 @@ class Fp8Weight(QuantizedWeight):
         return decoded.view(part.shape)
 
     def _scale(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        """Scale rows of a matrix, of which the first begins a block. scale: of its blocks, and further ones."""
+        """Scale rows of a matrix, of which the first begins a block. scale: of its blocks, and
+        further ones.
+        """
         height, width = self.block
         whole = len(values) // height
         scale = scale[: -(-len(values) // height)]
@@ -92,7 +110,9 @@ class Fp8Weight(QuantizedWeight):
         if not suffix:
             return NOT_FINITE if has_nan(values, self.code_dtype) else ""
         largest = torch.finfo(torch.float32).max / torch.finfo(self.code_dtype).max
-        return super().unusable(suffix, values) or TOO_LARGE * _exceeds(values.view(torch.float32), largest)
+        return super().unusable(suffix, values) or TOO_LARGE * _exceeds(
+            values.view(torch.float32), largest
+        )
 
     def code_settings(self) -> dict[str, Any]:
         return {"format": "fp8"}
@@ -108,7 +128,9 @@ def _exceeds(values: torch.Tensor, most: float) -> bool:
     return bool((values.abs() > most).any())
 
 
-def block_scales(rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype) -> torch.Tensor:
+def block_scales(
+    rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype
+) -> torch.Tensor:
     """The scales, float32 [row blocks, column blocks], of float32 rows [rows, columns]."""
     (count, columns) = rows.shape
     (height, width) = block
@@ -134,11 +156,15 @@ def quantize_blocks(
     if scale is None:
         scale = block_scales(rows, block, code_dtype)
     largest = torch.finfo(code_dtype).max
-    return (rows / spread_scales(scale, block, rows.shape)).clamp(-largest, largest).to(code_dtype), scale
+    return (rows / spread_scales(scale, block, rows.shape)).clamp(-largest, largest).to(
+        code_dtype
+    ), scale
 
 
 def spread_scales(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """The float32 scales of blocks as a tensor that broadcasts to rows [rows, columns]."""
     if scale.numel() > 1:
         scale = scale.repeat_interleave(block[0], 0)[: shape[0]]
-    return (scale.repeat_interleave(block[1], 1)[:, : shape[1]] if block[1] < shape[1] else scale).float()
+    return (
+        scale.repeat_interleave(block[1], 1)[:, : shape[1]] if block[1] < shape[1] else scale
+    ).float()

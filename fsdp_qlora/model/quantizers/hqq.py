@@ -1,7 +1,8 @@
-"""HQQ weights of 8, 4, 3 or 2 bits (half-quadratic quantization, Badri and Shaji 2023): linear layers and experts.
+"""HQQ weights of 8, 4, 3 or 2 bits (half-quadratic quantization, Badri and Shaji 2023): linear
+layers and experts.
 
-A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq library). Code q
-represents the weight (q - zero) * scale, with the zero and scale of its group.
+A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq
+library). Code q represents the weight (q - zero) * scale, with the zero and scale of its group.
 """
 
 import math
@@ -13,30 +14,40 @@ from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, groups_at_
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# With few groups a GPU sums each group in another order, so the number of groups is padded to a multiple of this.
+# With few groups a GPU sums each group in another order, so the number of groups is padded to a
+# multiple of this.
 _FEW_GROUPS = 256
 # The hqq library's own solver settings, except for early_stop: see _quantize_groups.
 _SOLVER = {
-    "lp_norm": 0.7, "beta": 10.0, "kappa": 1.01, "iters": 20, "tol": 0.0, "early_stop": False, "scale_gridsearch": False
-}  # fmt: skip
+    "lp_norm": 0.7,
+    "beta": 10.0,
+    "kappa": 1.01,
+    "iters": 20,
+    "tol": 0.0,
+    "early_stop": False,
+    "scale_gridsearch": False,
+}
 # Bits of a code -> number of bits in each plane, from the lowest.
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
-# Bits of a code -> bytes that torch's operators read and write to decode one: 11 of these to subtract and scale.
+# Bits of a code -> bytes that torch's operators read and write to decode one: 11 of these to
+# subtract and scale.
 _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 
 
 class HqqWeight(QuantizedWeight):
     """Weights as codes of n_bits, with a scale and a zero for each group.
 
-    Parameters (frozen):
-        weight: one group of codes per row, [groups, group_size * n_bits / 8 bytes] viewed as the compute dtype.
-        scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32 (see QuantizedWeight).
+    Parameters (frozen): weight: one group of codes per row, [groups, group_size * n_bits / 8 bytes]
+        viewed as the compute dtype. scale_zero: float16 scale and zero of each group, [groups, 1]
+        viewed as float32 (see QuantizedWeight).
     """
 
     selects_rows = True
     statistics = ("scale_zero",)
 
-    def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype
+    ) -> None:
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=group_size)
         self.n_bits = n_bits
         self.group_size = group_size
@@ -45,7 +56,9 @@ class HqqWeight(QuantizedWeight):
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
         self.scale_zero = self._storage(num_groups, 4, torch.float32)
 
-    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def decode_tensors(
+        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         weight, scale_zero = tensors
         num_weights = math.prod(part.shape)
         (first, span) = part.spans(self.group_size)
@@ -57,7 +70,9 @@ class HqqWeight(QuantizedWeight):
         for start in range(0, count, step):
             groups = slice(start, start + step)
             scale, zero = statistics[groups].float().split(1, dim=1)
-            torch.mul(torch.sub(_unpack(packed[groups], self.n_bits), zero), scale, out=decoded[groups])
+            torch.mul(
+                torch.sub(_unpack(packed[groups], self.n_bits), zero), scale, out=decoded[groups]
+            )
         return decoded.view(-1)[:num_weights].view(part.shape)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -83,13 +98,17 @@ class HqqWeight(QuantizedWeight):
         }
 
 
-def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole groups (the last may be short) to uint8 codes [groups, group_size] and float16 scale, zero.
+def _quantize_groups(
+    values: torch.Tensor, n_bits: int, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole groups (the last may be short) to uint8 codes [groups, group_size] and float16
+    scale, zero.
 
-    As HQQLinear with axis=1: the scale is computed from the group's range, the zero by the library's proximal solver,
-    in float32. HQQLinear's solver stops when the error of the whole tensor no longer decreases, so a shard's result
-    would depend on the split. Here it always runs all 20 iterations: a group's result depends only on the group. Scale
-    and zero [groups, 2] are float16 (UserError beyond its range); HQQLinear keeps them in its compute dtype.
+    As HQQLinear with axis=1: the scale is computed from the group's range, the zero by the
+    library's proximal solver, in float32. HQQLinear's solver stops when the error of the whole
+    tensor no longer decreases, so a shard's result would depend on the split. Here it always runs
+    all 20 iterations: a group's result depends only on the group. Scale and zero [groups, 2] are
+    float16 (UserError beyond its range); HQQLinear keeps them in its compute dtype.
     """
     from hqq.core.optimize import optimize_weights_proximal_v2
 
@@ -102,10 +121,13 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     largest = 2**n_bits - 1
     all_codes = []
     statistics = []
-    for piece in flat.view(-1, group_size).split(groups_at_a_time(values.device, group_size, on_gpu=2**22)):
+    for piece in flat.view(-1, group_size).split(
+        groups_at_a_time(values.device, group_size, on_gpu=2**22)
+    ):
         groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
-        scale = (largest / (high - low)).clamp(max=2e4)  # as in the library: keeps 1 / scale within float16
+        # as in the library: keeps 1 / scale within float16
+        scale = (largest / (high - low)).clamp(max=2e4)
         scale = torch.where(high - low <= 1e-4, 1.0, scale)
         zero = -low * scale
         codes, scale, zero = optimize_weights_proximal_v2(
@@ -122,14 +144,17 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     scale_zero = torch.cat(statistics)
     if not scale_zero.isfinite().all():
         raise UserError(
-            f"HQQ cannot quantize this model: {group_size} consecutive weights differ too little for their magnitude. "
+            f"HQQ cannot quantize this model: {group_size} consecutive weights differ too little "
+            "for their magnitude. "
             "Use --train_type qlora."
         )
     return torch.cat(all_codes), scale_zero
 
 
 def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """Pack uint8 codes [groups, group_size] into bytes [groups, group_size * n_bits / 8], first codes in high bits."""
+    """Pack uint8 codes [groups, group_size] into bytes [groups, group_size * n_bits / 8], first
+    codes in high bits.
+    """
     planes = []
     shift = 0
     for bits in _PLANES[n_bits]:

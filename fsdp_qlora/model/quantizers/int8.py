@@ -17,20 +17,24 @@ _MAX_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels index a matrix with int32
 
 
 class Int8Weight(QuantizedWeight):
-    """A matrix [out, in] as 8-bit integers with one scale per row. Activations are rounded to 8 bits too.
+    """A matrix [out, in] as 8-bit integers with one scale per row. Activations are rounded to 8
+    bits too.
 
     Parameters (frozen):
         weight: int8 [out, in] viewed as the compute dtype; rows are padded to whole elements of it.
         row_scale: float32 [out, 1], the largest magnitude of each row (bitsandbytes' SCB).
     Args:
-        int8_threshold: activations of at least this magnitude are multiplied in the compute dtype; 0 means none.
+        int8_threshold: activations of at least this magnitude are multiplied in the compute dtype;
+        0 means none.
     """
 
     statistics = ("row_scale",)
     is_exact = False
     decoding_bytes = 3.0  # of three passes only the backward decodes, 7; the others read the codes
 
-    def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype
+    ) -> None:
         out_features, in_features = shape
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=in_features)
         if in_features % 4:
@@ -39,17 +43,22 @@ class Int8Weight(QuantizedWeight):
         self.weight = self._storage(out_features, in_features)
         self.row_scale = self._storage(out_features, 4, torch.float32)
 
-    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def decode_tensors(
+        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         codes, row_scale = _codes_and_scale(part, *tensors)
-        return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))  # as bitsandbytes does for the gradient
+        # as bitsandbytes does for the gradient
+        return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """Compute x W^T + b with each token's values rounded to 8 bits, except values above the threshold.
+        """Compute x W^T + b with each token's values rounded to 8 bits, except values above the
+        threshold.
 
-        bitsandbytes keeps the precision of a whole column if one token of the batch is above the threshold in it, so a
-        token's result depends on the other tokens. Here each token gets the result of a batch that has only this token.
+        bitsandbytes keeps the precision of a whole column if one token of the batch is above the
+        threshold in it, so a token's result depends on the other tokens. Here each token gets the
+        result of a batch that has only this token.
         """
         return _multiply(x, bias, *_codes_and_scale(part, *tensors), self.threshold)
 
@@ -73,23 +82,36 @@ class Int8Weight(QuantizedWeight):
 
 @functools.cache
 def _warn_of_slow_products(in_features: int) -> None:
-    log.warning("int8 layers with %d inputs, not a multiple of 4, are multiplied in fp32 on a GPU.", in_features)
+    log.warning(
+        "int8 layers with %d inputs, not a multiple of 4, are multiplied in fp32 on a GPU.",
+        in_features,
+    )
 
 
-def _codes_and_scale(part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _codes_and_scale(
+    part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """View the stored tensors as codes, int8 [out, in], and scales, float32 [out]."""
     codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
     return codes, row_scale.view(torch.float32).view(-1)
 
 
 def _multiply(
-    x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor, threshold: float
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    threshold: float,
 ) -> torch.Tensor:
-    """Multiply x [.., in] by int8 codes [out, in] with row_scale [out], see `Int8Weight.multiply`."""
+    """Multiply x [.., in] by int8 codes [out, in] with row_scale [out],
+    see `Int8Weight.multiply`.
+    """
     tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels ignore strides
     max_tokens = _MAX_ELEMENTS // max(codes.shape)
     if len(tokens) > max_tokens:
-        parts = [_multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(max_tokens)]
+        parts = [
+            _multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(max_tokens)
+        ]
         return torch.cat(parts).view(*x.shape[:-1], -1)
     rounded = tokens.half()
     outliers = None
@@ -97,11 +119,14 @@ def _multiply(
         outliers = rounded.abs() >= threshold
         rounded = rounded.masked_fill(outliers, 0.0)
     x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
-    # The GPU kernel writes fp16 for every dtype. Tokens scaled to at most 1 stay in its range. The factor is a power of
-    # two, the scale without its mantissa, so that it changes only exponents.
-    x_scale = x_scale.clamp(min=2**-24)  # fp16's smallest positive number; a token of zeros has scale 0
+    # The GPU kernel writes fp16 for every dtype. Tokens scaled to at most 1 stay in its range. The
+    # factor is a power of two, the scale without its mantissa, so that it changes only exponents.
+    # fp16's smallest positive number; a token of zeros has scale 0
+    x_scale = x_scale.clamp(min=2**-24)
     power = 2 * (x_scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype)
+    y = torch.ops.bitsandbytes.int8_scaled_mm(
+        x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype
+    )
     y.mul_(power.unsqueeze(1))  # a float32 factor: it may be 65,536, which is beyond fp16
     if bias is not None:
         y.add_(bias)

@@ -1,4 +1,6 @@
-"""Models whose weight files are quantized already: their format, from a quantization_config and the tensors' names."""
+"""Models whose weight files are quantized already: their format, from a quantization_config and the
+tensors' names.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +9,37 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, GPTQ_BITS, INTEGERS, PackedFormat
-from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, Scheme, Settings, as_block, take_settings
+from fsdp_qlora.model.quantizers.packed_format import (
+    BITSANDBYTES,
+    GPTQ_BITS,
+    INTEGERS,
+    PackedFormat,
+)
+from fsdp_qlora.model.quantizers.settings import (
+    EXPERTS_KEY,
+    Scheme,
+    Settings,
+    as_block,
+    take_settings,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import tensor_names
 from fsdp_qlora.utils.text import shown, shown_name
 
 log = logging.getLogger("fsdp_qlora")
 
-# Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named below it; None for
-# tensors that are unused: scales of 8-bit activations, which have 16 bits here.
+# Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named
+# below it; None for tensors that are unused: scales of 8-bit activations, which have 16 bits here.
 _UNUSED: dict[str, str | None] = dict.fromkeys(
-    (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+    (
+        ".input_scale",
+        ".activation_scale",
+        ".input_global_scale",
+        ".k_scale",
+        ".v_scale",
+        ".q_scale",
+        ".kv_scale",
+    )
 )
 _FP8 = _UNUSED | {"_scale": ".scale", "_scale_inv": ".scale"}
 _COMPRESSED = _UNUSED | {
@@ -53,7 +74,9 @@ class _Unreadable(Exception):
     """A format that cannot be read, and why."""
 
 
-def take_packed(config: PretrainedConfig, name: str, folder: Path | None = None) -> PackedFormat | None:
+def take_packed(
+    config: PretrainedConfig, name: str, folder: Path | None = None
+) -> PackedFormat | None:
     """Remove a quantization from a model's configuration and return it; None if there is none.
 
     folder: of the model, with its weights if they are here.
@@ -82,7 +105,9 @@ def take_packed(config: PretrainedConfig, name: str, folder: Path | None = None)
 
 
 def _method_of(settings: Settings) -> str:
-    """The method, where old configurations of bitsandbytes name none; empty for its 8 bits, which nothing reads."""
+    """The method, where old configurations of bitsandbytes name none; empty for its 8 bits, which
+    nothing reads.
+    """
     if settings.method not in ("", "bitsandbytes"):
         return settings.method
     is_4bit = settings.fields.get("load_in_4bit", settings.fields.get("_load_in_4bit"))
@@ -102,7 +127,10 @@ def _refused(name: str, settings: Settings) -> str:
 
 
 def _advice(others: str = "") -> str:
-    return f"Give the model with 16- or 32-bit weights (train_type qlora quantizes it while loading){others}."
+    return (
+        "Give the model with 16- or 32-bit weights (train_type qlora quantizes it while "
+        f"loading){others}."
+    )
 
 
 def _bitsandbytes(settings: Settings) -> PackedFormat:
@@ -143,10 +171,14 @@ def _awq(settings: Settings) -> PackedFormat:
 
 
 def _gptq(settings: Settings) -> PackedFormat:
-    """GPTQ. The tensors tell the bits, groups and order of layers for which `dynamic` has other ones."""
+    """GPTQ. The tensors tell the bits, groups and order of layers for which `dynamic` has other
+    ones.
+    """
     _check_integers(settings, GPTQ_BITS, ("", "gptq", "gptq_v2"))
     for pattern, changes in settings.fields.get("dynamic", {}).items():
-        other = {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys()
+        other = {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (
+            changes or {}
+        ).keys()
         if other:
             raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")
     form = {"bits": settings.fields["bits"], "is_transposed": True, "has_zeros": True}
@@ -157,7 +189,9 @@ def _gptq(settings: Settings) -> PackedFormat:
 def _check_integers(settings: Settings, bits: Sequence[int], layouts: Sequence[str]) -> None:
     given = settings.fields.get("bits")
     if given not in bits:
-        raise _Unreadable(f"bits must be {' or '.join(map(str, bits))}, and config.json has {given or 'none'}")
+        raise _Unreadable(
+            f"bits must be {' or '.join(map(str, bits))}, and config.json has {given or 'none'}"
+        )
     if settings.layout not in layouts:
         raise _Unreadable(f"its files are in another layout than {layouts[-1]}")
 
@@ -183,7 +217,9 @@ def _modelopt(settings: Settings) -> PackedFormat:
     if not settings.schemes and known is None:
         names = ", ".join(_ALGORITHMS)
         found = shown_name(algorithm) if algorithm else "none"
-        raise _Unreadable(f"{settings.file} has no config_groups, and quant_algo {found} is not one of {names}")
+        raise _Unreadable(
+            f"{settings.file} has no config_groups, and quant_algo {found} is not one of {names}"
+        )
     schemes = settings.schemes
     if not schemes and known is not None:
         schemes = [known]
@@ -196,13 +232,16 @@ def _of_schemes(settings: Settings, schemes: Sequence[Scheme]) -> PackedFormat:
     if not formats:
         raise _Unreadable("config_groups has no group of weights")
     first, *others = formats
-    named = dict.fromkeys(f"{each.name} ({scheme.name})" for each, scheme in zip(formats, schemes, strict=True))
+    named = dict.fromkeys(
+        f"{each.name} ({scheme.name})" for each, scheme in zip(formats, schemes, strict=True)
+    )
     if len({each.name for each in formats}) > 1:
         raise _Unreadable(f"its layers are in several formats: {', '.join([*named][:8])}")
     if any(each.options != first.options for each in others):
         if any("block" in (each.options or {}) for each in formats):
             raise _Unreadable(f"its layers have blocks of several sizes: {', '.join([*named][:8])}")
-        first = first._replace(options=None)  # scales of rows in some layers, and of matrices in others
+        # scales of rows in some layers, and of matrices in others
+        first = first._replace(options=None)
     if first.quantizer == INTEGERS and all(scheme.symmetric is False for scheme in schemes):
         first = first._replace(options=dict(first.options or {}) | {"has_zeros": True})
     targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
@@ -233,9 +272,13 @@ def _of_scheme(settings: Settings, scheme: Scheme) -> PackedFormat:
 
 def _of_integers(scheme: Scheme, bits: int) -> PackedFormat:
     if bits > 8:
-        raise _Unreadable(f"{scheme.name} has integers of {bits} bits, and those of 1 to 8 can be read")
+        raise _Unreadable(
+            f"{scheme.name} has integers of {bits} bits, and those of 1 to 8 can be read"
+        )
     if scheme.layout not in _INTEGER_LAYOUTS:
-        raise _Unreadable(f"{scheme.name} has integers in another format than {', '.join(_INTEGER_LAYOUTS)}")
+        raise _Unreadable(
+            f"{scheme.name} has integers in another format than {', '.join(_INTEGER_LAYOUTS)}"
+        )
     return PackedFormat(f"INT{bits}", INTEGERS, {"bits": bits}, _COMPRESSED)
 
 

@@ -1,4 +1,6 @@
-"""The format of weight files that are quantized already, which a row of QUANTIZERS trains as it is, or of integers."""
+"""The format of weight files that are quantized already, which a row of QUANTIZERS trains as it is,
+or of integers.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -15,12 +17,13 @@ GPTQ_BITS = (2, 3, 4, 8)
 class PackedFormat(NamedTuple):
     """The format of a model's weight files, from its quantization_config.
 
-    name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded. options: arguments of its
-    layers (or of the tensors that are decoded); None if only the files' tensors tell them. endings: ending
-    of a tensor's name in the files -> its ending here, where a weight's statistics are named below it.
-    scaled: names here of the weights that are quantized, as the files tell; None if there are no files yet.
-    skipped, targets: patterns of modules that are not quantized, and that are, as the configuration tells; "Linear" is
-    all. has_linears, has_experts: whether linear layers and expert parameters are. Without files these four tell.
+    name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded.
+    options: arguments of its layers (or of the tensors that are decoded); None if only the files'
+    tensors tell them. endings: ending of a tensor's name in the files -> its ending here, where a
+    weight's statistics are named below it. scaled: names here of the weights that are quantized, as
+    the files tell; None if there are no files yet. skipped, targets: patterns of modules that are
+    not quantized, and that are, as the configuration tells; "Linear" is all. has_linears,
+    has_experts: whether linear layers and expert parameters are. Without files these four tell.
     """
 
     name: str
@@ -34,7 +37,8 @@ class PackedFormat(NamedTuple):
     has_experts: bool = True
 
     def chosen(self, linears: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The linear layers and expert parameters of decoder blocks that the configuration says to be quantized.
+        """The linear layers and expert parameters of decoder blocks that the configuration says to
+        be quantized.
 
         Raises UserError for patterns that cannot be used.
         """
@@ -46,22 +50,32 @@ class PackedFormat(NamedTuple):
         skipped = matching(paths, self.skipped, by_transformers=self.quantizer == BITSANDBYTES)
         named = paths if "Linear" in self.targets else matching(paths, self.targets)
         found = {*named} - skipped
-        return [path for path in linears if path in found], [path for path in experts if path in found]
+        return [path for path in linears if path in found], [
+            path for path in experts if path in found
+        ]
 
     def weights_among(self, names: Collection[str]) -> set[str]:
-        """The names here of the weights that are quantized, of the names of all tensors in the files."""
+        """The names here of the weights that are quantized, of the names of all tensors in the
+        files.
+        """
         if self.quantizer == BITSANDBYTES:
             return {name.partition(PACKED_STATE)[0] for name in names if PACKED_STATE in name}
         here = {self.name_here(name) for name in names}
-        return {name.removesuffix(".scale") for name in here if name and name.endswith(".scale")} & here
+        return {
+            name.removesuffix(".scale") for name in here if name and name.endswith(".scale")
+        } & here
 
     def is_kept(self, quantizer: str | None, quant_type: str) -> bool:
         """Whether a run trains the weights as they are, and does not decode them as they are read.
 
         quantizer: that of the run's train type. quant_type: the run's.
         """
-        is_trained = self.quantizer != INTEGERS and self.options is not None and self.scaled != set()
-        return self.quantizer == BITSANDBYTES or (quantizer == BITSANDBYTES and quant_type == "auto" and is_trained)
+        is_trained = (
+            self.quantizer != INTEGERS and self.options is not None and self.scaled != set()
+        )
+        return self.quantizer == BITSANDBYTES or (
+            quantizer == BITSANDBYTES and quant_type == "auto" and is_trained
+        )
 
     def name_here(self, name: str) -> str | None:
         """The name that a tensor of the files has here; None for one that is unused."""
@@ -73,16 +87,25 @@ class PackedFormat(NamedTuple):
     def describe_decoding(self, *, quantizes: bool) -> str:
         """Describe in one line that the weights are decoded."""
         if self.scaled == set():
-            return f"config.json says that the model is stored in {self.name}, but none of its weights is."
+            return (
+                f"config.json says that the model is stored in {self.name}, but none of its "
+                "weights is."
+            )
         use = "and quantized again" if quantizes else "and kept in the precision of this run"
         to = "the type of their scales" if self.quantizer == INTEGERS else "bf16"
-        return f"The model is stored in {self.name}: its weights are decoded to {to} as they are read, {use}."
+        return (
+            f"The model is stored in {self.name}: its weights are decoded to {to} as they are "
+            f"read, {use}."
+        )
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """Describe in one line that the model's own weights are used, and the options that they override."""
+        """Describe in one line that the model's own weights are used, and the options that they
+        override.
+        """
         if self.quantizer != BITSANDBYTES or self.options is None:
             return (
-                f"The model is stored in {self.name}: its weights are trained on as they are. --quant_type nf4 "
+                f"The model is stored in {self.name}: its weights are trained on as they are. "
+                "--quant_type nf4 "
                 "quantizes them again."
             )
         given = {"quant_type": quant_type, "double_quant": double_quant}
@@ -91,6 +114,7 @@ class PackedFormat(NamedTuple):
             for name, value in given.items()
             if value not in ("auto", self.options[name])
         ]
-        return f"The model is quantized already ({self.name}): its own 4-bit weights are used as they are" + (
-            f", and {' and '.join(ignored)} has no effect." if ignored else "."
-        )
+        return (
+            f"The model is quantized already ({self.name}): its own 4-bit weights are used as they "
+            "are"
+        ) + (f", and {' and '.join(ignored)} has no effect." if ignored else ".")

@@ -1,7 +1,7 @@
 """Names of modules matched by the patterns of a quantization_config.
 
-A pattern is a stranger's program: a regular expression can take years. Patterns are matched in a process of their own
-with a time limit, unless they are plain names.
+A pattern is a stranger's program: a regular expression can take years. Patterns are matched in a
+process of their own with a time limit, unless they are plain names.
 """
 
 import functools
@@ -25,10 +25,13 @@ _REGEX = "re:"  # in front of a regular expression, in compressed-tensors
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
-def matching(paths: Sequence[str], patterns: Sequence[str], *, by_transformers: bool = False) -> set[str]:
+def matching(
+    paths: Sequence[str], patterns: Sequence[str], *, by_transformers: bool = False
+) -> set[str]:
     """The paths of modules that one of the patterns names.
 
-    by_transformers: whether all patterns are regular expressions, as in a quantization_config of bitsandbytes.
+    by_transformers: whether all patterns are regular expressions, as in a quantization_config of
+    bitsandbytes.
 
     Raises:
         UserError: a pattern is no regular expression, or takes too long; the same on every rank.
@@ -56,21 +59,26 @@ def _matches(pattern: str, path: str, by_transformers: bool) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _matched_apart(paths: tuple[str, ...], patterns: tuple[str, ...], by_transformers: bool) -> frozenset[str]:
+def _matched_apart(
+    paths: tuple[str, ...], patterns: tuple[str, ...], by_transformers: bool
+) -> frozenset[str]:
     with_limit = _Matcher(__name__, _SECONDS)
     try:
-        reply = with_limit.ask({"paths": paths, "patterns": patterns, "by_transformers": by_transformers})
+        reply = with_limit.ask(
+            {"paths": paths, "patterns": patterns, "by_transformers": by_transformers}
+        )
     finally:
         with_limit.close()
     advice = "Download it again, or give the model with 16- or 32-bit weights."
     if "pattern" in reply:
         raise UserError(
-            f"config.json has the pattern {shown(reply['pattern'])} in quantization_config, which is no regular "
-            f"expression: {shown(reply['reason'])}. {advice}"
+            f"config.json has the pattern {shown(reply['pattern'])} in quantization_config, which "
+            f"is no regular expression: {shown(reply['reason'])}. {advice}"
         )
     if "found" not in reply:
         raise UserError(
-            f"config.json has patterns in quantization_config, such as {shown(max(patterns, key=len))}, that cannot be "
+            "config.json has patterns in quantization_config, such as "
+            f"{shown(max(patterns, key=len))}, that cannot be "
             f"matched with {len(paths)} names of modules within {_SECONDS:g} s. {advice}"
         )
     return frozenset(reply["found"])

@@ -1,16 +1,19 @@
-"""The experts of a layer, decoded in groups, with one wait of the host: an experts function for transformers.
+"""The experts of a layer, decoded in groups, with one wait of the host: an experts function for
+transformers.
 
-transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed) [experts, in, out], and
-lets a function of the caller's multiply with them: `experts_forward`. A module of experts that it gives every token
-(llama4) gets `all_tokens_forward`, which multiplies those tokens alone that chose an expert.
+transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed)
+[experts, in, out], and lets a function of the caller's multiply with them: `experts_forward`. A
+module of experts that it gives every token (llama4) gets `all_tokens_forward`, which multiplies
+those tokens alone that chose an expert.
 
-Shapes: T tokens choose k of E experts each, N = T k choices, which are sorted by expert. An expert's matrix is W
-[out, in], its bias b [out], its adapter A [rank, in] and B [out, rank], which is scaled. The first product takes tokens
-[T, in] and gives a row for each choice; the second takes such rows h [N, in], weights what it makes of them by the
-router's p [N], and adds it up by token.
+Shapes: T tokens choose k of E experts each, N = T k choices, which are sorted by expert. An
+expert's matrix is W [out, in], its bias b [out], its adapter A [rank, in] and B [out, rank], which
+is scaled. The first product takes tokens [T, in] and gives a row for each choice; the second takes
+such rows h [N, in], weights what it makes of them by the router's p [N], and adds it up by token.
 
-Only what the products are given is kept for the backward pass. With g the gradient of a token's sum and
-z = g W + g B A, the gradient of h is p z, and that of p is z h + g b, so that W h is not needed.
+Only what the products are given is kept for the backward pass. With g the gradient of a token's sum
+and z = g W + g B A, the gradient of h is p z, and that of p is z h + g b, so that W h is not
+needed.
 """
 
 import copy
@@ -28,18 +31,24 @@ from torch.autograd.function import once_differentiable
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.architecture.models import block_linears, read_directly
-from fsdp_qlora.model.quantizers.base import FrozenProduct, QuantizedExperts, computing_dtype, plain_product
+from fsdp_qlora.model.quantizers.base import (
+    FrozenProduct,
+    QuantizedExperts,
+    computing_dtype,
+    plain_product,
+)
 from fsdp_qlora.model.quantizers.expert_groups import Choices, Group, can_group
 
 log = logging.getLogger("fsdp_qlora")
 
-# Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a group needs; on a
-# CPU they stay in its cache.
+# Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a
+# group needs; on a CPU they stay in its cache.
 GROUP_BYTES = {"cpu": 2 * 2**20, "cuda": 384 * 2**20}
 
 
 class AdaptedExperts(NamedTuple):
-    """A 3-D parameter with low-rank updates: base [E, out, in], or [E, in, out] where the module's are transposed.
+    """A 3-D parameter with low-rank updates: base [E, out, in], or [E, in, out] where the module's
+    are transposed.
 
     lora_A [E, rank, in], lora_B [E, out, rank], with which the update is scaled.
     """
@@ -52,8 +61,8 @@ class AdaptedExperts(NamedTuple):
 class _Call(NamedTuple):
     """Inputs of a product that are no tensors.
 
-    groups: of the experts. product: of a group's weights. gathers: x is [T, in], and [N, in] without. out: rows,
-    features and dtype of y.
+    groups: of the experts. product: of a group's weights. gathers: x is [T, in], and [N, in]
+    without. out: rows, features and dtype of y.
     """
 
     groups: list[Group]
@@ -71,7 +80,9 @@ class _Call(NamedTuple):
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of x [T, hidden] with indices and weights [T, k], as transformers' own functions do."""
+    """Compute the experts of x [T, hidden] with indices and weights [T, k], as transformers' own
+    functions do.
+    """
     experts, order = top_k_index.flatten().sort(stable=True)
     numbers = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
     on_device = torch.searchsorted(experts, numbers, right=True, out_int32=True)
@@ -86,15 +97,21 @@ def experts_forward(
     return y[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
-def identities_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
-    """Forward of experts of which those from `num_experts` on return their input (longcat_flash)."""
+def identities_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
+) -> Any:
+    """Forward of experts of which those from `num_experts` on return their input
+    (longcat_flash).
+    """
     kept = top_k_weights.masked_fill(top_k_index < module.num_experts, 0).sum(-1, keepdim=True)
     y = experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return y + hidden_states * kept.to(hidden_states.dtype)
 
 
 def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward of experts that get [E * T, hidden]: all tokens for each expert, with zeros for the tokens of others."""
+    """Forward of experts that get [E * T, hidden]: all tokens for each expert, with zeros for the
+    tokens of others.
+    """
     is_chosen = hidden_states.ne(0).any(-1)
     per_expert = is_chosen.unflatten(0, (module.num_experts, -1)).sum(1)
     num_tokens = len(hidden_states) // module.num_experts
@@ -120,7 +137,8 @@ def is_transposed(module: nn.Module) -> bool:
 def read_ends(ends: torch.Tensor, num_tokens: int, num_choices: int) -> list[int]:
     """Read where each expert's choices end [E]: the layer's only wait of the host.
 
-    On the meta device the routing's worst case for memory: one expert gets all tokens, the others share the rest.
+    On the meta device the routing's worst case for memory: one expert gets all tokens, the others
+    share the rest.
     """
     if not ends.is_meta:
         return list(ends.tolist())
@@ -145,7 +163,9 @@ def _multiply(
     shares: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A row for each choice [N, out]; with `shares` [N] their weighted sums, as many and of the dtype as in `sums`."""
+    """A row for each choice [N, out]; with `shares` [N] their weighted sums, as many and of the
+    dtype as in `sums`.
+    """
     base = getattr(module, name)
     transposed = is_transposed(module)
     lora_A = lora_B = None
@@ -167,7 +187,9 @@ def _multiply(
         return base.frozen_product(base.expert(expert))
 
     def upright(group: Group) -> torch.Tensor:
-        stored = base[group.where].to(dtype) if is_plain else base.dequantize(group.matrices(base.shape))
+        stored = (
+            base[group.where].to(dtype) if is_plain else base.dequantize(group.matrices(base.shape))
+        )
         return stored.mT if transposed else stored
 
     if lora_A is not None and lora_B is not None:
@@ -176,13 +198,30 @@ def _multiply(
     transposed = base.transposed if isinstance(base, QuantizedExperts) else transposed
     features = base.shape[2 if transposed else 1]
     bias = getattr(module, f"{name}_bias", None)
-    out = (len(choices.tokens), features, dtype) if sums is None else (len(sums), features, sums.dtype)
-    most = getattr(module, "group_bytes", GROUP_BYTES["cpu"]) if not is_plain or can_group(x.device, dtype) else 0
+    out = (
+        (len(choices.tokens), features, dtype)
+        if sums is None
+        else (len(sums), features, sums.dtype)
+    )
+    most = (
+        getattr(module, "group_bytes", GROUP_BYTES["cpu"])
+        if not is_plain or can_group(x.device, dtype)
+        else 0
+    )
     weights = math.prod(base.shape[1:]) * dtype.itemsize
-    row = sum(base.shape[1:]) * dtype.itemsize + (0 if shares is None else features * (dtype.itemsize + 4))
+    row = sum(base.shape[1:]) * dtype.itemsize + (
+        0 if shares is None else features * (dtype.itemsize + 4)
+    )
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
     groups = choices.groups(weights, row, most)
-    call = _Call(_without_repeats(groups) if x.is_meta else groups, product, choices.tokens, gathers, transposed, out)
+    call = _Call(
+        _without_repeats(groups) if x.is_meta else groups,
+        product,
+        choices.tokens,
+        gathers,
+        transposed,
+        out,
+    )
     if not is_plain and base.bring:
         base.bring([expert for group in call.groups for expert in group.experts])
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
@@ -190,13 +229,19 @@ def _multiply(
 
 
 def _without_repeats(groups: list[Group]) -> list[Group]:
-    """The groups but for those that take the same memory as an earlier one, which is all that is asked on meta.
+    """The groups but for those that take the same memory as an earlier one, which is all that is
+    asked on meta.
 
-    A group is computed while the results of the one before are still there, so that their sizes count too.
+    A group is computed while the results of the one before are still there, so that their sizes
+    count too.
     """
     sizes = [(len(group.experts), group.ends[-1]) for group in groups]
     pairs = [*zip([(0, 0), *sizes], sizes, strict=False)]
-    return [group for index, group in enumerate(groups) if pairs.index(pairs[index]) == index or group is groups[-1]]
+    return [
+        group
+        for index, group in enumerate(groups)
+        if pairs.index(pairs[index]) == index or group is groups[-1]
+    ]
 
 
 class _RoutedProduct(torch.autograd.Function):
@@ -204,7 +249,12 @@ class _RoutedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kept: Kept, call: _Call, x: torch.Tensor, shares: torch.Tensor | None, *weights: Any
+        ctx: Any,
+        kept: Kept,
+        call: _Call,
+        x: torch.Tensor,
+        shares: torch.Tensor | None,
+        *weights: Any,
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass.
         ctx.kept = kept
@@ -213,7 +263,11 @@ class _RoutedProduct(torch.autograd.Function):
         _, bias, lora_A, lora_B = weights
         *size, dtype = call.out
         # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
-        y = x.new_empty(size, dtype=dtype) if shares is None else x.new_zeros(size, dtype=torch.float32)
+        y = (
+            x.new_empty(size, dtype=dtype)
+            if shares is None
+            else x.new_zeros(size, dtype=torch.float32)
+        )
         for group in call.groups:
             own = call.rows(x, group)
             (result,) = call.product(group).multiply(own)
@@ -225,13 +279,16 @@ class _RoutedProduct(torch.autograd.Function):
             if shares is None:
                 y[group.rows] = result
             else:
-                group.add_rows(y, call.tokens[group.rows], (result * shares[group.rows, None]).float())
+                group.add_rows(
+                    y, call.tokens[group.rows], (result * shares[group.rows, None]).float()
+                )
         return y.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Kept before the product, so that a checkpointed block is computed again up to here and not beyond (kept.py).
+        # Kept before the product, so that a checkpointed block is computed again up to here and not
+        # beyond (kept.py).
         call = ctx.call
         weights = ctx.weights
         (x, shares) = ctx.kept.take()
@@ -244,7 +301,9 @@ class _RoutedProduct(torch.autograd.Function):
         return None, None, *found
 
 
-def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], found: list[Any]) -> None:
+def _add_gradients(
+    call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], found: list[Any]
+) -> None:
     """A group's part of the gradients `found` of `inputs`: x, shares, W, b, A and B."""
     (x, shares, _, bias, lora_A, lora_B) = inputs
     rows = group.rows
@@ -260,7 +319,8 @@ def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tupl
     share = None if shares is None else shares[rows, None]
     if share is not None:
         if grad_shares is not None:
-            # z h + g b, for z = grad_own: for g (W h + b) each expert would be decoded and multiplied once more.
+            # z h + g b, for z = grad_own: for g (W h + b) each expert would be decoded and
+            # multiplied once more.
             grad_shares[rows] = (grad_own * own).sum(-1)
             if bias is not None:
                 grad_shares[rows] += (grad * group.spread(bias).to(grad.dtype)).sum(-1)
@@ -271,11 +331,13 @@ def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tupl
         grad_A[where] = group.outer(grad_low, own)
         grad_B[where] = group.outer(grad, group.multiply(own, lora_A[where].mT))
     if grad_W is not None:
-        grad_W[where] = group.outer(*((own, grad) if call.transposed else (grad, own))).to(grad_W.dtype)
+        grad_W[where] = group.outer(*((own, grad) if call.transposed else (grad, own))).to(
+            grad_W.dtype
+        )
     if grad_b is not None:
-        grad_b[where] = group.outer(grad.new_ones(len(grad), 1) if share is None else share.to(grad.dtype), grad)[
-            :, 0
-        ].to(grad_b.dtype)
+        grad_b[where] = group.outer(
+            grad.new_ones(len(grad), 1) if share is None else share.to(grad.dtype), grad
+        )[:, 0].to(grad_b.dtype)
     if grad_x is not None and call.gathers:
         group.add_rows(grad_x, tokens, grad_own)
     elif grad_x is not None:
@@ -286,7 +348,8 @@ def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tupl
 
 
 def _takes_all_tokens(module: nn.Module) -> bool:
-    """Whether these experts are gated MLPs [experts, in, out] without biases that are given every token in turn.
+    """Whether these experts are gated MLPs [experts, in, out] without biases that are given every
+    token in turn.
 
     An expert gets zeros for the tokens that did not choose it, and such an MLP maps zeros to zeros.
     """
@@ -295,21 +358,34 @@ def _takes_all_tokens(module: nn.Module) -> bool:
         return False
     inputs = shapes["gate_up_proj"]
     outputs = shapes["down_proj"]
-    is_mlp = len(outputs) == 3 and inputs == (outputs[0], outputs[2], 2 * outputs[1]) and hasattr(module, "act_fn")
-    return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
+    is_mlp = (
+        len(outputs) == 3
+        and inputs == (outputs[0], outputs[2], 2 * outputs[1])
+        and hasattr(module, "act_fn")
+    )
+    return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == [
+        "hidden_states"
+    ]
 
 
 @torch.no_grad()
 def _own_loop(module: nn.Module) -> dict[str, Any]:
-    """Attributes with which our functions compute gated experts [experts, out, in] in the place of their own loop.
+    """Attributes with which our functions compute gated experts [experts, out, in] in the place of
+    their own loop.
 
     Empty for other modules. The loop and our function are compared with small random weights.
     """
-    if module._parameters.keys() != {"gate_up_proj", "down_proj"} or hasattr(module, "is_transposed"):
+    if module._parameters.keys() != {"gate_up_proj", "down_proj"} or hasattr(
+        module, "is_transposed"
+    ):
         return {}
     shapes = [tuple(parameter.shape) for parameter in module.parameters()]
     arguments = [*inspect.signature(type(module).forward).parameters][1:]
-    if [*map(len, shapes)] != [3, 3] or arguments != ["hidden_states", "top_k_index", "top_k_weights"]:
+    if [*map(len, shapes)] != [3, 3] or arguments != [
+        "hidden_states",
+        "top_k_index",
+        "top_k_weights",
+    ]:
         return {}
     num_all = shapes[0][0]
     (num_experts, hidden, inner) = shapes[1]
@@ -327,9 +403,13 @@ def _own_loop(module: nn.Module) -> dict[str, Any]:
     gate_up, down, x = (torch.randn(size, generator=random, device="cpu") for size in sizes)
     vars(small).update(own, _parameters={"gate_up_proj": gate_up, "down_proj": down})
     vars(small)["_apply_gate"] = MethodType(gate, small)
-    index = torch.tensor([[0, num_all - 1], [num_experts - 1, 0], [num_all - 1, num_experts // 2]], device="cpu")
+    index = torch.tensor(
+        [[0, num_all - 1], [num_experts - 1, 0], [num_all - 1, num_experts // 2]], device="cpu"
+    )
     try:
-        is_near = torch.allclose(forward(small, x, index, index + 0.5), small(x, index, index + 0.5), atol=1e-4)
+        is_near = torch.allclose(
+            forward(small, x, index, index + 0.5), small(x, index, index + 0.5), atol=1e-4
+        )
     except (RuntimeError, TypeError, AttributeError, IndexError):
         return {}
     same = own | {"_apply_gate": MethodType(gate, module), "forward": MethodType(forward, module)}
@@ -337,16 +417,20 @@ def _own_loop(module: nn.Module) -> dict[str, Any]:
 
 
 def route_experts(model: nn.Module, device: torch.device) -> None:
-    """Let experts without transformers' interface multiply with those tokens that chose them, in a model as built.
+    """Let experts without transformers' interface multiply with those tokens that chose them, in a
+    model as built.
 
     device: where the model will compute, for the memory of a group of experts.
 
-    Where they are [experts, in, out], the attribute `is_transposed` stays away: PEFT reads it, and takes their
-    parameters as [experts, out, in].
+    Where they are [experts, in, out], the attribute `is_transposed` stays away: PEFT reads it, and
+    takes their parameters as [experts, out, in].
     """
     for module in model.modules():
         if _takes_all_tokens(module):
-            own = {"_apply_gate": MethodType(apply_gate, module), "forward": MethodType(all_tokens_forward, module)}
+            own = {
+                "_apply_gate": MethodType(apply_gate, module),
+                "forward": MethodType(all_tokens_forward, module),
+            }
             vars(module).update(takes_all_tokens=True, has_gate=True, **own)
         else:
             vars(module).update(_own_loop(module))
@@ -355,17 +439,23 @@ def route_experts(model: nn.Module, device: torch.device) -> None:
 
 
 def loops_over_experts(module: nn.Module) -> bool:
-    """Whether these experts are multiplied here: by transformers' attribute or `route_experts`'s."""
+    """Whether these experts are multiplied here: by transformers' attribute or
+    `route_experts`'s.
+    """
     return hasattr(module, "is_transposed") or hasattr(module, "takes_all_tokens")
 
 
 def router_linears(model: nn.Module) -> list[str]:
-    """Paths of the linear layers that select or weight experts: too sensitive for 4 bits or an adapter."""
+    """Paths of the linear layers that select or weight experts: too sensitive for 4 bits or an
+    adapter.
+    """
     routers = []
     for path, module in model.named_modules():
         counts = {child.num_experts for child in module.children() if loops_over_experts(child)}
         for name, child in module.named_children() if counts else ():
-            linears = {inner: each for inner, each in child.named_modules() if isinstance(each, nn.Linear)}
+            linears = {
+                inner: each for inner, each in child.named_modules() if isinstance(each, nn.Linear)
+            }
             if len(linears) == 1:  # a router that is a module of its own has no other one (gemma4)
                 [(inner, linear)] = linears.items()
                 if linear.out_features in ({*counts} if inner else {1, *counts}):
@@ -386,6 +476,9 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 
 def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Weights of a 4-bit base: paths of the blocks' linear layers without routers, and of their expert parameters."""
-    others = {*router_linears(model), *read_directly(model)}  # who reads a weight would find codes, or miss an adapter
+    """Weights of a 4-bit base: paths of the blocks' linear layers without routers, and of their
+    expert parameters.
+    """
+    # who reads a weight would find codes, or miss an adapter
+    others = {*router_linears(model), *read_directly(model)}
     return [path for path in block_linears(model) if path not in others], expert_parameters(model)

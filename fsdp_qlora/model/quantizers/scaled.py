@@ -1,4 +1,6 @@
-"""The weights of a model that are quantized in its files, whatever a quantization_config says of their names."""
+"""The weights of a model that are quantized in its files, whatever a quantization_config says of
+their names.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -14,7 +16,8 @@ def choose_quantized(
 ) -> tuple[list[str], list[str]]:
     """The linear layers and expert parameters of a plain model that are quantized in its files.
 
-    Without files, those of which the configuration says so. Raises UserError as `PackedFormat.chosen`.
+    Without files, those of which the configuration says so. Raises UserError as
+    `PackedFormat.chosen`.
     """
     if packed.scaled is None:
         return packed.chosen(linears, experts)
@@ -24,7 +27,9 @@ def choose_quantized(
 
 
 def _parameters(model: PreTrainedModel, names: Collection[str]) -> set[str]:
-    """The model's parameters that tensors with these names are, or are parts of, by transformers' own renaming."""
+    """The model's parameters that tensors with these names are, or are parts of, by transformers'
+    own renaming.
+    """
     own = dict.fromkeys(canonical_name(path) for path, _ in model.named_parameters())
     model_names = ModelNames(model, own)
     return {model_names.find(name)[0] for name in names} & own.keys()

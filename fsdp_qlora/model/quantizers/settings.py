@@ -1,7 +1,7 @@
 """A stranger's quantization_config, read field by field with types, as options are.
 
-bitsandbytes, transformers (FP8, MXFP4), compressed-tensors, modelopt, AutoAWQ and GPTQ's programs write it into
-config.json; modelopt writes hf_quant_config.json too, which some models have alone.
+bitsandbytes, transformers (FP8, MXFP4), compressed-tensors, modelopt, AutoAWQ and GPTQ's programs
+write it into config.json; modelopt writes hf_quant_config.json too, which some models have alone.
 """
 
 import json
@@ -17,7 +17,16 @@ from fsdp_qlora.utils.text import shown, shown_name
 
 EXPERTS_KEY = "fsdp_qlora_experts"
 MODELOPT_FILE = "hf_quant_config.json"
-METHODS = ("bitsandbytes", "mxfp4", "fp8", "fbgemm_fp8", "awq", "gptq", "compressed-tensors", "modelopt")
+METHODS = (
+    "bitsandbytes",
+    "mxfp4",
+    "fp8",
+    "fbgemm_fp8",
+    "awq",
+    "gptq",
+    "compressed-tensors",
+    "modelopt",
+)
 KEYS = ("quantization_config", "compression_config")  # the second: of old compressed-tensors
 _LONGEST_TEXT = 1000  # characters of a name or pattern; those of published models have about 100
 _LARGEST = 2**31 - 1
@@ -63,12 +72,17 @@ def as_block(value: Any) -> tuple[int, int] | None:
 _TEXT = Kind(f"a text of at most {_LONGEST_TEXT} characters", _is_text)
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _BITS = Kind("a whole number from 1 to 64", lambda value: _is_whole(value, 1, 64))
-_SIZE = Kind("a whole number above 0, or -1", lambda value: value == -1 or _is_whole(value, 1, _LARGEST))
+_SIZE = Kind(
+    "a whole number above 0, or -1", lambda value: value == -1 or _is_whole(value, 1, _LARGEST)
+)
 _BLOCK = Kind("a list of two whole numbers above 0", _is_block)
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _OBJECTS = Kind(
     "an object of objects",
-    lambda value: isinstance(value, dict) and all(each is None or isinstance(each, dict) for each in value.values()),
+    lambda value: (
+        isinstance(value, dict)
+        and all(each is None or isinstance(each, dict) for each in value.values())
+    ),
 )
 _NAMES = Kind(
     f"a list of texts of at most {_LONGEST_TEXT} characters",
@@ -134,7 +148,9 @@ class Scheme(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """A quantization_config. file: that it is in. fields: those of `_FIELDS` that it has, and are not null."""
+    """A quantization_config. file: that it is in. fields: those of `_FIELDS` that it has, and are
+    not null.
+    """
 
     file: str
     method: str
@@ -149,7 +165,9 @@ class Settings(NamedTuple):
 
     @property
     def skipped(self) -> list[str]:
-        """The names and patterns of modules that are not quantized, under any of the programs' keys."""
+        """The names and patterns of modules that are not quantized, under any of the programs'
+        keys.
+        """
         keys = [key for key, kind in _FIELDS.items() if kind is _NAMES]
         return [name for key in keys for name in self.fields.get(key, [])]
 
@@ -157,14 +175,18 @@ class Settings(NamedTuple):
 def is_quantized(config: PretrainedConfig, folder: Path) -> bool:
     """Whether a model says that it is quantized."""
     parts = (config, config.get_text_config())
-    return any(vars(part).get(key) for part in parts for key in KEYS) or (folder / MODELOPT_FILE).is_file()
+    return (
+        any(vars(part).get(key) for part in parts for key in KEYS)
+        or (folder / MODELOPT_FILE).is_file()
+    )
 
 
 def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> Settings | None:
-    """Remove a quantization_config from a model's configuration and return it; None if the model is not quantized.
+    """Remove a quantization_config from a model's configuration and return it; None if the model is
+    not quantized.
 
-    folder: the model's, whose hf_quant_config.json counts if config.json has nothing. Raises UserError for a value of a
-    wrong type.
+    folder: the model's, whose hf_quant_config.json counts if config.json has nothing. Raises
+    UserError for a value of a wrong type.
     """
     raw = None
     file = "config.json"
@@ -177,12 +199,17 @@ def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> S
     if raw is None or raw == {}:
         return None
     if not isinstance(raw, dict):
-        raise UserError(f"model_name {name}: {file} has quantization_config {shown(raw)}, not an object. {_ADVICE}")
+        raise UserError(
+            f"model_name {name}: {file} has quantization_config {shown(raw)}, not an "
+            f"object. {_ADVICE}"
+        )
     return _read(raw, f"model_name {name}: {file}", file)
 
 
 def _taken(config: PretrainedConfig, key: str) -> Any:
-    """The value of a key, which the configuration loses: the model is built with plain layers, which ours replace."""
+    """The value of a key, which the configuration loses: the model is built with plain layers,
+    which ours replace.
+    """
     value = vars(config).get(key)
     if key in vars(config):
         delattr(config, key)
@@ -197,7 +224,9 @@ def _modelopt_file(folder: Path, name: str) -> Any:
     try:
         return {"quant_method": "modelopt"} | dict(json.loads(read_named(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"model_name {name}: {path} is not a JSON object ({shown(str(error))}). {_ADVICE}") from error
+        raise UserError(
+            f"model_name {name}: {path} is not a JSON object ({shown(str(error))}). {_ADVICE}"
+        ) from error
 
 
 def _read(raw: Mapping[str, Any], place: str, file: str) -> Settings:
@@ -207,11 +236,18 @@ def _read(raw: Mapping[str, Any], place: str, file: str) -> Settings:
         raw = {"quant_method": "modelopt"} | dict(raw) | dict(inner)
     method = _fields(raw, {"quant_method": _TEXT}, place).get("quant_method", "")
     if method not in ("", *METHODS):  # its fields may mean anything
-        fields = {key: raw[key] for key in ("checkpoint_format", "format", "version") if _is_text(raw.get(key))}
+        fields = {
+            key: raw[key]
+            for key in ("checkpoint_format", "format", "version")
+            if _is_text(raw.get(key))
+        }
         return Settings(file, method, fields, [])
     fields = _fields(raw, _FIELDS, place)
     groups = fields.get("config_groups", {})
-    read = [_scheme(group, content or {}, fields.get("format", ""), place) for group, content in groups.items()]
+    read = [
+        _scheme(group, content or {}, fields.get("format", ""), place)
+        for group, content in groups.items()
+    ]
     return Settings(file, method, fields, [scheme for scheme in read if scheme])
 
 
@@ -235,7 +271,9 @@ def _scheme(name: str, group: Mapping[str, Any], layout: str, place: str) -> Sch
     )
 
 
-def _fields(raw: Mapping[str, Any], kinds: Mapping[str, Kind], place: str, inside: str = "") -> dict[str, Any]:
+def _fields(
+    raw: Mapping[str, Any], kinds: Mapping[str, Kind], place: str, inside: str = ""
+) -> dict[str, Any]:
     """The values of known fields. Null is as absent. Raises UserError for one of another kind."""
     found = {}
     for field, kind in kinds.items():
@@ -244,8 +282,8 @@ def _fields(raw: Mapping[str, Any], kinds: Mapping[str, Kind], place: str, insid
             continue
         if not kind.fits(value):
             raise UserError(
-                f"{place} has quantization_config.{inside}{field} {shown(value)}, and it must be {kind.words}. "
-                f"{_ADVICE}"
+                f"{place} has quantization_config.{inside}{field} {shown(value)}, and it must be "
+                f"{kind.words}. {_ADVICE}"
             )
         found[field] = value
     return found

@@ -18,14 +18,18 @@ from fsdp_qlora.model.quantizers.routed import is_transposed
 
 
 class Quantizer(NamedTuple):
-    """The classes that replace linear layers and experts. experts: None if the quantizer does not support them."""
+    """The classes that replace linear layers and experts. experts: None if the quantizer does not
+    support them.
+    """
 
     linear: type[QuantizedLinear]
     experts: type[QuantizedExperts] | None
 
 
 def _layers_of(weight: type[QuantizedWeight], *, has_experts: bool = True) -> Quantizer:
-    """The layers that keep such weights, named as their class: Fp8Linear and Fp8Experts of Fp8Weight."""
+    """The layers that keep such weights, named as their class: Fp8Linear and Fp8Experts of
+    Fp8Weight.
+    """
     name = weight.__name__.removesuffix("Weight")
     linear: Any = type(f"{name}Linear", (QuantizedLinear, weight), {})
     experts: Any = type(f"{name}Experts", (QuantizedExperts, weight), {}) if has_experts else None
@@ -45,7 +49,8 @@ QUANTIZERS: dict[str, Quantizer] = {
 def quantize_layers(
     model: nn.Module, linears: Iterable[str], experts: Iterable[str], quantizer: str, **options: Any
 ) -> bool:
-    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones with these `options`.
+    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones with these
+    `options`.
 
     Returns whether there were experts that the quantizer could replace.
     """
@@ -60,7 +65,8 @@ def quantize_layers(
         parent = model.get_submodule(path)
         parameter = model.get_parameter(name)
         assert classes.experts is not None
-        own = {"num_parts": 2} if "num_parts" in options and leaf.startswith("gate_up") else {}  # two in the files
+        # two in the files
+        own = {"num_parts": 2} if "num_parts" in options and leaf.startswith("gate_up") else {}
         layer = classes.experts(parameter, transposed=is_transposed(parent), **(options | own))
         if layer.supports():
             delattr(parent, leaf)

@@ -8,15 +8,24 @@ import torch
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# The formats of compressed-tensors that are written, by --quant_type: name, type of scales, settings of weights.
+# The formats of compressed-tensors that are written, by --quant_type: name, type of scales,
+# settings of weights.
 _WRITTEN: Mapping[str, tuple[str, torch.dtype, dict[str, Any]]] = {
-    "mxfp4": ("mxfp4-pack-quantized", torch.uint8, {"num_bits": 4, "group_size": 32, "strategy": "group"}),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        torch.uint8,
+        {"num_bits": 4, "group_size": 32, "strategy": "group"},
+    ),
     "nvfp4": (
         "nvfp4-pack-quantized",
         torch.float8_e4m3fn,
         {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"},
     ),
-    "fp8": ("naive-quantized", torch.float32, {"num_bits": 8, "group_size": None, "strategy": "channel"}),
+    "fp8": (
+        "naive-quantized",
+        torch.float32,
+        {"num_bits": 8, "group_size": None, "strategy": "channel"},
+    ),
 }
 
 
@@ -27,17 +36,34 @@ def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]
     """
     name, _, form = _WRITTEN[quant_type]
     weights = form | {"type": "float", "symmetric": True, "dynamic": False}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": name}}
-    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": name}
+    groups = {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None,
+            "format": name,
+        }
+    }
+    about = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": name,
+    }
     return about | {"config_groups": groups, "ignore": list(skipped)}
 
 
 def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict[str, TensorForm]:
-    """The tensors of a weight [out, in] in such a model. Raises UserError if it has no such form."""
+    """The tensors of a weight [out, in] in such a model.
+
+    Raises UserError if it has no such form.
+    """
     _, dtype, form = _WRITTEN[quant_type]
     size = form["group_size"] or shape[-1]
     if len(shape) != 2 or not name.endswith(".weight") or shape[1] % size:
-        raise UserError(f"{name} {list(shape)} cannot be in {quant_type}: it must be a matrix with rows of {size}s.")
+        raise UserError(
+            f"{name} {list(shape)} cannot be in {quant_type}: it must be a matrix with "
+            f"rows of {size}s."
+        )
     scales = {f"{name}_scale": TensorForm(dtype, (shape[0], shape[1] // size))}
     if quant_type == "nvfp4":
         scales[f"{name}_global_scale"] = TensorForm(torch.float32, (1,))

@@ -1,11 +1,12 @@
-"""Weight files in FP8, MXFP4, NVFP4 and integers: tensors decoded on the CPU as they are read, one part at a time.
+"""Weight files in FP8, MXFP4, NVFP4 and integers: tensors decoded on the CPU as they are read, one
+part at a time.
 
-FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in / 128] (DeepSeek-V3,
-Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
-MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out, in / 32, 16] with two codes per byte, and
-X_scales [experts, out, in / 32], powers of two; decoded to transformers' X [experts, in, out].
-compressed-tensors (MXFP4, NVFP4): X.weight_packed [out, in / 2] and X.weight_scale; modelopt (NVFP4): X.weight.
-Integers: see `_Integers`.
+FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in /
+128] (DeepSeek-V3, Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the
+whole weight or for each row. MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out,
+in / 32, 16] with two codes per byte, and X_scales [experts, out, in / 32], powers of two; decoded
+to transformers' X [experts, in, out]. compressed-tensors (MXFP4, NVFP4): X.weight_packed [out, in /
+2] and X.weight_scale; modelopt (NVFP4): X.weight. Integers: see `_Integers`.
 """
 
 import functools
@@ -24,12 +25,17 @@ from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
-_STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")  # of a weight, below its name here
+# of a weight, below its name here
+_STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # a row of eight -> where a word has it
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
 _ADVICE = "Give the model with 16- or 32-bit weights."
 # The types of codes in the files, and of their scales.
-_CODES: Mapping[str, tuple[torch.dtype, ...]] = {"fp8": _FP8, "mxfp4": (torch.uint8,), "nvfp4": (torch.uint8,)}
+_CODES: Mapping[str, tuple[torch.dtype, ...]] = {
+    "fp8": _FP8,
+    "mxfp4": (torch.uint8,),
+    "nvfp4": (torch.uint8,),
+}
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLOATS = (*_WEIGHTS, torch.float8_e8m0fnu)
 _SCALES: Mapping[str, tuple[torch.dtype, ...]] = {
@@ -38,7 +44,8 @@ _SCALES: Mapping[str, tuple[torch.dtype, ...]] = {
     "nvfp4": (torch.float8_e4m3fn,),
 }
 
-# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not decoded.
+# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not
+# decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
 Encoded = Iterator[tuple[str, int, torch.Tensor]]  # (tensor in the files, first element, values)
 
@@ -54,16 +61,22 @@ class StoredTensor(NamedTuple):
     def in_bytes(self) -> "StoredTensor":
         """The tensor as its bytes, uint8 [.., bytes of the last dim]."""
         *rows, columns = self.shape or (1,)
-        return self._replace(dtype=torch.uint8, shape=torch.Size([*rows, columns * self.dtype.itemsize]))
+        return self._replace(
+            dtype=torch.uint8, shape=torch.Size([*rows, columns * self.dtype.itemsize])
+        )
 
 
 class DecodedTensor:
-    """A tensor that is decoded from tensors in the files, several units (elements, rows or experts) at a time.
+    """A tensor that is decoded from tensors in the files, several units (elements, rows or experts)
+    at a time.
 
-    parts: names of the tensors in the files. unit: number of elements that can only be decoded together.
+    parts: names of the tensors in the files. unit: number of elements that can only be decoded
+    together.
     """
 
-    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int) -> None:
+    def __init__(
+        self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int
+    ) -> None:
         self.parts = parts
         self.shape = shape
         self.dtype = dtype
@@ -90,8 +103,8 @@ class DecodedTensor:
     def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
         """Round flat values of whole units, from element `start` on, to the format of the files.
 
-        Scales of the whole tensor stay as they are, and clip larger values. Raises UserError if the format has no
-        rounding here.
+        Scales of the whole tensor stay as they are, and clip larger values. Raises UserError if the
+        format has no rounding here.
         """
         raise UserError(f"{self.parts[0]} is in a format that weights cannot be rounded to here.")
 
@@ -102,10 +115,13 @@ def find_decoded(
     """Find the tensors that must be decoded. entries: all tensors of a model's files.
 
     Returns:
-        Name in the model -> tensor decoded as it is read; and names of tensors that the model itself does not have.
+        Name in the model -> tensor decoded as it is read; and names of tensors that the model
+        itself does not have.
     """
     decoded: dict[str, DecodedTensor] = {
-        name: _Float32(name, entry) for name, entry in entries.items() if entry.dtype == torch.float64
+        name: _Float32(name, entry)
+        for name, entry in entries.items()
+        if entry.dtype == torch.float64
     }
     if stored is None:
         return decoded, set()
@@ -115,11 +131,17 @@ def find_decoded(
             decoded[name] = _decoded_weight(name, names, entries, stored, folder)
         elif stored.quantizer == "fp8" and entries[names[name]].dtype in _FP8:
             raise UserError(f"{folder}: {name} is in FP8 and has no scale. {_ADVICE}")
-    return decoded, unused | {part for name, tensor in decoded.items() for part in tensor.parts if part != name}
+    return decoded, unused | {
+        part for name, tensor in decoded.items() for part in tensor.parts if part != name
+    }
 
 
-def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tuple[dict[str, str], set[str]]:
-    """Name here -> name in the files, for the tensors of a packed model; and those in the files that are unused."""
+def names_here(
+    packed: PackedFormat, entries: Mapping[str, StoredTensor]
+) -> tuple[dict[str, str], set[str]]:
+    """Name here -> name in the files, for the tensors of a packed model; and those in the files
+    that are unused.
+    """
     names = {name: packed.name_here(name) for name in entries}
     codes = {own for name, own in names.items() if entries[name].dtype not in _WEIGHTS}
     here: dict[str, str] = {}
@@ -129,13 +151,19 @@ def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tup
         of_other = own.endswith(_STATISTICS) and own.rpartition(".")[0] not in codes
         key = name if of_other else own
         if key in here:
-            raise UserError(f"The files have {name} and {here[key]}, which cannot both be {key}. {_ADVICE}")
+            raise UserError(
+                f"The files have {name} and {here[key]}, which cannot both be {key}. {_ADVICE}"
+            )
         here[key] = name
     return here, {name for name, own in names.items() if own is None}
 
 
-def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """As `find_decoded`, for weights that are kept: their codes and statistics become bytes in `entries`."""
+def find_packed(
+    packed: PackedFormat, entries: dict[str, StoredTensor]
+) -> tuple[dict[str, DecodedTensor], set[str]]:
+    """As `find_decoded`, for weights that are kept: their codes and statistics become bytes in
+    `entries`.
+    """
     if packed.quantizer not in _CODES:  # bitsandbytes' are bytes in the files too
         return {}, set()
     names, unused = names_here(packed, entries)
@@ -144,7 +172,8 @@ def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple
             _check_parts(name, names, entries, packed)
             if entries[names[name]].dtype == torch.float8_e5m2:
                 raise UserError(
-                    f"{names[name]} is in E5M2, which is not trained on as it is. Give --quant_type nf4, or "
+                    f"{names[name]} is in E5M2, which is not trained on as it is. Give "
+                    "--quant_type nf4, or "
                     "--train_type lora, which decode it."
                 )
     found: dict[str, DecodedTensor] = {}
@@ -153,7 +182,8 @@ def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple
         entry = entries[source]
         if f"{base}.scale" not in names:
             continue
-        if packed.quantizer == "fp8" and name != base and entry.dtype != torch.float32:  # a scale of 8 or 16 bits
+        # a scale of 8 or 16 bits
+        if packed.quantizer == "fp8" and name != base and entry.dtype != torch.float32:
             found[name] = _Float32(source, entry, in_bytes=True)
             unused.add(source)
         else:
@@ -167,29 +197,47 @@ class _Float32(DecodedTensor):
     def __init__(self, name: str, entry: StoredTensor, *, in_bytes: bool = False) -> None:
         rounded = entry._replace(dtype=torch.float32)
         rounded = rounded.in_bytes() if in_bytes else rounded
-        super().__init__([name], rounded.shape, rounded.dtype, unit=torch.float32.itemsize // rounded.dtype.itemsize)
+        super().__init__(
+            [name],
+            rounded.shape,
+            rounded.dtype,
+            unit=torch.float32.itemsize // rounded.dtype.itemsize,
+        )
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         return read(self.parts[0], begin, end).float().view(self.dtype)
 
 
 def _decoded_weight(
-    name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor], stored: PackedFormat, folder: Path
+    name: str,
+    names: Mapping[str, str],
+    entries: Mapping[str, StoredTensor],
+    stored: PackedFormat,
+    folder: Path,
 ) -> DecodedTensor:
     if stored.quantizer == INTEGERS:
-        found = {ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names}
-        tensor = _Integers(found, {part: entries[source] for part, source in found.items()}, **stored.options or {})
+        found = {
+            ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names
+        }
+        tensor = _Integers(
+            found, {part: entries[source] for part, source in found.items()}, **stored.options or {}
+        )
         problem = tensor.problem()
         if problem:
             raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
         return tensor
     _check_parts(name, names, entries, stored)
-    parts = [names[part] for part in (name, f"{name}.scale", f"{name}.global_scale") if part in names]
+    parts = [
+        names[part] for part in (name, f"{name}.scale", f"{name}.global_scale") if part in names
+    ]
     shape, scales = (entries[part].shape for part in parts[:2])
     options = dict(stored.options or {})
     if stored.quantizer == "fp8":
         if len(shape) != 2:
-            raise UserError(f"{folder}: {parts[0]} in FP8 has shape {list(shape)} and must be a matrix. {_ADVICE}")
+            raise UserError(
+                f"{folder}: {parts[0]} in FP8 has shape {list(shape)} and must be a "
+                f"matrix. {_ADVICE}"
+            )
         block = _scale_block(shape, scales, options.get("block"))
         assert block is not None
         return _Fp8Tensor(parts, entries[parts[0]], entries[parts[1]], block)
@@ -197,7 +245,9 @@ def _decoded_weight(
     quantizer = _E2M1[stored.quantizer]
     *matrices, rows, columns = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else shape
     whole = torch.Size([*matrices, rows, 2 * columns])
-    return _E2m1Tensor(parts, quantizer(tuple(whole), compute_dtype=torch.bfloat16, **options), is_transposed)
+    return _E2m1Tensor(
+        parts, quantizer(tuple(whole), compute_dtype=torch.bfloat16, **options), is_transposed
+    )
 
 
 def _check_parts(
@@ -213,19 +263,29 @@ def _check_parts(
     shape = entries[codes].shape
     scales = entries[scale].shape
     if not problem and not _fits(shape, scales, stored):
-        problem = f"{codes} {list(shape)} in {stored.name} has scales {list(scales)}, which do not fit its shape"
+        problem = (
+            f"{codes} {list(shape)} in {stored.name} has scales {list(scales)}, which do not fit "
+            "its shape"
+        )
     if problem:
-        raise UserError(f"{entries[codes].file.parent}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
+        raise UserError(
+            f"{entries[codes].file.parent}: {name} is not in {stored.name}: {problem}. {_ADVICE}"
+        )
 
 
 def _wrong_type(name: str, entry: StoredTensor, types: Sequence[torch.dtype]) -> str:
     """Say what is wrong with the type of a tensor; empty if nothing is."""
     if entry.dtype in types:
         return ""
-    return f"{name} is {str(entry.dtype)[6:]} and must be {' or '.join(str(dtype)[6:] for dtype in types)}"
+    return (
+        f"{name} is {str(entry.dtype)[6:]} and must be "
+        f"{' or '.join(str(dtype)[6:] for dtype in types)}"
+    )
 
 
-def _wrong_global_scale(name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor]) -> str:
+def _wrong_global_scale(
+    name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor]
+) -> str:
     source = names.get(f"{name}.global_scale")
     if source is None:
         return f"{names[name]} has no global scale"
@@ -241,19 +301,31 @@ def _fits(shape: torch.Size, scales: torch.Size, stored: PackedFormat) -> bool:
         return False
     if stored.quantizer == "fp8":
         *matrices, rows, columns = shape
-        of_matrix = scales[len(matrices) :] if scales[: len(matrices)] == (*matrices,) else torch.Size([0])
-        return _scale_block(torch.Size([rows, columns]), of_matrix, options.get("block")) is not None
+        of_matrix = (
+            scales[len(matrices) :] if scales[: len(matrices)] == (*matrices,) else torch.Size([0])
+        )
+        return (
+            _scale_block(torch.Size([rows, columns]), of_matrix, options.get("block")) is not None
+        )
     if options.get("is_upright"):
-        return len(shape) == 4 and 2 * shape[-1] == _E2M1[stored.quantizer].group_size and scales == shape[:-1]
+        return (
+            len(shape) == 4
+            and 2 * shape[-1] == _E2M1[stored.quantizer].group_size
+            and scales == shape[:-1]
+        )
     groups, rest = divmod(2 * shape[-1], _E2M1[stored.quantizer].group_size)
     return not rest and scales == (*shape[:-1], groups)
 
 
-def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None) -> tuple[int, int] | None:
+def _scale_block(
+    shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None
+) -> tuple[int, int] | None:
     """Rows and columns of a matrix that share a scale; None if scales do not fit its shape."""
     if scale.numel() == 1 or scale in ((shape[0],), (shape[0], 1)):
         return 1, shape[1]
-    if block is not None and scale == tuple(-(-size // side) for size, side in zip(shape, block, strict=True)):
+    if block is not None and scale == tuple(
+        -(-size // side) for size, side in zip(shape, block, strict=True)
+    ):
         return block
     return None
 
@@ -261,7 +333,9 @@ def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | 
 class _Fp8Tensor(DecodedTensor):
     """A matrix in FP8. block: rows and columns that share a scale, unless there is only one."""
 
-    def __init__(self, parts: list[str], codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> None:
+    def __init__(
+        self, parts: list[str], codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]
+    ) -> None:
         super().__init__(parts, codes.shape, torch.bfloat16, unit=block[0] * codes.shape[1])
         self._codes = codes
         self._block = block
@@ -282,7 +356,8 @@ class _Fp8Tensor(DecodedTensor):
         rows = values.float().view(-1, self.shape[1])
         begin = start // self.unit
         scale = self._scales(read, begin, begin + -(-len(values) // self.unit))
-        if not self._has_one:  # keep scales, but for larger values: decoded weights are rounded to bf16
+        # keep scales, but for larger values: decoded weights are rounded to bf16
+        if not self._has_one:
             new = block_scales(rows, self._block, self._codes.dtype).to(scale.dtype)
             scale = torch.where(new.float() > scale.float() * (1 + 2**-8), new, scale)
             yield self.parts[1], begin * scale.shape[1], scale
@@ -292,13 +367,16 @@ class _Fp8Tensor(DecodedTensor):
 class _E2m1Tensor(DecodedTensor):
     """A weight in MXFP4 or NVFP4.
 
-    transposes: whether each matrix is stored as [out, in] and used as [in, out], so that it is decoded as a whole.
+    transposes: whether each matrix is stored as [out, in] and used as [in, out], so that it is
+    decoded as a whole.
     """
 
     def __init__(self, parts: list[str], layer: E2m1Weight, transposes: bool) -> None:
         *matrices, rows, columns = layer.shape
         shape = torch.Size([*matrices, columns, rows] if transposes else layer.shape)
-        super().__init__(parts, shape, torch.bfloat16, unit=rows * columns if transposes else layer.group_size)
+        super().__init__(
+            parts, shape, torch.bfloat16, unit=rows * columns if transposes else layer.group_size
+        )
         self._layer = layer
         self._transposes = transposes
 
@@ -314,7 +392,11 @@ class _E2m1Tensor(DecodedTensor):
             read(scale, first // size, (first + count) // size),
             *(read(other, 0, 1) for other in others),
         )
-        return part.view(-1, self.shape[2], self.shape[1]).mT.contiguous() if self._transposes else part
+        return (
+            part.view(-1, self.shape[2], self.shape[1]).mT.contiguous()
+            if self._transposes
+            else part
+        )
 
     def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
         if self._transposes:
@@ -328,13 +410,14 @@ class _E2m1Tensor(DecodedTensor):
 class _Integers(DecodedTensor):
     """A matrix [out, in] of integers: (code - zero point) * scale, in the type of the scales.
 
-    Codes of `bits` lie densely in int32 words: along a row [out, in * bits / 32] (compressed-tensors; GPTQ's are
-    transposed), or eight rows in a word (AWQ: transposed [out * bits / 32, in]); or unpacked as int8. Scales: [out,
-    groups] or one. Zero points: 32 rows in `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a
-    column; by default groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
+    Codes of `bits` lie densely in int32 words: along a row [out, in * bits / 32]
+    (compressed-tensors; GPTQ's are transposed), or eight rows in a word (AWQ: transposed [out *
+    bits / 32, in]); or unpacked as int8. Scales: [out, groups] or one. Zero points: 32 rows in
+    `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a column; by default
+    groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
 
-    names, entries: ending here -> name in the files, tensor. subtracts_one: whether 1 was subtracted from zero points.
-    has_zeros: whether there must be some.
+    names, entries: ending here -> name in the files, tensor. subtracts_one: whether 1 was
+    subtracted from zero points. has_zeros: whether there must be some.
     """
 
     def __init__(
@@ -360,14 +443,21 @@ class _Integers(DecodedTensor):
         rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
         if entries[""].dtype == torch.int32:
             rows, columns = (rows * 32 // bits, columns) if is_awq else (rows, columns * 32 // bits)
-        super().__init__([*names.values()], torch.Size([rows, columns]), entries[".scale"].dtype, unit=32 * columns)
+        super().__init__(
+            [*names.values()],
+            torch.Size([rows, columns]),
+            entries[".scale"].dtype,
+            unit=32 * columns,
+        )
 
     def problem(self) -> str:
         """The tensors that do not fit together; empty if all do."""
         if self._has_zeros and ".zero_point" not in self._names:
             return f"{self._names['']} has no zero points"
         for part, types in self._types().items():
-            if part in self._names and (wrong_type := _wrong_type(self._names[part], self._entries[part], types)):
+            if part in self._names and (
+                wrong_type := _wrong_type(self._names[part], self._entries[part], types)
+            ):
                 return wrong_type
         (rows, columns) = self.shape
         groups = self._shape_of(".scale")[1]
@@ -379,17 +469,30 @@ class _Integers(DecodedTensor):
             ".zero_point": zero_points,
             ".g_idx": [(columns, 1), (1, columns)],
         }
-        wrong = [part for part in sizes if part in self._names and self._shape_of(part) not in sizes[part]]
+        wrong = [
+            part
+            for part in sizes
+            if part in self._names and self._shape_of(part) not in sizes[part]
+        ]
         if not columns or not groups or (columns % groups and ".g_idx" not in self._names):
             wrong = ["", ".scale"]
-        return " and ".join(f"{self._names[part]} has shape {list(self._entries[part].shape)}" for part in wrong)
+        return " and ".join(
+            f"{self._names[part]} has shape {list(self._entries[part].shape)}" for part in wrong
+        )
 
     def _types(self) -> Mapping[str, Sequence[torch.dtype]]:
         whole = (torch.int32,) if self._is_transposed else (torch.int32, torch.int8)
-        return {"": whole, ".scale": _FLOATS[:3], ".zero_point": whole, ".g_idx": (torch.int32, torch.int64)}
+        return {
+            "": whole,
+            ".scale": _FLOATS[:3],
+            ".zero_point": whole,
+            ".g_idx": (torch.int32, torch.int64),
+        }
 
     def _bits_of_shapes(self) -> int:
-        """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many entries as columns."""
+        """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many
+        entries as columns.
+        """
         columns = self._entries[".g_idx"].shape.numel() if ".g_idx" in self._entries else 0
         found = self._shape_of("")[1] * 32 / max(columns, 1)
         return int(found) if found in GPTQ_BITS else self._bits
@@ -400,7 +503,9 @@ class _Integers(DecodedTensor):
         return (second, first) if self._is_transposed else (first, second)
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        return super().read_flat(functools.cache(read) if self._is_transposed else read, start, stop)
+        return super().read_flat(
+            functools.cache(read) if self._is_transposed else read, start, stop
+        )
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         codes, scale = (self._rows(read, part, begin, end) for part in ("", ".scale"))
@@ -421,7 +526,8 @@ class _Integers(DecodedTensor):
         highest = int(found.max())
         if lowest < 0 or highest >= count:
             raise UserError(
-                f"{name} has groups from {lowest} to {highest}, and {self._names['.scale']} has those from 0 to "
+                f"{name} has groups from {lowest} to {highest}, and {self._names['.scale']} has "
+                "those from 0 to "
                 f"{count - 1}. {_ADVICE}"
             )
         return found.long()
@@ -454,9 +560,9 @@ class _Integers(DecodedTensor):
 def _with_ones_added(words: torch.Tensor, bits: int) -> torch.Tensor:
     """GPTQ's zero points of version 2 from those of version 1, as int64 words.
 
-    GPTQModel subtracts 1 from each number by subtracting 0x11111111 (of 4 bits) from int32 words, so that a zero
-    borrows from the next number, and adds it again. Numbers of 3 bits cross words: it adds 1 to each, modulo 8
-    (gptqmodel/utils/model.py, convert_gptq_v1_to_v2_format_module).
+    GPTQModel subtracts 1 from each number by subtracting 0x11111111 (of 4 bits) from int32 words,
+    so that a zero borrows from the next number, and adds it again. Numbers of 3 bits cross words:
+    it adds 1 to each, modulo 8 (gptqmodel/utils/model.py, convert_gptq_v1_to_v2_format_module).
     """
     if 32 % bits:
         return words
@@ -464,7 +570,9 @@ def _with_ones_added(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of `bits` in rows of int32 words, the first in the lowest bits, int64 [rows, 32 * words / bits]."""
+    """The numbers of `bits` in rows of int32 words, the first in the lowest bits, int64 [rows, 32 *
+    words / bits].
+    """
     at = torch.arange(words.shape[1] * 32 // bits) * bits
     numbers = F.pad(words, (0, 1)).long() & 0xFFFFFFFF
     pairs = numbers[:, at // 32] | numbers[:, at // 32 + 1] << 32

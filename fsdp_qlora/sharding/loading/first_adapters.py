@@ -1,4 +1,6 @@
-"""Initial values of adapters, computed from the weights in the files or read from a pretrained adapter."""
+"""Initial values of adapters, computed from the weights in the files or read from a pretrained
+adapter.
+"""
 
 import logging
 from typing import Any
@@ -31,9 +33,11 @@ def decompose_weights(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Initialize adapters by LoftQ from the weights in the files, before the weights are loaded. Collective.
+    """Initialize adapters by LoftQ from the weights in the files, before the weights are loaded.
+    Collective.
 
-    The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
+    The layers are distributed over the ranks: each rank reads one whole weight at a time and
+    broadcasts A and B.
     """
     layers = list(adapted_weights(model).items())
     size = dist.get_world_size()
@@ -48,7 +52,9 @@ def decompose_weights(
             del weight
         for owner, (_, layer) in enumerate(group):
             for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
-                whole = factors[index] if owner == rank else torch.empty(parameter.shape, device=device)
+                whole = (
+                    factors[index] if owner == rank else torch.empty(parameter.shape, device=device)
+                )
                 dist.broadcast(whole, src=owner)
                 first, last = own_rows(parameter, mesh)
                 store_rows(parameter, whole[first:last])
@@ -58,19 +64,25 @@ def decompose_weights(
 def _decompose(weight: torch.Tensor, layer: LoraLinear) -> first_values.Factors:
     """The quantization error's factors (LoftQ, Li et al. 2023).
 
-    With one iteration, PEFT's default, the base is the quantized weight itself, which anyone can reproduce.
+    With one iteration, PEFT's default, the base is the quantized weight itself, which anyone can
+    reproduce.
     """
     assert isinstance(layer.base_layer, QuantizedWeight)
     error = weight.float() - layer.base_layer.quantize_whole(weight).float()
-    lora_A, lora_B = first_values.principal_factors(error, layer.lora.lora_A.out_features, layer.lora.scaling)
+    lora_A, lora_B = first_values.principal_factors(
+        error, layer.lora.lora_A.out_features, layer.lora.scaling
+    )
     return lora_A.contiguous(), lora_B.contiguous()
 
 
 # --- a pretrained adapter: each rank reads its own rows ---
 
 
-def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str, declared_base: str | None) -> None:
-    """Refuse an adapter whose base has another name on the hub, or whose tensors do not fit this model.
+def check_fits(
+    adapter: PretrainedAdapter, model: nn.Module, *, model_name: str, declared_base: str | None
+) -> None:
+    """Refuse an adapter whose base has another name on the hub, or whose tensors do not fit this
+    model.
 
     declared_base: the option --base_name.
     """
@@ -78,7 +90,8 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str,
     names = (model_name.lower(), (declared_base or "").lower())
     if is_hub_name(base) and is_hub_name(model_name) and base.lower() not in names:
         raise UserError(
-            f"--adapter {adapter.folder} was trained on {base}, and --model_name is {model_name}. If the weights are "
+            f"--adapter {adapter.folder} was trained on {base}, and --model_name is {model_name}. "
+            "If the weights are "
             f"the same, in other bits or under another name, give --base_name {base}."
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
@@ -92,7 +105,9 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str,
 
 
 @torch.no_grad()
-def fill_from(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
+def fill_from(
+    model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device
+) -> None:
     """Copy the values of a pretrained adapter to the adapter of a loaded model. Collective."""
     parameters = [*adapter_parameters(model), *full_parameters(model)]
     with raise_on_all_ranks(UserError, device):
@@ -101,11 +116,15 @@ def fill_from(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, de
                 for name, parameter in parameters:
                     store_rows(parameter, _rows(file, adapter, name, parameter, mesh))
         except (OSError, SafetensorError, UserError) as error:
-            raise UserError(f"--adapter {adapter.folder} cannot be used: {error}. Restore the file.") from error
+            raise UserError(
+                f"--adapter {adapter.folder} cannot be used: {error}. Restore the file."
+            ) from error
     log.info("The adapter starts from %s (%d tensors).", adapter.folder, len(parameters))
 
 
-def _rows(file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _rows(
+    file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh
+) -> torch.Tensor:
     """This rank's rows of a tensor, float32."""
     first, last = own_rows(parameter, mesh)
     rows = file.get_slice(adapter.names[name])[first:last].float()

@@ -1,7 +1,9 @@
-"""Decides by the weight files whether embeddings and head share one tensor, as transformers does when it loads them.
+"""Decides by the weight files whether embeddings and head share one tensor, as transformers does
+when it loads them.
 
-A configuration that ties the two may be wrong, or say nothing: merged models keep it beside a head that was trained,
-and Mistral publishes its models for images without the setting. transformers ties only what is missing or equal.
+A configuration that ties the two may be wrong, or say nothing: merged models keep it beside a head
+that was trained, and Mistral publishes its models for images without the setting. transformers ties
+only what is missing or equal.
 """
 
 import copy
@@ -27,7 +29,9 @@ _PIECE = 2**24  # elements compared at a time
 
 
 def ties(config: PretrainedConfig) -> bool:
-    """Whether a configuration ties embeddings and head. transformers asks the outer one of a model of several parts."""
+    """Whether a configuration ties embeddings and head. transformers asks the outer one of a model
+    of several parts.
+    """
     return bool(getattr(config, SETTING, False))
 
 
@@ -42,8 +46,8 @@ def settle_head(
     """Let a configuration that ties embeddings and head say whether the model in the folder does.
 
     Args:
-        folder: where weights are not there yet, config.json decides, which a line says. A model that has no folder is
-            known by name alone, with the right setting.
+        folder: where weights are not there yet, config.json decides, which a line says. A model
+            that has no folder is known by name alone, with the right setting.
         stored, packed: as for `WeightFiles`.
     Returns:
         Whether the configuration has changed: the model has a head of its own.
@@ -62,22 +66,29 @@ def settle_head(
     if own:
         _untie(config)
         log.info(
-            "%s in the weight files is a head of its own, and used, as transformers uses it, though the configuration "
+            "%s in the weight files is a head of its own, and used, as transformers uses it, "
+            "though the configuration "
             "ties embeddings and head.",
             own[0],
         )
     return bool(own)
 
 
-def needs_weights(config: PretrainedConfig, folder: Path, *, trust_remote_code: bool = False) -> bool:
+def needs_weights(
+    config: PretrainedConfig, folder: Path, *, trust_remote_code: bool = False
+) -> bool:
     """Whether `settle_head` needs weights that are not in the folder: an index may name no head."""
     if not ties(config):
         return False
     index = _index(folder)
-    return not _are_here(folder, index) and _may_differ(config, index, trust_remote_code=trust_remote_code)
+    return not _are_here(folder, index) and _may_differ(
+        config, index, trust_remote_code=trust_remote_code
+    )
 
 
-def _may_differ(config: PretrainedConfig, index: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
+def _may_differ(
+    config: PretrainedConfig, index: Mapping[str, Any], *, trust_remote_code: bool
+) -> bool:
     """Whether an index may name embeddings and head, so that their values would tell."""
     return not index or bool(_pairs(config, index, trust_remote_code=trust_remote_code))
 
@@ -85,7 +96,11 @@ def _may_differ(config: PretrainedConfig, index: Mapping[str, Any], *, trust_rem
 def _are_here(folder: Path, index: Mapping[str, Any]) -> bool:
     """Whether the folder has weight files, all of which its index names."""
     names = {str(file) for file in index.values()}
-    return all((folder / name).is_file() for name in names) if names else any(folder.glob("*.safetensors"))
+    return (
+        all((folder / name).is_file() for name in names)
+        if names
+        else any(folder.glob("*.safetensors"))
+    )
 
 
 def with_own_head(content: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
@@ -111,7 +126,9 @@ def _index(folder: Path) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
-def _pairs(config: PretrainedConfig, tensors: Iterable[str], *, trust_remote_code: bool) -> dict[str, str]:
+def _pairs(
+    config: PretrainedConfig, tensors: Iterable[str], *, trust_remote_code: bool
+) -> dict[str, str]:
     """Tensor of the files that the configuration ties to another one there -> that one."""
     model = build_meta_model(
         config,
@@ -127,7 +144,9 @@ def _pairs(config: PretrainedConfig, tensors: Iterable[str], *, trust_remote_cod
     names = ModelNames(model, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     sources = {names.find(source)[0]: source for source in tensors}
     return {
-        sources[name]: sources[shared] for name, shared in shared_by.items() if name in sources and shared in sources
+        sources[name]: sources[shared]
+        for name, shared in shared_by.items()
+        if name in sources and shared in sources
     }
 
 
@@ -151,7 +170,8 @@ def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
 def _assume(config: PretrainedConfig, folder: Path) -> bool:
     """Take what is likely for a model whose weights are not there, and say so.
 
-    A config.json without the setting leaves it to two defaults, of which the text model's is the better one.
+    A config.json without the setting leaves it to two defaults, of which the text model's is the
+    better one.
     """
     content = read_json(folder if folder.is_file() else folder / "config.json")
     is_own = bool(content) and SETTING not in content and not ties(config.get_text_config())

@@ -20,7 +20,13 @@ from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.model.architecture.names import ModelNames, shared_names
-from fsdp_qlora.model.quantizers.base import NOT_FINITE, QuantizedExperts, QuantizedWeight, is_finite, write_bytes
+from fsdp_qlora.model.quantizers.base import (
+    NOT_FINITE,
+    QuantizedExperts,
+    QuantizedWeight,
+    is_finite,
+    write_bytes,
+)
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE, Bnb4bitWeight
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
@@ -39,11 +45,13 @@ def load_weights(
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
-    """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from the weight files.
+    """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from
+    the weight files.
 
-    Each rank reads only its part of each tensor, and holds only its shards and the parts in flight, at most
-    `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device and quantized. If the weights
-    in the files are quantized already, the ranks do not communicate, so one may fail alone.
+    Each rank reads only its part of each tensor, and holds only its shards and the parts in flight,
+    at most `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device
+    and quantized. If the weights in the files are quantized already, the ranks do not communicate,
+    so one may fail alone.
 
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
@@ -53,7 +61,9 @@ def load_weights(
     parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
     hidden = not show_progress or not sys.stderr.isatty()
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden) as bar:
+    with tqdm(
+        total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden
+    ) as bar:
         values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
@@ -70,16 +80,19 @@ def load_quantized(
     """Fill one quantized layer, which has memory already, from the weight `name`."""
     targets = _stored_parts(name, layer) if weights.packed else {name: _quantized(layer)}
     for tensor, target in targets.items():
-        values = weights.files.read_flat(*_part(weights.files, weights.sources[tensor], target, mesh))
+        values = weights.files.read_flat(
+            *_part(weights.files, weights.sources[tensor], target, mesh)
+        )
         _store(target, values, mesh, device, tensor)
 
 
 class _Target(NamedTuple):
     """A parameter or buffer to fill from the weight files.
 
-    shape: shape of the tensor in the files; None for any. bounds: the range of flat elements that this rank reads; None
-    for all. store: called with the values. on_device: whether they are moved to the device before. is_weight: whether
-    they must be floats. rows: the first sizes of a tensor of codes in the files, whose `shape` counts bytes.
+    shape: shape of the tensor in the files; None for any. bounds: the range of flat elements that
+    this rank reads; None for all. store: called with the values. on_device: whether they are moved
+    to the device before. is_weight: whether they must be floats. rows: the first sizes of a tensor
+    of codes in the files, whose `shape` counts bytes.
     """
 
     shape: torch.Size | None
@@ -95,7 +108,9 @@ def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) ->
     return TensorSlice(source, start, stop)
 
 
-def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
+def _store(
+    target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str
+) -> None:
     values = values.to(device) if target.on_device else values
     check_finite(values, name)
     target.store(values, mesh)
@@ -110,10 +125,16 @@ def check_finite(values: torch.Tensor, name: str) -> None:
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the weight files -> target, for every tensor of the model that the files contain."""
     targets: dict[str, _Target] = {}
-    not_in_files = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
-    not_in_files |= {parameter for _, rows in with_token_rows(model).values() for parameter in rows.parameters()}
+    not_in_files = {
+        parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()
+    }
+    not_in_files |= {
+        parameter for _, rows in with_token_rows(model).values() for parameter in rows.parameters()
+    }
     for weight, layer in quantized_layers(model).items():
-        not_in_files.update(parameter for name, parameter in layer.named_parameters() if name != "bias")
+        not_in_files.update(
+            parameter for name, parameter in layer.named_parameters() if name != "bias"
+        )
         targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
     for path, parameter in model.named_parameters():
         if parameter not in not_in_files:
@@ -124,11 +145,15 @@ def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
 
 
 def _quantized(layer: QuantizedWeight) -> _Target:
-    return _Target(torch.Size(layer.shape), layer.shard_range, layer.load_shard, on_device=True, is_weight=True)
+    return _Target(
+        torch.Size(layer.shape), layer.shard_range, layer.load_shard, on_device=True, is_weight=True
+    )
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Name of a weight in the files -> the layer that keeps it quantized, in the order of the model."""
+    """Name of a weight in the files -> the layer that keeps it quantized, in the order of the
+    model.
+    """
     return {
         canonical_name(f"{path}.{module.weight_name}".rstrip(".")): module
         for path, module in model.named_modules()
@@ -137,7 +162,9 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
-    """The tensors of a quantized weight, as bytes (flat, or of each expert). Each rank reads those of its shards."""
+    """The tensors of a quantized weight, as bytes (flat, or of each expert). Each rank reads those
+    of its shards.
+    """
     targets: dict[str, _Target] = {}
     num_experts = layer.shape[0] if isinstance(layer, QuantizedExperts) else 1
     for suffix, form in layer.stored_forms().items():
@@ -145,22 +172,29 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
         shape = torch.Size([form.num_bytes] if rest else [num_experts, size])
         bounds = functools.partial(layer.stored_range, suffix)
         store = functools.partial(_store_bytes, layer, suffix, weight + suffix)
-        is_matrix = not suffix and not isinstance(layer, Bnb4bitWeight)  # bitsandbytes' codes are one column
+        # bitsandbytes' codes are one column
+        is_matrix = not suffix and not isinstance(layer, Bnb4bitWeight)
         rows = tuple(layer.shape[:-1]) if is_matrix else ()
         targets[weight + suffix] = _Target(shape, bounds, store, rows=rows)
     for suffix in layer.stored_whole():  # every rank reads and checks the whole tensor
-        targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
+        targets[weight + suffix] = _Target(
+            None, None, functools.partial(_load_whole, layer, suffix, weight + suffix)
+        )
     return targets
 
 
-def _store_bytes(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
+def _store_bytes(
+    layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh
+) -> None:
     reason = layer.unusable(suffix, values)
     if reason:
         raise UserError(f"Weight {name} has {reason}. Download the model again.")
     write_bytes(layer.stored_parameter(suffix), values)
 
 
-def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
+def _load_whole(
+    layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh
+) -> None:
     layer.load_whole(suffix, name, values)
 
 
@@ -170,7 +204,9 @@ def _plain(parameter: nn.Parameter) -> _Target:
         row = parameter.numel() // max(parameter.shape[0], 1)
         return first * row, last * row
 
-    return _Target(parameter.shape, bounds, lambda values, mesh: store_rows(parameter, values), is_weight=True)
+    return _Target(
+        parameter.shape, bounds, lambda values, mesh: store_rows(parameter, values), is_weight=True
+    )
 
 
 def _replicated(buffer: torch.Tensor) -> _Target:
@@ -184,11 +220,16 @@ class MergedTensor:
     """
 
     def __init__(
-        self, name: str, shape: torch.Size, converters: Sequence[WeightConverter], model: "_AsInFiles"
+        self,
+        name: str,
+        shape: torch.Size,
+        converters: Sequence[WeightConverter],
+        model: "_AsInFiles",
     ) -> None:
         self.name = name
         self.shape = shape
-        self._first = name  # the first of the parameters that the conversion makes, by which transformers calls it
+        # the first of the parameters that the conversion makes, by which transformers calls it
+        self._first = name
         self._converters = converters
         self._model = model
         self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
@@ -199,10 +240,14 @@ class MergedTensor:
     @property
     def _converter(self) -> WeightConverter:
         pattern = next(iter(self._sources))
-        return next(converter for converter in self._converters if pattern in converter.source_patterns)
+        return next(
+            converter for converter in self._converters if pattern in converter.source_patterns
+        )
 
     def missing(self) -> list[str]:
-        absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
+        absent = [
+            pattern for pattern in self._converter.source_patterns if pattern not in self._sources
+        ]
         for pattern, sources in self._sources.items():
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
             matches = [match for match in map(numbered.search, sources) if match and match.groups()]
@@ -215,7 +260,8 @@ class MergedTensor:
         return absent
 
     def define(self, files: WeightFiles) -> None:
-        """Define the parameter in the files: as the concatenation of its parts, or computed if that is not enough.
+        """Define the parameter in the files: as the concatenation of its parts, or computed if that
+        is not enough.
 
         Raises UserError if the shapes of the parts do not fit together.
         """
@@ -230,7 +276,9 @@ class MergedTensor:
             files.define(self.name, _Converted(self.name, forms, result, self._convert))
 
     def siblings(self, files: WeightFiles) -> Iterator["MergedTensor"]:
-        """The other parameters that the conversion makes from the same parts, such as keys and values of fused ones."""
+        """The other parameters that the conversion makes from the same parts, such as keys and
+        values of fused ones.
+        """
         if len(self._converter.target_patterns) == 1:
             return
         forms = {source: files.form(source) for group in self._sources.values() for source in group}
@@ -244,7 +292,9 @@ class MergedTensor:
     def _rows(self, files: WeightFiles, source: str, *others: str) -> list[TensorSlice] | None:
         """The rows of the only part that are the parameter; None if it is something else."""
         shape = files.shape(source)
-        numbers = torch.arange(2 * shape[0]).view(-1, 2) if len(shape) > 1 else torch.arange(shape[0])
+        numbers = (
+            torch.arange(2 * shape[0]).view(-1, 2) if len(shape) > 1 else torch.arange(shape[0])
+        )
         try:
             found = self._convert({source: numbers})[self.name].flatten()
         except (UserError, KeyError):  # several parts, or the conversion requires all columns
@@ -256,13 +306,18 @@ class MergedTensor:
         return [TensorSlice(source, first * row, (first + len(found)) * row)]
 
     def _order(self, files: WeightFiles, sources: list[str]) -> list[TensorSlice] | None:
-        """The parts in an order in which their concatenation is the flattened parameter; None if there is none."""
-        # Convert small tensors of consecutive integers: their order in the result is the order of all elements.
+        """The parts in an order in which their concatenation is the flattened parameter; None if
+        there is none.
+        """
+        # Convert small tensors of consecutive integers: their order in the result is the order of
+        # all elements.
         side = 2
         integers = {}
         for index, source in enumerate(sources):
             dims = [side] * len(files.shape(source))
-            integers[source] = (torch.arange(side ** len(dims)) + index * side ** len(dims)).view(dims)
+            integers[source] = (torch.arange(side ** len(dims)) + index * side ** len(dims)).view(
+                dims
+            )
         try:
             order = self._convert(integers)[self.name].flatten()
         except UserError:  # the conversion requires the real shapes
@@ -282,12 +337,19 @@ class MergedTensor:
         try:
             results = converter.convert(self._first, model=self._model, config=self._model.config)
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise UserError(f"The parts of {self.name} in the weight files do not fit together: {error}") from error
-        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+            raise UserError(
+                f"The parts of {self.name} in the weight files do not fit together: {error}"
+            ) from error
+        return {
+            name: result[0] if isinstance(result, list) else result
+            for name, result in results.items()
+        }
 
 
 class _AsInFiles:
-    """A model as conversions ask for it: with each weight in its shape in the files, though layers keep others."""
+    """A model as conversions ask for it: with each weight in its shape in the files, though layers
+    keep others.
+    """
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size | None]) -> None:
         self.config = model.config
@@ -299,11 +361,15 @@ class _AsInFiles:
 
 
 def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
+    return {
+        name: torch.empty(form.shape, dtype=form.dtype, device="meta")
+        for name, form in forms.items()
+    }
 
 
 class _Converted(DecodedTensor):
-    """A parameter that transformers' conversion computes from whole tensors, such as one with its rows reordered.
+    """A parameter that transformers' conversion computes from whole tensors, such as one with its
+    rows reordered.
 
     form: the parameter on the meta device. convert: `MergedTensor._convert`.
     """
@@ -322,16 +388,17 @@ class _Converted(DecodedTensor):
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         shapes = {part: form.shape for part, form in self._forms.items()}
-        whole = {part: read(part, 0, math.prod(shape)).view(shape) for part, shape in shapes.items()}
+        whole = {
+            part: read(part, 0, math.prod(shape)).view(shape) for part, shape in shapes.items()
+        }
         return self._convert(whole)[self._name].contiguous()
 
 
 class _Match(NamedTuple):
     """The tensors of the files in the model.
 
-    sources, left_out: see Weights. merged: parameters made from several tensors. extra: tensors that the model does
-    not have.
-    copies: see Weights.
+    sources, left_out: see Weights. merged: parameters made from several tensors. extra: tensors
+    that the model does not have. copies: see Weights.
     """
 
     sources: dict[str, str]
@@ -350,15 +417,16 @@ def match_tensors(
         grown: parameters that may have more rows than in the files.
         packed: whether the weights in the files are quantized already, in the format of the layers.
     Raises:
-        UserError: tensors are missing, have the wrong shape or are no floats. Each is named with its file; unknown ones
-            are, too, since they may have been meant.
+        UserError: tensors are missing, have the wrong shape or are no floats. Each is named with
+            its file; unknown ones are, too, since they may have been meant.
     """
     targets = _targets(model, packed=packed)
     match = _match(model, files, {name: target.shape for name, target in targets.items()})
     outside = [source for source in match.extra if PACKED_STATE in source]
     if outside:
         raise UserError(
-            f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside the decoder blocks' "
+            f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside "
+            "the decoder blocks' "
             "linear layers, which is not supported. Give the model with 16- or 32-bit weights."
         )
     for tensor in match.merged.values():
@@ -368,10 +436,16 @@ def match_tensors(
         files.grow(match.sources[name], targets[name].shape or torch.Size())
     problems = list(_problems(match, files, targets))
     if problems:
-        problems += [f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra]
-        shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
+        problems += [
+            f"not in this architecture: {name} (in {files.files[name].name})"
+            for name in match.extra
+        ]
+        shown = "\n  ".join(
+            problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8)
+        )
         raise UserError(
-            f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
+            f"The weights in {files.folder} do not match the {type(model).__name__} that its "
+            "config.json "
             f"describes:\n  {shown}\nDownload the model again, or give another folder."
         )
     return Weights(files, match.sources, packed, [*match.extra, *match.left_out], match.copies)
@@ -388,12 +462,21 @@ def describe_left_out(weights: Weights, model: PreTrainedModel, *, in_result: st
         return ""
     kind = type(model).__name__.removeprefix("FSDP")
     some = ", ".join(names[:3])
-    line = f"{weights.files.folder} has tensors that {kind} does not build: {some} ({len(names)} in all). "
-    return line + " ".join(filter(None, ["transformers ignores them, and so they are not used here.", in_result]))
+    line = (
+        f"{weights.files.folder} has tensors that {kind} does not build: {some} ({len(names)} in "
+        "all). "
+    )
+    return line + " ".join(
+        filter(None, ["transformers ignores them, and so they are not used here.", in_result])
+    )
 
 
-def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
-    """Map each tensor of the files to its name in the model, by transformers' own renaming and merging."""
+def _match(
+    model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]
+) -> _Match:
+    """Map each tensor of the files to its name in the model, by transformers' own renaming and
+    merging.
+    """
     names = ModelNames(model, expected)
     shared = shared_names(model)
     match = _Match({}, {}, [], [], {})
@@ -401,17 +484,28 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
     for source in files.files:
         name, pattern = names.find(source)
         if name in expected and pattern is not None:
-            tensor = MergedTensor(name, expected[name] or torch.Size(), names.converters, as_in_files)
+            tensor = MergedTensor(
+                name, expected[name] or torch.Size(), names.converters, as_in_files
+            )
             match.merged.setdefault(name, tensor).add(source, pattern)
         elif name in expected:
             match.sources[name] = source
         elif name in shared:
             match.copies[source] = shared[name]
         elif not _is_needless(name):
-            ignored = any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or [])
+            ignored = any(
+                re.search(pattern, name)
+                for pattern in model._keys_to_ignore_on_load_unexpected or []
+            )
             (match.left_out if ignored else match.extra).append(source)
     for tensor in list(match.merged.values()):
-        match.merged.update({sibling.name: sibling for sibling in tensor.siblings(files) if sibling.name in expected})
+        match.merged.update(
+            {
+                sibling.name: sibling
+                for sibling in tensor.siblings(files)
+                if sibling.name in expected
+            }
+        )
     match.sources.update({name: name for name in match.merged})
     for source, name in match.copies.items():
         if name not in match.sources:  # the files have only the head of a tied model
@@ -425,7 +519,9 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
     for name, tensor in match.merged.items():
         yield from (f"missing: {part} (a part of {name})" for part in tensor.missing())
     yield from (
-        f"missing: {name} {list(target.shape or ())}" for name, target in targets.items() if name not in match.sources
+        f"missing: {name} {list(target.shape or ())}"
+        for name, target in targets.items()
+        if name not in match.sources
     )
     for name, source in match.sources.items():
         if source not in files.files:
@@ -433,13 +529,22 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
         shape = targets[name].shape
         form = files.form(source)
         where = f"{source} in {files.files[source].name}"
-        is_packed = form.dtype == torch.uint8 and not targets[name].is_weight  # bytes, whatever their shape is
-        if shape is not None and (shape.numel() != form.num_bytes if is_packed else shape != form.shape):
+        # bytes, whatever their shape is
+        is_packed = form.dtype == torch.uint8 and not targets[name].is_weight
+        if shape is not None and (
+            shape.numel() != form.num_bytes if is_packed else shape != form.shape
+        ):
             yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape)}"
         elif form.shape[: len(rows := targets[name].rows)] != rows:
-            yield f"wrong shape: {where} has {list(form.shape[: len(rows)])} rows, the model's has {list(rows)}"
+            yield (
+                f"wrong shape: {where} has {list(form.shape[: len(rows)])} rows, the model's has "
+                f"{list(rows)}"
+            )
         if targets[name].is_weight and form.dtype not in _FLOATS:
-            yield f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit floats"
+            yield (
+                f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit "
+                "floats"
+            )
 
 
 def _is_needless(name: str) -> bool:

@@ -1,10 +1,12 @@
-"""A cache of quantized weights on disk: later starts read a quarter of the bytes and quantize nothing.
+"""A cache of quantized weights on disk: later starts read a quarter of the bytes and quantize
+nothing.
 
-An entry is a folder ROOT/KEY with checksums.json and safetensors files of the quantized layers' whole parameters as
-`stored_forms` describes them (4-bit ones in bitsandbytes' format, see bnb_4bit.py). Any number of ranks can read
-its shards. Unquantized weights are read from the model's own files. While an entry is written it is ROOT/KEY.writing,
-and its writer holds the lock ROOT/KEY.lock, which the system releases when the writer dies. The next start removes
-unlocked leftovers.
+An entry is a folder ROOT/KEY with checksums.json and safetensors files of the quantized layers'
+whole parameters as `stored_forms` describes them (4-bit ones in bitsandbytes' format, see
+bnb_4bit.py). Any number of ranks can read its shards. Unquantized weights are read from the model's
+own files. While an entry is written it is ROOT/KEY.writing, and its writer holds the lock
+ROOT/KEY.lock, which the system releases when the writer dies. The next start removes unlocked
+leftovers.
 """
 
 import contextlib
@@ -23,7 +25,11 @@ import torch
 from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
+from fsdp_qlora.distributed.process_group import (
+    all_gather_strings,
+    gather_numbers,
+    raise_on_all_ranks,
+)
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import shard_rank, shard_size
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, packed_forms
@@ -45,14 +51,17 @@ log = logging.getLogger("fsdp_qlora")
 CHECKSUMS = "checksums.json"
 FORMAT_VERSION = 2  # increase it when the layout, the key or the quantization changes
 _PAGE = 4096  # a checksum covers whole pages
-_CHUNKS = 128  # most checksums per tensor; a rank reads up to one additional chunk at each end of its part
+# most checksums per tensor; a rank reads up to one additional chunk at each end of its part
+_CHUNKS = 128
 # of files not identified by a hash: for all files together, and at least for each
 _SAMPLES = 256
 _MIN_SAMPLES = 4
 
 
 def cache_root(option: str) -> Path | None:
-    """The cache's folder, None if it is off. option: off, a folder, or auto (see `cache_folder`)."""
+    """The cache's folder, None if it is off. option: off, a folder,
+    or auto (see `cache_folder`).
+    """
     if option == "off":
         return None
     return cache_folder() / "quantized" if option == "auto" else Path(option).expanduser()
@@ -61,7 +70,9 @@ def cache_root(option: str) -> Path | None:
 def read_description(folder: Path) -> dict[str, Any]:
     """Read an entry's description. Raises ValueError if it has changed since it was written."""
     description = json.loads(read_named(folder / CHECKSUMS))
-    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
+    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(
+        description
+    ):
         raise ValueError(f"{folder / CHECKSUMS} has changed")
     return description
 
@@ -87,22 +98,37 @@ class DamagedEntry(UserError):
 
 
 def cache_key(
-    layers: Mapping[str, QuantizedWeight], weight_files: WeightFiles, sources: Mapping[str, str], kernels: Iterable[str]
+    layers: Mapping[str, QuantizedWeight],
+    weight_files: WeightFiles,
+    sources: Mapping[str, str],
+    kernels: Iterable[str],
 ) -> str:
     """The name of an entry: a hash of everything that determines its bytes.
 
-    kernels: `device_kernels` of every rank. Each rank quantizes its part, and kernels may round differently.
+    kernels: `device_kernels` of every rank. Each rank quantizes its part, and kernels may round
+    differently.
     """
     origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
     identity = {
         "format": FORMAT_VERSION,
         "device": ", ".join(sorted(set(kernels))),
-        "files": [file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
+        "files": [
+            file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files
+        ],
         "layers": [
             [
-                *(weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings()),
-                [[suffix, str(form.dtype), form.shape] for suffix, form in layer.stored_forms().items()],
+                *(
+                    weight,
+                    list(origins[weight]),
+                    type(layer).__name__,
+                    layer.shape,
+                    layer.code_settings(),
+                ),
+                [
+                    [suffix, str(form.dtype), form.shape]
+                    for suffix, form in layer.stored_forms().items()
+                ],
             ]
             for weight, layer in layers.items()
         ],
@@ -118,7 +144,8 @@ def device_kernels(device: torch.device) -> str:
 
 
 class CachedWeights(WeightFiles):
-    """The quantized weights of an entry, verified as they are read, and all others from the model's own files.
+    """The quantized weights of an entry, verified as they are read, and all others from the model's
+    own files.
 
     Every method may raise DamagedEntry.
     """
@@ -136,7 +163,9 @@ class CachedWeights(WeightFiles):
         self.files = original.files | self.files
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements [start, stop) of a tensor. The entry's own tensors are bytes, whose checksums are verified."""
+        """Read elements [start, stop) of a tensor. The entry's own tensors are bytes, whose
+        checksums are verified.
+        """
         if name not in self.checksums:
             return super().read_flat(name, start, stop)
         size = self.checksums[name]["chunk"]
@@ -148,10 +177,14 @@ class CachedWeights(WeightFiles):
             content = super().read_flat(name, begin, end)
         except UserError as error:
             raise DamagedEntry(str(error)) from error
-        for at, actual, checksum in zip(range(begin, end, size), _crc32(content, size), expected[first:], strict=False):
+        for at, actual, checksum in zip(
+            range(begin, end, size), _crc32(content, size), expected[first:], strict=False
+        ):
             if actual != checksum:
                 last = min(at + size, end)
-                raise DamagedEntry(f"{self.files[name]}: bytes {at} to {last} of {name} have changed")
+                raise DamagedEntry(
+                    f"{self.files[name]}: bytes {at} to {last} of {name} have changed"
+                )
         return content[start - begin : stop - begin]
 
 
@@ -171,14 +204,22 @@ class Unavailable(Exception):
     """An entry is not written. The message is the reason, as the end of a sentence."""
 
 
-def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: Weights, mesh: DeviceMesh) -> int:
-    """Write the layers, which have been filled from `weights`, as an entry. Returns its size in bytes.
+def write_entry(
+    target: Path, layers: Mapping[str, QuantizedWeight], weights: Weights, mesh: DeviceMesh
+) -> int:
+    """Write the layers, which have been filled from `weights`, as an entry. Returns its size in
+    bytes.
 
-    Collective over a shard group. Raises Unavailable on every rank, with the reason of the first one that fails.
+    Collective over a shard group. Raises Unavailable on every rank, with the reason of the first
+    one that fails.
     """
     folder = target.with_name(f"{target.name}.writing")
     rank = shard_rank(mesh)
-    forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
+    forms = {
+        name: form
+        for weight, layer in layers.items()
+        for name, form in packed_forms(weight, layer).items()
+    }
     files = PackedFiles(folder, forms)
     with contextlib.ExitStack() as cleanup:
         with _together(target.parent, mesh):
@@ -191,7 +232,9 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
         checksums: dict[str, Any] = {}
         with _together(target.parent, mesh):  # the ranks share the work of reading all files back
             written = WeightFiles(folder, as_bytes=True)
-            checksums = {name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]}
+            checksums = {
+                name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]
+            }
         device = torch.device(mesh.device_type)
         group = mesh["shard"].get_group()
         for part in all_gather_strings(json.dumps(checksums), device, group):
@@ -204,14 +247,18 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
         }
         with _together(target.parent, mesh):
             if rank == 0:
-                write_hashed_json(folder / CHECKSUMS, description | {"sha256": description_hash(description)})
+                write_hashed_json(
+                    folder / CHECKSUMS, description | {"sha256": description_hash(description)}
+                )
                 publish_folder(folder, target)
     return files.num_bytes
 
 
 @contextlib.contextmanager
 def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
-    """Raise Unavailable on every rank of a shard group if the block, which has no collectives, fails on one."""
+    """Raise Unavailable on every rank of a shard group if the block, which has no collectives,
+    fails on one.
+    """
     with raise_on_all_ranks(Unavailable, torch.device(mesh.device_type), mesh["shard"].get_group()):
         try:
             yield
@@ -219,7 +266,9 @@ def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
             raise Unavailable(str(error)) from error
         except OSError as error:
             advice = "give another folder with --quant_cache, or off"
-            raise Unavailable(f"{root} cannot be written ({error.strerror or error}); {advice}") from error
+            raise Unavailable(
+                f"{root} cannot be written ({error.strerror or error}); {advice}"
+            ) from error
 
 
 def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> None:
@@ -230,7 +279,8 @@ def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> N
     cleanup.callback(lock.release)
     if (target / CHECKSUMS).exists():
         raise Unavailable("another run has just written it")
-    cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)  # after a success it has another name
+    # after a success it has another name
+    cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)
     for leftover in target.parent.glob("*.writing"):  # of killed runs
         leftover_lock = try_lock(leftover.with_suffix(""))
         if leftover_lock is not None:
@@ -242,20 +292,25 @@ def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> N
     size = files.num_bytes
     if free < 2 * size:  # on a full disk the run could not save its result
         raise Unavailable(
-            f"it needs twice its size of {format_bytes(size)}, and {target.parent} has {format_bytes(free)} free; "
+            f"it needs twice its size of {format_bytes(size)}, and {target.parent} has "
+            f"{format_bytes(free)} free; "
             "give another folder with --quant_cache, or off"
         )
     files.folder.mkdir()
     files.create()
 
 
-def _write_part(files: PackedFiles, weight: str, layer: QuantizedWeight, weights: Weights, mesh: DeviceMesh) -> None:
+def _write_part(
+    files: PackedFiles, weight: str, layer: QuantizedWeight, weights: Weights, mesh: DeviceMesh
+) -> None:
     """Write this rank's part of a layer. The first rank writes the tensors that every rank has."""
     for suffix in layer.stored_forms():
         start, stop = layer.stored_range(suffix, mesh)
         files.write(weight + suffix, start, layer.stored_bytes(suffix)[: stop - start].cpu())
     if shard_rank(mesh) == 0:
-        for suffix, whole in layer.stored_whole(weights.files.dtype(weights.sources[weight])).items():
+        for suffix, whole in layer.stored_whole(
+            weights.files.dtype(weights.sources[weight])
+        ).items():
             files.write(weight + suffix, 0, whole)
 
 
@@ -267,7 +322,8 @@ def load_or_create(
     ranks: Ranks,
     mesh: DeviceMesh,
 ) -> None:
-    """Fill the model from its entry in the cache. Without one, fill it from its own files and write an entry.
+    """Fill the model from its entry in the cache. Without one, fill it from its own files and write
+    an entry.
 
     load_weights: the function `load_weights` with all arguments bound except `weights`.
     """
@@ -275,21 +331,32 @@ def load_or_create(
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)
     has_entry = os.path.isfile(folder / CHECKSUMS)  # False also if the folder is not readable
     # Without a shared folder, some nodes may not have the entry.
-    if gather_numbers([has_entry], ranks.device).all() and _load_entry(folder, weights, load_weights, ranks):
+    if gather_numbers([has_entry], ranks.device).all() and _load_entry(
+        folder, weights, load_weights, ranks
+    ):
         return
     load_weights(weights=weights)
     if shard_size(mesh) > ranks.local_world_size:
-        log.info("No quantized cache is written: no single machine of this run holds the whole model.")
-    elif ranks.local_rank < shard_size(mesh):  # otherwise it has a further copy of the model on this machine
+        log.info(
+            "No quantized cache is written: no single machine of this run holds the whole model."
+        )
+    # otherwise it has a further copy of the model on this machine
+    elif ranks.local_rank < shard_size(mesh):
         try:
             size = write_entry(folder, layers, weights, mesh)
         except Unavailable as reason:
             log.warning("No quantized cache is written: %s.", reason)
         else:
-            log.debug("Quantized weights were saved for the next start: %s (%s).", folder, format_bytes(size))
+            log.debug(
+                "Quantized weights were saved for the next start: %s (%s).",
+                folder,
+                format_bytes(size),
+            )
 
 
-def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None], ranks: Ranks) -> bool:
+def _load_entry(
+    folder: Path, weights: Weights, load_weights: Callable[..., None], ranks: Ranks
+) -> bool:
     """Fill the model from an entry. If it is damaged on any rank, remove it and return False."""
     try:
         with raise_on_all_ranks(DamagedEntry, ranks.device):
@@ -298,7 +365,9 @@ def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None
             load_weights(weights=Weights(cached, sources, packed=True))
     except DamagedEntry as error:
         log.warning(
-            "The quantized cache %s is damaged (%s). It is rebuilt from the model's own weights.", folder, error
+            "The quantized cache %s is damaged (%s). It is rebuilt from the model's own weights.",
+            folder,
+            error,
         )
         if ranks.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,7 @@
 """The safetensors files of a model folder: the place of each tensor, and reading any part of it.
 
-Parts are read into buffers and not through a memory map: mapped pages count towards the process's memory.
+Parts are read into buffers and not through a memory map: mapped pages count towards the process's
+memory.
 """
 
 import bisect
@@ -20,14 +21,21 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredTensor, find_decoded, find_packed
+from fsdp_qlora.sharding.loading.decoded import (
+    DecodedTensor,
+    StoredTensor,
+    find_decoded,
+    find_packed,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
 from fsdp_qlora.utils.safetensors_files import DTYPES, INDEX, TensorForm, bytes_of, weight_files
 from fsdp_qlora.utils.text import printable, shown
 
-_DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
+_DOWNLOAD_AGAIN = (
+    "Download it again; a git clone without git-lfs holds only pointers to the weights."
+)
 BUFFER = "FSDP_QLORA_LOADING_BUFFER_MIB"  # host memory for weights that are read and not yet stored
 _SMALL_BYTES = 2**16  # smaller buffers come from malloc
 _LONGEST_NAME = 1000  # characters
@@ -43,7 +51,9 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A concatenation of tensors or of elements of them. ends: the end of each part, in elements."""
+    """A concatenation of tensors or of elements of them. ends: the end of each part,
+    in elements.
+    """
 
     parts: list[TensorSlice]
     ends: list[int]
@@ -57,15 +67,16 @@ class WeightFiles:
     Tensors in float64 are rounded to float32 as they are read, since no quantizer supports float64.
 
     Args:
-        stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
-        packed: the format of tensors that are presented as bytes, under the names that quantized layers give them.
-        as_bytes: present every tensor as bytes, not only those of packed weights.
-        file: use only this file of the folder.
+        stored: the format of tensors that are decoded as they are read, under the model's names and
+        shapes. packed: the format of tensors that are presented as bytes, under the names that
+        quantized layers give them. as_bytes: present every tensor as bytes, not only those of
+        packed weights. file: use only this file of the folder.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
         bytes_read: number of bytes of tensors that this process has read.
     Raises:
-        UserError: there are no safetensors files, one is missing or damaged, or tensors do not fit the format `stored`.
+        UserError: there are no safetensors files, one is missing or damaged, or tensors do not fit
+        the format `stored`.
     """
 
     def __init__(
@@ -85,7 +96,9 @@ class WeightFiles:
             if name in entries:
                 entries[name] = entries[name].in_bytes()
         self._entries = entries
-        decoded, unknown = find_packed(packed, entries) if packed else find_decoded(stored, entries, folder)
+        decoded, unknown = (
+            find_packed(packed, entries) if packed else find_decoded(stored, entries, folder)
+        )
         self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = dict(self._entries)
         self._tensors |= decoded
         files = {name: entry.file for name, entry in self._entries.items()}
@@ -104,9 +117,14 @@ class WeightFiles:
             names = sorted(set(weight_map.values()))
             outside = [name for name in names if Path(name).name != name]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
+            raise UserError(
+                f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}"
+            ) from error
         if outside:
-            raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
+            raise UserError(
+                f"{index} names {outside[0]!r}, which is not a file of its folder. "
+                f"{_DOWNLOAD_AGAIN}"
+            )
         missing = [name for name in names if not (self.folder / name).is_file()]
         if missing:
             raise UserError(f"{index} names missing files: {', '.join(missing)}. Download them.")
@@ -121,15 +139,20 @@ class WeightFiles:
         if not pickled:
             return "Download the model's weights into it."
         return (
-            f"It has {', '.join(pickled[:3])}, but pickled weights are not supported: they can run code. "
-            f"{conversion_advice(str(self.folder))}"
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not supported: they can run "
+            f"code. {conversion_advice(str(self.folder))}"
         )
 
     def join(self, name: str, parts: Sequence[TensorSlice], shape: torch.Size) -> None:
-        """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`."""
+        """Define `name` as the tensor of this shape whose flattened elements are the concatenation
+        of `parts`.
+        """
         dtypes = {self.dtype(part.name) for part in parts}
         if len(dtypes) > 1:
-            raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
+            raise UserError(
+                f"The parts of {name} in {self.folder} have different types: "
+                f"{sorted(map(str, dtypes))}."
+            )
         ends = list(itertools.accumulate(part.stop - part.start for part in parts))
         assert ends[-1] == shape.numel(), name
         self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0].name), shape)
@@ -140,7 +163,11 @@ class WeightFiles:
         size = self.shape(name).numel()
         if shape[1:] == self.shape(name)[1:] and size < shape.numel():
             counts = [min(size, shape.numel() - at) for at in range(0, shape.numel(), size)]
-            self.join(name, [part for count in counts for part in self._whole_tensors(name, 0, count)], shape)
+            self.join(
+                name,
+                [part for count in counts for part in self._whole_tensors(name, 0, count)],
+                shape,
+            )
 
     def define(self, name: str, tensor: DecodedTensor) -> None:
         """Define `name` as a tensor that is computed from tensors in the files."""
@@ -160,12 +187,18 @@ class WeightFiles:
         """The tensors in the files that `name` consists of -> their files."""
         tensor = self._tensors[name]
         if isinstance(tensor, _Joined):
-            return {origin: file for part in tensor.parts for origin, file in self.origins(part.name).items()}
+            return {
+                origin: file
+                for part in tensor.parts
+                for origin, file in self.origins(part.name).items()
+            }
         origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
         return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
-        """The decoded tensors in the files, or elements of them, that make up the flattened tensor `name`."""
+        """The decoded tensors in the files, or elements of them, that make up the flattened tensor
+        `name`.
+        """
         return list(self._whole_tensors(name, 0, self.shape(name).numel()))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -175,7 +208,9 @@ class WeightFiles:
         return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype."""
+        """Read elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's
+        dtype.
+        """
         part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
@@ -192,8 +227,12 @@ class WeightFiles:
         tensor = self._tensors.get(name)
         return tensor.unit if isinstance(tensor, DecodedTensor) else 1
 
-    def encode(self, name: str, start: int, values: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Flat values of whole units as (tensor in the files, first element, values): rounded if it is decoded."""
+    def encode(
+        self, name: str, start: int, values: torch.Tensor
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Flat values of whole units as (tensor in the files, first element, values): rounded if it
+        is decoded.
+        """
         tensor = self._tensors.get(name)
         if isinstance(tensor, DecodedTensor):
             yield from tensor.encode(self._read_stored, start, values)
@@ -207,7 +246,9 @@ class WeightFiles:
         return part
 
     def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
-        """The non-empty slices of tensors in the files that elements [start, stop) of `name` consist of."""
+        """The non-empty slices of tensors in the files that elements [start, stop) of `name`
+        consist of.
+        """
         tensor = self._tensors[name]
         if not isinstance(tensor, _Joined):
             yield from [TensorSlice(name, start, stop)] * (start < stop)
@@ -259,7 +300,8 @@ def _merge_headers(files: list[Path]) -> dict[str, StoredTensor]:
         for name, entry in _read_header(path).items():
             if name in entries:
                 raise UserError(
-                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index says which one to "
+                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index "
+                    "says which one to "
                     "use. Leave only the model's own files in the folder."
                 )
             entries[name] = entry
@@ -273,16 +315,31 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
+        raise UserError(
+            f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}"
+        ) from error
     header.pop("__metadata__", None)
-    odd = [name for name in header if printable(name) != name or "\n" in name or len(name) > _LONGEST_NAME]
+    odd = [
+        name
+        for name in header
+        if printable(name) != name or "\n" in name or len(name) > _LONGEST_NAME
+    ]
     if odd:
-        raise UserError(f"{path} has a tensor named {shown(odd[0])}, which no model has. {_DOWNLOAD_AGAIN}")
+        raise UserError(
+            f"{path} has a tensor named {shown(odd[0])}, which no model has. {_DOWNLOAD_AGAIN}"
+        )
     unknown = {tensor["dtype"] for tensor in header.values()} - DTYPES.keys()
     if unknown:
-        raise UserError(f"{path} has tensors of type {', '.join(unknown)}, which cannot be read here.")
+        raise UserError(
+            f"{path} has tensors of type {', '.join(unknown)}, which cannot be read here."
+        )
     return {
-        name: StoredTensor(path, DTYPES[form["dtype"]], torch.Size(form["shape"]), 8 + size + form["data_offsets"][0])
+        name: StoredTensor(
+            path,
+            DTYPES[form["dtype"]],
+            torch.Size(form["shape"]),
+            8 + size + form["data_offsets"][0],
+        )
         for name, form in header.items()
     }
 
@@ -290,10 +347,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 class Weights(NamedTuple):
     """A model's weights in files.
 
-    sources: name of each tensor in the model -> its name in the files.
-    packed: whether the weights in the files are quantized already, in the format of the layers.
-    left_out: tensors of the files that the model does not have, such as those that predict more tokens.
-    copies: tensor of the files that is the same as one of the model's, such as a tied head -> that one.
+    sources: name of each tensor in the model -> its name in the files. packed: whether the weights
+    in the files are quantized already, in the format of the layers. left_out: tensors of the files
+    that the model does not have, such as those that predict more tokens. copies: tensor of the
+    files that is the same as one of the model's, such as a tied head -> that one.
     """
 
     files: WeightFiles
@@ -308,7 +365,9 @@ class Weights(NamedTuple):
         return self.files.read_rows(source, 0, self.files.shape(source)[0])
 
 
-def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int) -> Iterator[torch.Tensor]:
+def read_ahead(
+    weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int
+) -> Iterator[torch.Tensor]:
     """Yield the parts in order. Threads read ahead while the caller works on earlier ones.
 
     At most `max_bytes` are read and not yet yielded, except that a single part may exceed it.

@@ -1,4 +1,5 @@
-"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes.
+"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of
+forward passes.
 
 Prompts are in the format of a run: from a question to the token ids before the answer.
 """
@@ -28,11 +29,27 @@ from transformers import (
 )
 
 from fsdp_qlora.data.batches.tokenization import encode_prompt
-from fsdp_qlora.data.content import BadRow, Chat, Fields, PromptContent, Rendered, Segment, prompt_text, texts_of
+from fsdp_qlora.data.content import (
+    BadRow,
+    Chat,
+    Fields,
+    PromptContent,
+    Rendered,
+    Segment,
+    prompt_text,
+    texts_of,
+)
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
-from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, TEXT, Renderer, prompt_record, recorded_template
+from fsdp_qlora.data.text.rendering import (
+    CHAT,
+    TEMPLATE,
+    TEXT,
+    Renderer,
+    prompt_record,
+    recorded_template,
+)
 from fsdp_qlora.data.text.templates import TEMPLATES, find_template
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
@@ -75,9 +92,13 @@ class PromptFormat:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
     def ids(self, question: PromptContent) -> list[int]:
-        """The token ids before the answer. Raises UserError if the chat template refuses the conversation."""
+        """The token ids before the answer. Raises UserError if the chat template refuses the
+        conversation.
+        """
         try:
-            return encode_prompt(self._renderer.prompt(_of_kind(question, self._kind)), self._tokenizer)
+            return encode_prompt(
+                self._renderer.prompt(_of_kind(question, self._kind)), self._tokenizer
+            )
         except BadRow as reason:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
@@ -87,9 +108,13 @@ class PromptFormat:
 
 
 def _of_kind(row: PromptContent, kind: str) -> PromptContent:
-    """The question in the form of the rows that a model was trained on, whatever form it was given in."""
+    """The question in the form of the rows that a model was trained on, whatever form it was given
+    in.
+    """
     if kind == TEXT and isinstance(row, Fields | Chat):
-        texts = [row.system, row.instruction, row.context] if isinstance(row, Fields) else _texts(row)
+        texts = (
+            [row.system, row.instruction, row.context] if isinstance(row, Fields) else _texts(row)
+        )
         return Rendered([Segment("\n".join(filter(None, texts)), learned=False)], "text")
     if kind == TEMPLATE and isinstance(row, Chat):
         return Fields(prompt_text(row), "", system="".join(_texts(row, "system")))
@@ -98,13 +123,16 @@ def _of_kind(row: PromptContent, kind: str) -> PromptContent:
 
 def _texts(chat: Chat, role: str = "") -> list[str]:
     """The texts of the messages, of one role or of all."""
-    return ["".join(texts_of(message)) for message in chat.messages if role in ("", message["role"])]
+    return [
+        "".join(texts_of(message)) for message in chat.messages if role in ("", message["role"])
+    ]
 
 
 def chosen_format(
     dataset_format: str, prompt_template: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The format by the options, for a model without a record of its training: a chat if the tokenizer has a template.
+    """The format by the options, for a model without a record of its training: a chat if the
+    tokenizer has a template.
 
     Raises:
         UserError: there is no such template.
@@ -116,7 +144,8 @@ def chosen_format(
 
 
 def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
-    """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a prompt in each line.
+    """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a
+    prompt in each line.
 
     Returns:
         (the row, its question) of each.
@@ -124,9 +153,12 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
         UserError: it cannot be read, or a row has no question.
     """
     try:
-        lines = read_named(path).decode("utf-8-sig").split("\n")  # splitlines() would split within strings of JSON
+        # splitlines() would split within strings of JSON
+        lines = read_named(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+        raise UserError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})."
+        ) from error
     questions = []
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
@@ -137,14 +169,20 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
             if not isinstance(row, dict):
                 raise BadRow("not an object or a text")
             has_context = bool(row.get("input") or row.get("context"))
-            is_instruction = has_context and row.keys() & {"instruction", "question", "prompt"} == {"prompt"}
+            is_instruction = has_context and row.keys() & {"instruction", "question", "prompt"} == {
+                "prompt"
+            }
             requested = _AS_INSTRUCTION if is_instruction else RequestedFormat()
             questions.append((row, requested.prompt(row)[1]))
         except BadRow as reason:
             why = str(reason).partition("; --columns")[0]  # an option of training
-            raise UserError(f"{path}:{line_number} has no question that can be asked: {why}.") from reason
+            raise UserError(
+                f"{path}:{line_number} has no question that can be asked: {why}."
+            ) from reason
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{line_number} is not JSON ({error}). Give one object in each line.") from error
+            raise UserError(
+                f"{path}:{line_number} is not JSON ({error}). Give one object in each line."
+            ) from error
     if not questions:
         raise UserError(f"{path} has no prompts.")
     return questions
@@ -154,10 +192,11 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
 class SamplingOptions:
     """Options that choose a token from a model's predictions.
 
-    temperature: 0 takes the most likely token. top_p: only the most likely tokens with this probability together are
-    drawn from (Holtzman et al. 2020). seed: of the draws; those of a prompt depend on it and the prompt's number only.
-    top_k: only so many tokens are drawn from, 0 for all. plain_logps: log-probabilities are the model's own, whatever
-    the temperature and which tokens are drawn from.
+    temperature: 0 takes the most likely token. top_p: only the most likely tokens with this
+    probability together are drawn from (Holtzman et al. 2020). seed: of the draws; those of a
+    prompt depend on it and the prompt's number only. top_k: only so many tokens are drawn from, 0
+    for all. plain_logps: log-probabilities are the model's own, whatever the temperature and which
+    tokens are drawn from.
     """
 
     max_new_tokens: int = 256
@@ -171,7 +210,8 @@ class SamplingOptions:
 class Draws:
     """A logits processor that keeps one drawn token for each prompt.
 
-    `generate(do_sample=True)` draws from torch's own random state: answers would depend on the others in their batch.
+    `generate(do_sample=True)` draws from torch's own random state: answers would depend on the
+    others in their batch.
 
     Args:
         seeds: of the prompts in the batch.
@@ -183,10 +223,13 @@ class Draws:
         self._seeds = seeds
         self._is_plain = options.plain_logps
         temperature = float(options.temperature)
-        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)] if temperature else []
+        self._warpers: list[LogitsProcessor] = (
+            [TemperatureLogitsWarper(temperature)] if temperature else []
+        )
         top_k = options.top_k if temperature else 1  # the likeliest
         self._warpers += [TopKLogitsWarper(top_k)] if top_k else []
-        self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []  # it sorts
+        # it sorts
+        self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []
         self._sources: list[torch.Generator] = []
         self.logps: list[torch.Tensor] = []
 
@@ -194,11 +237,14 @@ class Draws:
         plain = scores
         for warper in self._warpers:
             scores = warper(input_ids, scores)
-        self._sources = self._sources or [torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds]
+        self._sources = self._sources or [
+            torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds
+        ]
         noise = torch.empty_like(scores, dtype=torch.float32)
         for row, own in zip(noise, self._sources, strict=True):
             row.exponential_(generator=own)
-        # The first of exponential variables whose rates are the probabilities, as in torch.multinomial.
+        # The first of exponential variables whose rates are the probabilities, as in
+        # torch.multinomial.
         probabilities = scores.float().softmax(dim=-1)
         drawn = (probabilities / noise).argmax(dim=-1, keepdim=True)
         logps = plain.float().log_softmax(dim=-1).gather(1, drawn) if self._is_plain else None
@@ -209,8 +255,9 @@ class Draws:
 class Completion(NamedTuple):
     """The answer that a model writes to a prompt.
 
-    token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was cut at the most
-    tokens. logps: the engine's own log-probability of each token, where it was drawn.
+    token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was
+    cut at the most tokens. logps: the engine's own log-probability of each token, where it was
+    drawn.
     """
 
     token_ids: list[int]
@@ -224,37 +271,57 @@ class Completion(NamedTuple):
 
 
 class Stops:
-    """When an answer ends: at a token, or where its text has come to an end that a template gives it."""
+    """When an answer ends: at a token, or where its text has come to an end that a template gives
+    it.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str
+    ) -> None:
         named = getattr(model.generation_config, "eos_token_id", None)
         ends = named if isinstance(named, list) else [named]
-        first = tokenizer(text, add_special_tokens=False)["input_ids"][:1] if text else []  # of "<|end|>\n<|eos|>"
+        # of "<|end|>\n<|eos|>"
+        first = tokenizer(text, add_special_tokens=False)["input_ids"][:1] if text else []
         marks = [token for token in first if token in tokenizer.added_tokens_decoder]
-        self.tokens = {token for token in (tokenizer.eos_token_id, *ends, *marks) if token is not None}
+        self.tokens = {
+            token for token in (tokenizer.eos_token_id, *ends, *marks) if token is not None
+        }
         self._tokenizer = tokenizer
         self.text = text
 
     def ends(self, tokens: list[int]) -> bool:
         if tokens[-1] in self.tokens:
             return True
-        return bool(self.text) and self.text in self._tokenizer.decode(tokens[-len(self.text) - 1 :])
+        return bool(self.text) and self.text in self._tokenizer.decode(
+            tokens[-len(self.text) - 1 :]
+        )
 
     def text_of(self, token_ids: list[int]) -> str:
         """The text of a completion, without what ended it."""
         text = str(self._tokenizer.decode(token_ids))
         if self.text and self.text in text:
             return text.partition(self.text)[0]
-        has_ended = bool(token_ids) and token_ids[-1] in self.tokens  # perhaps by one that is not special
-        return str(self._tokenizer.decode(token_ids[:-1] if has_ended else token_ids, skip_special_tokens=True))
+        # perhaps by one that is not special
+        has_ended = bool(token_ids) and token_ids[-1] in self.tokens
+        return str(
+            self._tokenizer.decode(
+                token_ids[:-1] if has_ended else token_ids, skip_special_tokens=True
+            )
+        )
 
 
 class TextGenerator:
-    """Generates with one loaded model. Afterwards it is sharded, and torch's random state is as before; a training step
-    sets the mode itself."""
+    """Generates with one loaded model. Afterwards it is sharded, and torch's random state is as
+    before; a training step sets the mode itself.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        precision: Precision,
+        stops: Stops,
+        options: SamplingOptions,
     ) -> None:
         self._model = model
         self.ranks = ranks
@@ -269,18 +336,20 @@ class TextGenerator:
         beat: Callable[[], object] = lambda: None,
         seeds: Mapping[int, int] | None = None,
     ) -> dict[int, Completion]:
-        """Complete this rank's prompts. Called on every rank: one that has none takes part until all have ended.
+        """Complete this rank's prompts. Called on every rank: one that has none takes part until
+        all have ended.
 
         Args:
-            prompts: index -> token ids. seeds: of their draws, else as the options say.
-            show: called with a completion after each of its tokens. beat: called after each forward pass,
+            prompts: index -> token ids. seeds: of their draws, else as the options say. show:
+            called with a completion after each of its tokens. beat: called after each forward pass,
                 on every rank; may raise, if on all of them.
         """
         model = self._model
         device = self.ranks.device
         batch = prompts or {0: [0]}
         made = {index: Completion([], is_done=not prompts) for index in batch}
-        # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU, and transformers warns.
+        # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU, and
+        # transformers warns.
         inputs = [torch.tensor(ids, device=device) for ids in batch.values()]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
 
@@ -289,7 +358,9 @@ class TextGenerator:
             for index, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
                 if not made[index].is_done:
                     made[index].token_ids.append(token)
-                    made[index] = made[index]._replace(is_done=self.stops.ends(made[index].token_ids))
+                    made[index] = made[index]._replace(
+                        is_done=self.stops.ends(made[index].token_ids)
+                    )
                     show(made[index])
             return torch.tensor([made[index].is_done for index in batch], device=input_ids.device)
 
@@ -306,7 +377,10 @@ class TextGenerator:
         try:
             if head:
                 head.counts = [counts[rank] for rank in sharing_ranks(model)]
-            with warnings.catch_warnings(action="ignore", category=UserWarning), self._precision.autocasting(device):
+            with (
+                warnings.catch_warnings(action="ignore", category=UserWarning),
+                self._precision.autocasting(device),
+            ):
                 model.eval().generate(
                     padded(inputs),
                     attention_mask=padded([torch.ones_like(ids) for ids in inputs]),
@@ -335,35 +409,55 @@ class TextGenerator:
         *,
         shows_progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts, each on one rank. Called on every rank with all of them, and returns all completions.
+        """Complete prompts, each on one rank. Called on every rank with all of them, and returns
+        all completions.
 
         Args:
-            at_a_time: of a rank in one batch, which shares its cache. beat, seeds: as for `generate`. shows_progress: a
-                bar on rank 0.
+            at_a_time: of a rank in one batch, which shares its cache. beat, seeds: as for
+                `generate`. shows_progress: a bar on rank 0.
         """
         number_of_ranks = self.ranks.world_size
         own = dict[int, Completion]()
         places = range(self.ranks.rank, len(prompts), number_of_ranks)
         rounds = range(0, -(-len(prompts) // number_of_ranks), at_a_time)  # as often on every rank
-        for first in tqdm(rounds, unit=" batches", disable=not (shows_progress and self.ranks.is_rank_0)):
+        for first in tqdm(
+            rounds, unit=" batches", disable=not (shows_progress and self.ranks.is_rank_0)
+        ):
             chosen = places[first : first + at_a_time]
             own_seeds = {place: seeds[place] for place in chosen} if seeds else None
-            own |= self.generate({place: prompts[place] for place in chosen}, beat=beat, seeds=own_seeds)
+            own |= self.generate(
+                {place: prompts[place] for place in chosen}, beat=beat, seeds=own_seeds
+            )
         parts = all_gather_strings(json.dumps([*own.items()]), torch.device("cpu"))
         gathered = [pair for part in parts for pair in json.loads(part)]
-        return [Completion(*values) for _, values in sorted(gathered, key=lambda pair: int(pair[0]))]
+        return [
+            Completion(*values) for _, values in sorted(gathered, key=lambda pair: int(pair[0]))
+        ]
 
     def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
         """One if tokens are drawn, or their log-probabilities wanted."""
-        own = [seeds.get(number, derive_seed("generate", self._options.seed, number)) for number in numbers]
-        return [Draws(self._options, own)] if self._options.temperature or self._options.plain_logps else []
+        own = [
+            seeds.get(number, derive_seed("generate", self._options.seed, number))
+            for number in numbers
+        ]
+        return (
+            [Draws(self._options, own)]
+            if self._options.temperature or self._options.plain_logps
+            else []
+        )
 
 
 class Samples:
-    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder."""
+    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a
+    file of its folder.
+    """
 
     def __init__(
-        self, questions: Sequence[PromptContent], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
+        self,
+        questions: Sequence[PromptContent],
+        prompt_format: PromptFormat,
+        generator: TextGenerator,
+        folder: Path,
     ) -> None:
         self._questions = questions
         self._generator = generator
@@ -371,21 +465,33 @@ class Samples:
         self._path = folder / SAMPLES_FILE
 
     def write(self, step: int, beat: Callable[[], object]) -> None:
-        """Answer all prompts after `step` steps. Called on every rank. beat: called for each token."""
-        said = self._generator.answer_all(self._prompts, 1, beat)  # at a time: the memory is that of the training
+        """Answer all prompts after `step` steps.
+
+        Called on every rank. beat: called for each token.
+        """
+        # at a time: the memory is that of the training
+        said = self._generator.answer_all(self._prompts, 1, beat)
         records = [
-            {"step": step, "prompt": prompt_text(question), "text": self._generator.stops.text_of(completion.token_ids)}
+            {
+                "step": step,
+                "prompt": prompt_text(question),
+                "text": self._generator.stops.text_of(completion.token_ids),
+            }
             for question, completion in zip(self._questions, said, strict=True)
         ]
         if self._generator.ranks.is_rank_0:
             self._keep(step, redact_values(records))
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Write the records after those of earlier steps. Those of later steps, which a killed start wrote, go."""
+        """Write the records after those of earlier steps. Those of later steps, which a killed
+        start wrote, go.
+        """
         try:
             earlier = [record for record in read_records(self._path) if record["step"] < step]
             with staged_file(self._path) as partial:
-                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)]
+                lines = [
+                    json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)
+                ]
                 partial.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             log.warning("%s cannot be written (%s).", self._path.name, error.strerror or error)

@@ -1,9 +1,9 @@
 """The engines of a run's rollouts, its own model or a server, and how ranks wait for answers.
 
-A server has OpenAI's completions API and takes LoRA adapters at run time, as vLLM. Before each generation the adapter
-is written to a folder that both see, and loaded under a name of its own: the run, the version and a hash of its
-weights. Requests ask for that name, and an answer under another one ends the run. So nothing is learned from other
-weights, whichever process dies in between.
+A server has OpenAI's completions API and takes LoRA adapters at run time, as vLLM. Before each
+generation the adapter is written to a folder that both see, and loaded under a name of its own: the
+run, the version and a hash of its weights. Requests ask for that name, and an answer under another
+one ends the run. So nothing is learned from other weights, whichever process dies in between.
 """
 
 import contextlib
@@ -28,7 +28,11 @@ import torch
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.taught import target_numbers
-from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
+from fsdp_qlora.distributed.process_group import (
+    all_gather_strings,
+    gather_numbers,
+    raise_on_all_ranks,
+)
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.clock import awake, begun
 from fsdp_qlora.distributed.supervision.stops import Control
@@ -43,7 +47,8 @@ log = logging.getLogger("fsdp_qlora")
 
 T = TypeVar("T")
 
-_BY_GLOO = torch.device("cpu")  # ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy
+# ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy
+_BY_GLOO = torch.device("cpu")
 _PULSE_SECONDS = 0.5  # between two signs of life
 _START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
 _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
@@ -60,15 +65,16 @@ _BYTES_PER_TOKEN = 512
 _WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-# (prompts, generation, version) -> completions: answers each prompt with the weights that the run has now; one is there
-# as often as it has answers. Called on every rank with all, and returns all. prompts: token ids. generation: its number
-# in the run; an answer's seed follows from the run's, this number and its place. version: optimizer steps that the
-# weights have had.
+# (prompts, generation, version) -> completions: answers each prompt with the weights that the run
+# has now; one is there as often as it has answers. Called on every rank with all, and returns all.
+# prompts: token ids. generation: its number in the run; an answer's seed follows from the run's,
+# this number and its place. version: optimizer steps that the weights have had.
 Engine = Callable[[Sequence[Sequence[int]], int, int], list[Completion]]
 
 
 def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
-    """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0 `is_done`.
+    """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0
+    `is_done`.
 
     Raises:
         RunStopped: on every rank.
@@ -83,7 +89,8 @@ def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = Fal
 
 
 def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
-    """Run `work` in a thread of rank 0, and return its text on every rank; meanwhile all ranks `check_stop`.
+    """Run `work` in a thread of rank 0, and return its text on every rank; meanwhile all ranks
+    `check_stop`.
 
     Raises:
         RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
@@ -99,7 +106,9 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
 
 
 class RequestFailed(Exception):
-    """A request has failed. status: of HTTP, 0 without an answer. seconds: to wait, if it is not the usual time."""
+    """A request has failed. status: of HTTP, 0 without an answer. seconds: to wait, if it is not
+    the usual time.
+    """
 
     def __init__(self, reason: str, status: int = 0, seconds: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {reason}" if status else reason)
@@ -111,7 +120,8 @@ class Server:
     """Asks a server, and waits for one that does not answer now.
 
     Args:
-        bases: names of the base model, of which the server must know one. patience: seconds to wait for any answer.
+        bases: names of the base model, of which the server must know one. patience: seconds to wait
+        for any answer.
     """
 
     def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
@@ -123,10 +133,12 @@ class Server:
         self._said = ""
         self._noting = threading.Lock()
         self._loading = threading.Lock()
-        self.is_closed = False  # threads that still ask end, where the process goes on, as in a notebook
+        # threads that still ask end, where the process goes on, as in a notebook
+        self.is_closed = False
 
     def ask(self, path: str, body: object = None, most_bytes: int = _MOST_BYTES) -> bytes:
-        """Send one request, a POST if it has a body. No redirect is followed, and no proxy of the environment used.
+        """Send one request, a POST if it has a body. No redirect is followed, and no proxy of the
+        environment used.
 
         Raises:
             RequestFailed: it is refused, or not answered in full within the patience.
@@ -138,26 +150,35 @@ class Server:
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         with contextlib.ExitStack() as ended:
             try:
-                connection = ended.enter_context(contextlib.closing(kind(url.netloc, timeout=self._patience)))
+                connection = ended.enter_context(
+                    contextlib.closing(kind(url.netloc, timeout=self._patience))
+                )
                 connection.connect()
-                late = threading.Timer(self._patience, _end, [connection.sock])  # its own timeout is that of each byte
+                # its own timeout is that of each byte
+                late = threading.Timer(self._patience, _end, [connection.sock])
                 ended.callback(late.cancel)
                 late.start()
                 connection.request(method, url.path, sent, _HEADERS)
                 response = connection.getresponse()
                 answer = response.read(most_bytes + 1)
                 reason = response.getheader("Location") or response.reason
-                if awake() - began >= self._patience or (response.length and len(answer) <= most_bytes):
+                if awake() - began >= self._patience or (
+                    response.length and len(answer) <= most_bytes
+                ):
                     raise IncompleteRead(answer)
             except (OSError, HTTPException, ValueError) as error:
                 is_late = awake() - began >= self._patience
-                raise RequestFailed("timed out" if is_late else str(error) or type(error).__name__) from error
+                raise RequestFailed(
+                    "timed out" if is_late else str(error) or type(error).__name__
+                ) from error
         if response.status >= 300:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 reason = json.loads(answer)["error"]["message"]
             raise RequestFailed(_cut(reason), response.status)
         if len(answer) > most_bytes:
-            raise RolloutError(f"The server {self.url} answers {path} with more than {most_bytes:,} bytes.")
+            raise RolloutError(
+                f"The server {self.url} answers {path} with more than {most_bytes:,} bytes."
+            )
         return answer
 
     def patiently(self, ask: Callable[[], T]) -> T:
@@ -175,11 +196,15 @@ class Server:
                 answer = ask()
             except RequestFailed as error:
                 if error.status and error.status not in _MAY_PASS:
-                    raise RolloutError(f"The server {self.url} refuses a request: {error}.") from error
+                    raise RolloutError(
+                        f"The server {self.url} refuses a request: {error}."
+                    ) from error
                 limit = min(error.seconds or self._patience, self._patience)
                 self._note(str(error), limit)
                 if awake() - max(began, self._answered_at) + pause > limit:
-                    raise RolloutError(f"The server {self.url} was waited for, {limit:.3g} s: {error}.") from error
+                    raise RolloutError(
+                        f"The server {self.url} was waited for, {limit:.3g} s: {error}."
+                    ) from error
             else:
                 self._note("")
                 return answer
@@ -187,7 +212,9 @@ class Server:
             pause = min(2 * pause, longest)
 
     def all_answers(self, count: int, ask: Callable[[int], T]) -> list[T]:
-        """Call `ask` `patiently` for each of so many requests, in threads. Raises RolloutError as that does."""
+        """Call `ask` `patiently` for each of so many requests, in threads. Raises RolloutError as
+        that does.
+        """
         places = range(count)
         answers = dict[int, T]()
 
@@ -218,10 +245,16 @@ class Server:
         """Say why the server does not answer, or, without a reason, that it answers again."""
         with self._noting:
             if reason and reason != self._said:
-                log.warning("Waiting for the server %s, %.3g s at most: %s.", self.url, limit, reason)
+                log.warning(
+                    "Waiting for the server %s, %.3g s at most: %s.", self.url, limit, reason
+                )
                 self._away_since = self._away_since if self._said else awake()
             elif self._said and not reason:
-                log.info("The server %s answers again after %.0f s.", self.url, awake() - self._away_since)
+                log.info(
+                    "The server %s answers again after %.0f s.",
+                    self.url,
+                    awake() - self._away_since,
+                )
             self._said, self._answered_at = reason, self._answered_at if reason else awake()
 
     @contextlib.contextmanager
@@ -233,23 +266,32 @@ class Server:
             raise RolloutError(f"The server {self.url} {error}.") from error
 
     def names(self) -> list[str]:
-        """The names of its base model and adapters. Raises RolloutError if it has another base, and RequestFailed."""
+        """The names of its base model and adapters. Raises RolloutError if it has another base, and
+        RequestFailed.
+        """
         with self.reading():
             reply = Reply(_MODELS, self.ask(_MODELS))
             cards = reply.get("data", kind=list)
-            names: list[str] = [reply.get("data", place, "id", kind=str) for place in range(len(cards))]
+            names: list[str] = [
+                reply.get("data", place, "id", kind=str) for place in range(len(cards))
+            ]
             base = next((card for card in cards if not card.get("parent")), None)
             if base is None:
                 raise Unusable(f"answers {_MODELS} without a base model")
-        if not {Path(str(base.get(key))).name for key in ("id", "root")} & {Path(name).name for name in self._bases}:
+        if not {Path(str(base.get(key))).name for key in ("id", "root")} & {
+            Path(name).name for name in self._bases
+        }:
             raise RolloutError(
-                f"The server {self.url} has the model {_cut(base['id'])}, and the run trains {self._bases[0]}. If they "
+                f"The server {self.url} has the model {_cut(base['id'])}, and the run trains "
+                f"{self._bases[0]}. If they "
                 f"are the same weights, say so to the server: --served-model-name {self._bases[0]}."
             )
         return names
 
     def load(self, name: str, folder: Path) -> None:
-        """Have this adapter loaded, and no other one of its run. Raises RequestFailed or RolloutError."""
+        """Have this adapter loaded, and no other one of its run. Raises RequestFailed or
+        RolloutError.
+        """
         with self._loading:
             loaded = self.names()
             run = name.partition("-v")[0]
@@ -259,7 +301,10 @@ class Server:
                         self.ask("/v1/unload_lora_adapter", {"lora_name": other})
             try:
                 if name not in loaded:
-                    self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.absolute())})
+                    self.ask(
+                        "/v1/load_lora_adapter",
+                        {"lora_name": name, "lora_path": str(folder.absolute())},
+                    )
             except RequestFailed as error:
                 raise RequestFailed(
                     f"it does not load the adapter in {folder} ({error})", seconds=_LOAD_SECONDS
@@ -278,7 +323,9 @@ def _end(connection: socket.socket) -> None:
 
 
 def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_url") -> None:
-    """For rank 0: raise RankError if it does not answer, has another base, or takes no adapters for rollouts."""
+    """For rank 0: raise RankError if it does not answer, has another base, or takes no adapters for
+    rollouts.
+    """
     server = Server(url, bases, _START_SECONDS)
     try:
         server.patiently(server.names)
@@ -289,7 +336,8 @@ def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_u
     except RequestFailed as error:
         if error.status in (404, 405, 501):  # others find the request wrong, as it is
             raise RankError(
-                f"--rollout_url: the server {server.url} takes no adapters at run time. Start vLLM with --enable-lora, "
+                f"--rollout_url: the server {server.url} takes no adapters at run time. Start vLLM "
+                "with --enable-lora, "
                 "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
             ) from error
 
@@ -310,11 +358,15 @@ class ServerEngine:
     options: SamplingOptions
     vocab_size: int
 
-    def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
+    def complete(
+        self, prompts: Sequence[Sequence[int]], generation: int, version: int
+    ) -> list[Completion]:
         folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:  # the newest one may still be read
-                for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-1]:
+                for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[
+                    :-1
+                ]:
                     shutil.rmtree(path, ignore_errors=True)
             self.save(folder)
         answers = partial(self._answers, folder, prompts, generation)
@@ -352,7 +404,10 @@ class ServerEngine:
         )
 
     def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
-        """Ask for one answer. Raises RequestFailed, or RolloutError if it cannot be learned from."""
+        """Ask for one answer.
+
+        Raises RequestFailed, or RolloutError if it cannot be learned from.
+        """
         try:
             longest = _MOST_BYTES + _BYTES_PER_TOKEN * self.options.max_new_tokens
             content = self.server.ask(_COMPLETIONS, request, longest)
@@ -369,8 +424,8 @@ class ServerEngine:
             model: str = reply.get("model", kind=str)
             if model != request["model"]:
                 raise Unusable(
-                    f"answers as {_cut(model)} where {request['model']} is asked, and nothing is learned from other "
-                    "weights"
+                    f"answers as {_cut(model)} where {request['model']} is asked, and nothing is "
+                    "learned from other weights"
                 )
             tokens = reply.get("choices", 0, kind=dict).get("token_ids")
             problem = self._problem(tokens, is_done=finish == "stop")
@@ -382,9 +437,14 @@ class ServerEngine:
         """Why an answer's tokens cannot be learned from; None if they can."""
         if not isinstance(tokens, list) or not tokens:
             return "returns text alone, without the token ids that vLLM gives for return_token_ids"
-        outside = [token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)]
+        outside = [
+            token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)
+        ]
         if outside:
-            return f"returns the token {outside[0]!r:.100}, and the model's vocabulary has {self.vocab_size}"
+            return (
+                f"returns the token {outside[0]!r:.100}, and the model's vocabulary has "
+                f"{self.vocab_size}"
+            )
         most = self.options.max_new_tokens
         if len(tokens) > most or not (is_done or len(tokens) == most):
             return f"returns {len(tokens):,} tokens, cut, where {most:,} are asked"
@@ -397,7 +457,9 @@ class ServerEngine:
 
 @dataclass(eq=False)
 class ServerTeacher:
-    """Has a server give the k likeliest tokens of a teacher for each token, of the student's vocabulary."""
+    """Has a server give the k likeliest tokens of a teacher for each token, of the student's
+    vocabulary.
+    """
 
     server: Server
     k: int
@@ -406,15 +468,20 @@ class ServerTeacher:
     control: Control
 
     def __post_init__(self) -> None:
-        self._told = torch.zeros(1, 2 * self.k + 1)  # of the last completions' tokens, as `divergence.likeliest`
+        # of the last completions' tokens, as `divergence.likeliest`
+        self._told = torch.zeros(1, 2 * self.k + 1)
 
     def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """As `TaughtRows.of_targets`, for the completions that were asked about last; others get any values."""
+        """As `TaughtRows.of_targets`, for the completions that were asked about last; others get
+        any values.
+        """
         numbers = target_numbers(table, rows)["table_indices"] % len(self._told)
         ids, logps = self._told[numbers].tensor_split([self.k], dim=1)
         return {"teacher_ids": ids.long(), "teacher_logps": logps}
 
-    def ask(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], version: int) -> None:
+    def ask(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], version: int
+    ) -> None:
         """Ask about the tokens of completions. Called on every rank, with all of them.
 
         Raises:
@@ -423,17 +490,25 @@ class ServerTeacher:
 
         def ask() -> str:
             name = self.server.patiently(self.server.names)[0]
-            found = self.server.all_answers(len(prompts), lambda i: self._answer(name, prompts[i], completions[i]))
+            found = self.server.all_answers(
+                len(prompts), lambda i: self._answer(name, prompts[i], completions[i])
+            )
             return b64encode(np.concatenate(found).tobytes()).decode()
 
         content = b64decode(self.server.answer_of(ask, self.control, self.ranks, version))
-        self._told = torch.frombuffer(bytearray(content), dtype=torch.float32).view(-1, 2 * self.k + 1)
+        self._told = torch.frombuffer(bytearray(content), dtype=torch.float32).view(
+            -1, 2 * self.k + 1
+        )
 
     def _answer(self, name: str, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
-        """Ask about one completion. Raises RequestFailed, or RolloutError if it cannot be learned from."""
+        """Ask about one completion. Raises RequestFailed, or RolloutError if it cannot be learned
+        from.
+        """
         ids = [*prompt, *completion]
         request = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.k}
         longest = _MOST_BYTES + _BYTES_PER_TOKEN * (self.k + 1) * len(ids)
         with self.server.reading():
             reply = Reply(_COMPLETIONS, self.server.ask(_COMPLETIONS, request, longest))
-            return np.array(reply.likeliest(len(prompt), len(ids), self.k, self.vocab_size), np.float32)
+            return np.array(
+                reply.likeliest(len(prompt), len(ids), self.k, self.vocab_size), np.float32
+            )

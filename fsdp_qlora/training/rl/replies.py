@@ -1,4 +1,6 @@
-"""Reads what a server of completions answers. An answer that cannot be used is refused in words that say why."""
+"""Reads what a server of completions answers. An answer that cannot be used is refused in words
+that say why.
+"""
 
 import json
 import math
@@ -9,25 +11,36 @@ from fsdp_qlora.utils.text import printable
 
 _LARGEST = 3e38  # number in float32
 _ROUNDING = 0.01  # a log-probability may be so far above 0, and the sum of probabilities above 1
-_ALMOST_ALL = 0.999  # a teacher with a small vocabulary names all tokens, and these are fewer than k
+# a teacher with a small vocabulary names all tokens, and these are fewer than k
+_ALMOST_ALL = 0.999
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 _WEIGHED = (
-    "gives no log-probability of each token, by which tokens are weighed, but {}. It must answer `logprobs: 0` with a "
-    "number for each token in choices[0].logprobs.token_logprobs, as vLLM does: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+    "gives no log-probability of each token, by which tokens are weighed, but {}. It must answer "
+    "`logprobs: 0` with a "
+    "number for each token in choices[0].logprobs.token_logprobs, as vLLM does: "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
     "vllm serve MODEL --enable-lora"
 )
 _TAUGHT = (
-    "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` with the likeliest "
-    "tokens of each place in choices[0].prompt_logprobs, as vLLM does: vllm serve MODEL --max-logprobs {}"
+    "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` "
+    "with the likeliest "
+    "tokens of each place in choices[0].prompt_logprobs, as vLLM does: vllm serve MODEL "
+    "--max-logprobs {}"
 )
 
 
 class Unusable(ValueError):
-    """An answer cannot be used. The message is the end of a sentence that begins with the server."""
+    """An answer cannot be used.
+
+    The message is the end of a sentence that begins with the server.
+    """
 
 
 class Reply:
-    """The JSON that a server has answered at a path of its API. Raises Unusable if it is no JSON."""
+    """The JSON that a server has answered at a path of its API.
+
+    Raises Unusable if it is no JSON.
+    """
 
     def __init__(self, path: str, content: bytes) -> None:
         self.path = path
@@ -36,12 +49,14 @@ class Reply:
         except (ValueError, RecursionError) as error:
             start = printable(content[:60].decode(errors="replace"))
             raise Unusable(
-                f"answers {path} with no JSON, but with {start!r}. Give the address of a server with OpenAI's "
-                "completions API, such as vLLM's http://localhost:8000"
+                f"answers {path} with no JSON, but with {start!r}. Give the address of a server "
+                "with OpenAI's completions API, such as vLLM's http://localhost:8000"
             ) from error
 
     def get(self, *place: str | int, kind: type) -> Any:
-        """The value at a place, of names and indices. Raises Unusable if it is missing, or of another type."""
+        """The value at a place, of names and indices. Raises Unusable if it is missing, or of
+        another type.
+        """
         found = self._content
         where = ""
         for key in place:
@@ -52,7 +67,10 @@ class Reply:
                 raise Unusable(f"answers {self.path} without {where.lstrip('.')}")
             found = found[key]
         if type(found) is not kind:
-            raise Unusable(f"answers {self.path} with {_said(found)} as {where.lstrip('.')}, which is {_NAMES[kind]}")
+            raise Unusable(
+                f"answers {self.path} with {_said(found)} as {where.lstrip('.')}, which "
+                f"is {_NAMES[kind]}"
+            )
         return found
 
     def token_logps(self, count: int) -> list[float]:
@@ -69,7 +87,8 @@ class Reply:
         return logps
 
     def likeliest(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
-        """A teacher's ids and log-probabilities, then that of all others, of each token from place `first` of `count`.
+        """A teacher's ids and log-probabilities, then that of all others, of each token from place
+        `first` of `count`.
 
         Args:
             vocab_size: ids from this one on are unknown to the student.
@@ -86,7 +105,9 @@ class Reply:
 
 
 def _of_token(told: Any, k: int, vocab_size: int) -> list[float]:
-    """Ids, log-probabilities and that of all others, of a token's answer, which may name more tokens than asked."""
+    """Ids, log-probabilities and that of all others, of a token's answer, which may name more
+    tokens than asked.
+    """
     if not isinstance(told, dict):
         raise Unusable(f"{_said(told)} for one token")
     named = sorted((-_logp_of(token, of), int(token)) for token, of in told.items())
@@ -97,13 +118,20 @@ def _of_token(told: Any, k: int, vocab_size: int) -> list[float]:
         raise Unusable(f"{len(named)} tokens where --top_k {k} are asked")
     known = [(token, -negative) for negative, token in named[:k] if token < vocab_size]
     others = 1 - math.fsum(math.exp(logp) for _, logp in known)
-    # A teacher with more tokens may name too few of the student's. A token that nobody has counts nothing.
+    # A teacher with more tokens may name too few of the student's. A token that nobody has counts
+    # nothing.
     known += [(-1, LEAST_LOGP)] * (k - len(known))
-    return [*(token for token, _ in known), *(logp for _, logp in known), math.log(max(others, LEAST))]
+    return [
+        *(token for token, _ in known),
+        *(logp for _, logp in known),
+        math.log(max(others, LEAST)),
+    ]
 
 
 def _logp_of(token: str, told: Any) -> float:
-    """The log-probability of one of the tokens that are named in a place, at least that of `LEAST`."""
+    """The log-probability of one of the tokens that are named in a place,
+    at least that of `LEAST`.
+    """
     is_id = token.isascii() and token.isdigit() and len(token) <= 10 and str(int(token)) == token
     if not is_id:
         raise Unusable(f"a token with the id {_said(token)}")

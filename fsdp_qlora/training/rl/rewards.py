@@ -1,8 +1,10 @@
-"""Reward functions: built-in ones and the user's own, called for each generation in a process of their own.
+"""Reward functions: built-in ones and the user's own, called for each generation in a process of
+their own.
 
-Each is called as TRL calls it: with the prompts, completions, completion_ids and columns of all answers. Built-in ones
-read the right answer from the first column of ANSWERS that a row has. A process can be ended whatever a function does:
-a pattern that backtracks holds the interpreter's lock, so no thread could end it.
+Each is called as TRL calls it: with the prompts, completions, completion_ids and columns of all
+answers. Built-in ones read the right answer from the first column of ANSWERS that a row has. A
+process can be ended whatever a function does: a pattern that backtracks holds the interpreter's
+lock, so no thread could end it.
 """
 
 import contextlib
@@ -34,38 +36,58 @@ from fsdp_qlora.utils.text import printable
 log = logging.getLogger("fsdp_qlora")
 
 Batch = Mapping[str, Sequence[Any]]
-"""The arguments of a reward function, a value for each answer: prompts, completions, completion_ids, and columns."""
+"""The arguments of a reward function, a value for each answer: prompts, completions,
+completion_ids, and columns.
+"""
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
-_WORD = re.compile(r"(?P<function>.+?)(=(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?", re.IGNORECASE)
+_WORD = re.compile(
+    r"(?P<function>.+?)(=(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?", re.IGNORECASE
+)
 _MARK = "####"  # in front of the result in GSM8K's answers
-_CALLED = re.compile("answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE)
+_CALLED = re.compile(
+    "answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE
+)
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
 _MEMORY_BYTES = 4 * 2**30  # besides what the process has when it is ready
 
 
 def text_of(completion: Any) -> str:
     """The text of an answer, which is a text or a list of messages."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+    return (
+        completion
+        if isinstance(completion, str)
+        else "".join(message["content"] for message in completion)
+    )
 
 
-def _pairs(completions: Sequence[Any], columns: dict[str, Sequence[Any]]) -> Iterator[tuple[str, str | None]]:
+def _pairs(
+    completions: Sequence[Any], columns: dict[str, Sequence[Any]]
+) -> Iterator[tuple[str, str | None]]:
     """Each answer with the right one; None where its row has none."""
     names = [name for name in ANSWERS if name in columns]
     for place, completion in enumerate(completions):
-        right = next((columns[name][place] for name in names if columns[name][place] is not None), None)
+        right = next(
+            (columns[name][place] for name in names if columns[name][place] is not None), None
+        )
         yield text_of(completion), None if right is None else str(right)
 
 
 def exact_match(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """1 for the right answer, without blanks around it, else 0."""
     return [
-        None if right is None else float(said.strip() == right.strip()) for said, right in _pairs(completions, columns)
+        None if right is None else float(said.strip() == right.strip())
+        for said, right in _pairs(completions, columns)
     ]
 
 
 def number(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 if the last number of the answer is that of the right one, as in GSM8K, where it is behind ####; else 0."""
-    pairs = ((_last_number(said), _last_number(right or "")) for said, right in _pairs(completions, columns))
+    """1 if the last number of the answer is that of the right one, as in GSM8K, where it is behind
+    ####; else 0.
+    """
+    pairs = (
+        (_last_number(said), _last_number(right or ""))
+        for said, right in _pairs(completions, columns)
+    )
     return [None if right is None else float(said == right) for said, right in pairs]
 
 
@@ -77,25 +99,35 @@ def _last_number(text: str) -> Decimal | None:
 def regex(pattern: str) -> Callable[..., list[float]]:
     """1 if the whole answer is of a form, such as regex:<think>.*</think>.*, else 0."""
     form = re.compile(pattern, re.DOTALL)
-    return lambda completions, **_: [float(bool(form.fullmatch(text_of(said).strip()))) for said in completions]
+    return lambda completions, **_: [
+        float(bool(form.fullmatch(text_of(said).strip()))) for said in completions
+    ]
 
 
 def length(tokens: str) -> Callable[..., list[float]]:
-    """0 up to so many tokens, and then falling to -1 at twice as many (in the manner of Yu et al. 2025, eq. 13)."""
+    """0 up to so many tokens, and then falling to -1 at twice as many (in the manner of Yu et al.
+    2025, eq. 13).
+    """
     most = int(tokens)
     if most < 1:
         raise ValueError("it is below 1")
-    return lambda completion_ids, **_: [max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids]
+    return lambda completion_ids, **_: [
+        max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids
+    ]
 
 
 REWARDS: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "number": number}
-REWARD_FACTORIES: dict[str, Callable[[str], Callable[..., Any]]] = {"regex": regex, "length": length}
+REWARD_FACTORIES: dict[str, Callable[[str], Callable[..., Any]]] = {
+    "regex": regex,
+    "length": length,
+}
 """Each makes a function from the text after its name and a colon."""
 
 
 class Reward(NamedTuple):
-    """A function that scores answers. name: in metrics. weight: of its values in the sum. word: FILE.py:NAME, or the
-    name of a built-in one."""
+    """A function that scores answers. name: in metrics. weight: of its values in the sum. word:
+    FILE.py:NAME, or the name of a built-in one.
+    """
 
     name: str
     weight: float
@@ -109,7 +141,8 @@ class Reward(NamedTuple):
 
 
 def parse_rewards(words: Sequence[str]) -> list[Reward]:
-    """The functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT. No file is read.
+    """The functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT.
+    No file is read.
 
     Raises:
         UserError: there is no such function, two have one name, or a weight is infinite.
@@ -118,7 +151,9 @@ def parse_rewards(words: Sequence[str]) -> list[Reward]:
     for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
-        reward = Reward(match["function"].rpartition(":")[2], float(match["weight"] or 1), match["function"])
+        reward = Reward(
+            match["function"].rpartition(":")[2], float(match["weight"] or 1), match["function"]
+        )
         if not reward.path:
             reward = reward._replace(name=reward.word.partition(":")[0])
             builtin(reward.word)
@@ -128,12 +163,18 @@ def parse_rewards(words: Sequence[str]) -> list[Reward]:
     names = [reward.name for reward in rewards]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise UserError(f"--rewards: two functions are called {min(twice)}, and so would be their metrics. Rename one.")
+        raise UserError(
+            f"--rewards: two functions are called {min(twice)}, and so would be their "
+            "metrics. Rename one."
+        )
     return rewards
 
 
 def builtin(word: str) -> Callable[..., Any]:
-    """A function of REWARDS, or made by one of REWARD_FACTORIES. Raises UserError if there is none."""
+    """A function of REWARDS, or made by one of REWARD_FACTORIES.
+
+    Raises UserError if there is none.
+    """
     name, colon, argument = word.partition(":")
     if colon and name in REWARD_FACTORIES:
         try:
@@ -142,20 +183,24 @@ def builtin(word: str) -> Callable[..., Any]:
             raise UserError(f"--rewards {word}: {argument} cannot be used: {error}.") from error
     if colon or name not in REWARDS:
         names = ", ".join([*REWARDS, *(f"{made}:..." for made in REWARD_FACTORIES)])
-        raise UserError(f"--rewards {word}: there is no such function. Give FILE.py:function, or of {names}.")
+        raise UserError(
+            f"--rewards {word}: there is no such function. Give FILE.py:function, or of {names}."
+        )
     return REWARDS[name]
 
 
 def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if a function reads the right answer, and no row has one. rows: columns of the prompts."""
+    """Raise UserError if a function reads the right answer, and no row has one. rows: columns of
+    the prompts.
+    """
     reading = [reward.name for reward in rewards if reward.word in REWARDS]
     if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
         return
     columns = list(dict.fromkeys(name for row in rows for name in row))
     chosen = next(filter(_CALLED.search, columns), "COLUMN")
     raise UserError(
-        f"--rewards {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. They have: "
-        f"{', '.join(columns)}. Say which it is, such as --columns answer={chosen}."
+        f"--rewards {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. "
+        f"They have: {', '.join(columns)}. Say which it is, such as --columns answer={chosen}."
     )
 
 
@@ -163,8 +208,8 @@ class Scorer(Worker):
     """Calls the reward functions on all answers of a generation, in a process that is kept.
 
     Args:
-        words: of --rewards. zero_on_error: count a failing function's values as 0, with a warning, instead of ending
-            the run. seconds: for each function and generation, and for each file.
+        words: of --rewards. zero_on_error: count a failing function's values as 0, with a warning,
+            instead of ending the run. seconds: for each function and generation, and for each file.
     """
 
     def __init__(self, words: Sequence[str], *, zero_on_error: bool, seconds: float) -> None:
@@ -173,7 +218,8 @@ class Scorer(Worker):
         self._zero_on_error = zero_on_error
 
     def start(self) -> list[str]:
-        """Run the functions' files in the process, unless it has. In a thread that stays: the process ends with it.
+        """Run the functions' files in the process, unless it has. In a thread that stays: the
+        process ends with it.
 
         Returns:
             The functions as records name them, with the files' hashes.
@@ -185,14 +231,21 @@ class Scorer(Worker):
         for reward, reply in replies:
             if "error" in reply:
                 raise RankError(f"--rewards {reward.word}: {printable(reply['error'])}")
-        named = ((Path(each.word).name if each.path else each.word, each, reply) for each, reply in replies)
-        return [f"{name}={reward.weight:g} {reply['hash']}".strip() for name, reward, reply in named]
+        named = (
+            (Path(each.word).name if each.path else each.word, each, reply)
+            for each, reply in replies
+        )
+        return [
+            f"{name}={reward.weight:g} {reply['hash']}".strip() for name, reward, reply in named
+        ]
 
     def score(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]:
-        """The values of each function, None where it does not apply. rows: numbers of the prompts' rows, for messages.
+        """The values of each function, None where it does not apply. rows: numbers of the prompts'
+        rows, for messages.
 
         Raises:
-            RolloutError: a function fails, takes too long, or gives something else than a number for each answer.
+            RolloutError: a function fails, takes too long, or gives something else than a number
+            for each answer.
         """
         process = self._process
         try:
@@ -208,32 +261,53 @@ class Scorer(Worker):
         if "error" not in reply:
             return list(reply["values"])
         places: Sequence[int] = reply.get("places", everywhere)
-        if reply.get("raised") and not self._zero_on_error:  # at which row? These calls' values are not used
+        # at which row? These calls' values are not used
+        if reply.get("raised") and not self._zero_on_error:
             each = ((place, ends - time.monotonic()) for place in everywhere)
-            failing = (at for at, left in each if left > 0 and "error" in self._ask(reward, batch, [at], left))
+            failing = (
+                at
+                for at, left in each
+                if left > 0 and "error" in self._ask(reward, batch, [at], left)
+            )
             places = list(islice(failing, 1)) or everywhere
         named = ", ".join(map(str, dict.fromkeys([rows[place] for place in places][:32])))
-        message = f"The reward function {reward.name} failed at row {named} of the dataset: {printable(reply['error'])}"
+        message = (
+            f"The reward function {reward.name} failed at row {named} of the dataset: "
+            f"{printable(reply['error'])}"
+        )
         if not self._zero_on_error:
-            raise RolloutError(f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0.")
+            raise RolloutError(
+                f"{message}. No weight was updated. --on_reward_error zero counts "
+                "such answers as 0."
+            )
         log.warning("%s. %d answers count as 0.", message, len(places))
         return [0.0 if place in places else reply["values"][place] for place in everywhere]
 
-    def _ask(self, reward: Reward, batch: Batch, places: Sequence[int], seconds: float) -> dict[str, Any]:
+    def _ask(
+        self, reward: Reward, batch: Batch, places: Sequence[int], seconds: float
+    ) -> dict[str, Any]:
         """The reply about some of the answers; "error" says why there is none."""
         some = {column: [values[place] for place in places] for column, values in batch.items()}
         began = time.monotonic()
-        reply, status = self._exchange(json.dumps({"reward": reward, "batch": some}, default=str), seconds)
+        reply, status = self._exchange(
+            json.dumps({"reward": reward, "batch": some}, default=str), seconds
+        )
         if not reply and time.monotonic() - began >= seconds:
             return {"error": f"it did not return within {seconds:g} s (--hang_minutes)"}
-        return dict(json.loads(reply)) if reply else {"error": f"its process has ended (status {status})"}
+        return (
+            dict(json.loads(reply))
+            if reply
+            else {"error": f"its process has ended (status {status})"}
+        )
 
 
 # --- in the process ---
 
 
 def work() -> None:
-    """Answer requests: each line of stdin is one, each line of what was stdout its answer, both JSON."""
+    """Answer requests: each line of stdin is one, each line of what was stdout its answer, both
+    JSON.
+    """
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     requests = os.fdopen(os.dup(0))
@@ -249,14 +323,20 @@ def work() -> None:
         batch = request["batch"]
         try:
             function = _loaded(reward, files)
-            reply = _score(function, batch) if batch else {"hash": files[reward.path][1] if reward.path else ""}
+            reply = (
+                _score(function, batch)
+                if batch
+                else {"hash": files[reward.path][1] if reward.path else ""}
+            )
         except UserError as error:
             reply = {"error": str(error)}
         print(json.dumps(reply), file=replies, flush=True)
 
 
 def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callable[..., Any]:
-    """A function. files: those that have been run, with their hashes. Raises UserError if it cannot be used."""
+    """A function. files: those that have been run, with their hashes. Raises UserError if it cannot
+    be used.
+    """
     path = reward.path
     if path is None:
         return builtin(reward.word)
@@ -266,18 +346,26 @@ def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callab
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
     except BaseException as error:  # sys.exit(), too
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = getattr(error, "lineno", None) or [0, *lines][-1]
         raise UserError(f"{path}:{line} cannot be run: {_reason(error)}") from error
     function = getattr(files[path][0], reward.name, None)
     if not callable(function):
-        names = [key for key, value in vars(files[path][0]).items() if callable(value) and key[0] != "_"]
+        names = [
+            key for key, value in vars(files[path][0]).items() if callable(value) and key[0] != "_"
+        ]
         raise UserError(f"{path} has no function {reward.name!r}. It has: {', '.join(names)}.")
     return function
 
 
 def _run_file(path: Path) -> tuple[ModuleType, str]:
-    """Import a file as a module that finds those beside it, and dataclasses and pools find it; also the file's hash."""
+    """Import a file as a module that finds those beside it, and dataclasses and pools find it; also
+    the file's hash.
+    """
     name = path.stem
     while name in sys.modules or name in sys.stdlib_module_names:
         name += "_"
@@ -290,7 +378,9 @@ def _run_file(path: Path) -> tuple[ModuleType, str]:
 
 
 def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    """The values of a function; or the error, with the places that it concerns, or that the function has raised it."""
+    """The values of a function; or the error, with the places that it concerns, or that the
+    function has raised it.
+    """
     count = len(batch["completions"])
     scores = list[float | None]()
     bad = dict[int, str]()
@@ -308,7 +398,9 @@ def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
         return {"error": _reason(error), "raised": True}
     if number != count:
         return {"error": f"it returned {number} values for {count} answers"}
-    return {"values": scores} | ({"error": next(iter(bad.values())), "places": [*bad]} if bad else {})
+    return {"values": scores} | (
+        {"error": next(iter(bad.values())), "places": [*bad]} if bad else {}
+    )
 
 
 def _reason(error: BaseException) -> str:

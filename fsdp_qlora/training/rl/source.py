@@ -1,6 +1,8 @@
-"""Rows that a run makes while it trains: answers to its prompts, scored, each generation used for some steps.
+"""Rows that a run makes while it trains: answers to its prompts, scored, each generation used for
+some steps.
 
-They are in rollouts.jsonl, a line for each answer, from which a step's rows are made, fresh or read back.
+They are in rollouts.jsonl, a line for each answer, from which a step's rows are made, fresh or read
+back.
 """
 
 import contextlib
@@ -44,7 +46,18 @@ log = logging.getLogger("fsdp_qlora")
 
 # Of a line, in their order.
 _NAMES = (
-    *("step", "version", "row", "prompt", "completion", "finish", "reward", "rewards", "advantage", "prompt_ids"),
+    *(
+        "step",
+        "version",
+        "row",
+        "prompt",
+        "completion",
+        "finish",
+        "reward",
+        "rewards",
+        "advantage",
+        "prompt_ids",
+    ),
     *("token_ids", "sampled_logps", "old_logps", "teacher_prompt_ids"),
 )
 
@@ -53,10 +66,10 @@ _NAMES = (
 class Rollout:
     """A completion that a run learns from: a line of rollouts.jsonl.
 
-    step: the first that learns from it, from 1. version: optimizer steps of the weights that made it. row: the number
-    of its prompt in the dataset. prompt: text or messages. rewards: by function; reward: their sum, None where no
-    function applies. old_logps: of the tokens under these weights, where they are used. teacher_prompt_ids: that a
-    teacher sees, if they are others.
+    step: the first that learns from it, from 1. version: optimizer steps of the weights that made
+    it. row: the number of its prompt in the dataset. prompt: text or messages. rewards: by
+    function; reward: their sum, None where no function applies. old_logps: of the tokens under
+    these weights, where they are used. teacher_prompt_ids: that a teacher sees, if they are others.
     """
 
     step: int
@@ -76,7 +89,9 @@ class Rollout:
         made = self.completion
         record = vars(self) | {"completion": self.text, "finish": made.finish}
         record |= {"token_ids": made.token_ids, "sampled_logps": made.logps}
-        return {name: record[name] for name in _NAMES if record[name] is not None or name == "reward"}
+        return {
+            name: record[name] for name in _NAMES if record[name] is not None or name == "reward"
+        }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
@@ -88,7 +103,8 @@ class Rollout:
 
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write a generation, on the disk before the first update by it; a full disk loses checkpoints for it.
+    """Write a generation, on the disk before the first update by it; a full disk loses checkpoints
+    for it.
 
     Raises:
         RolloutError: that fails.
@@ -104,11 +120,15 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
 
     error = write_with_room(path.parent, write)
     if error:
-        raise RolloutError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
+        raise RolloutError(
+            f"{path} cannot be written: {getattr(error, 'strerror', None) or error}."
+        ) from error
 
 
 def _lines(rollouts: Sequence[Rollout]) -> bytes:
-    return "".join(json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts).encode()
+    return "".join(
+        json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts
+    ).encode()
 
 
 def mark_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -117,7 +137,8 @@ def mark_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the last step's.
+    """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the
+    last step's.
 
     Damaged lines stay, which somebody may restore.
 
@@ -157,31 +178,52 @@ def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
         "sampled_logps": [completion.logps for completion in made],
     }
     return dataclasses.replace(
-        join_completions(prompts, [completion.token_ids for completion in made], [rollout.row for rollout in rollouts]),
+        join_completions(
+            prompts,
+            [completion.token_ids for completion in made],
+            [rollout.row for rollout in rollouts],
+        ),
         advantages=np.array([rollout.advantage for rollout in rollouts], np.float32),
-        **{name: _of_tokens(prompts, values) for name, values in logps.items() if values[0] is not None},
+        **{
+            name: _of_tokens(prompts, values)
+            for name, values in logps.items()
+            if values[0] is not None
+        },
     )
 
 
 def _of_tokens(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
     """A number for each token, 0 for those of prompts."""
     pairs = zip(prompts, values, strict=True)
-    return np.concatenate([np.pad(np.array(own, np.float32), (len(prompt), 0)) for prompt, own in pairs])
+    return np.concatenate(
+        [np.pad(np.array(own, np.float32), (len(prompt), 0)) for prompt, own in pairs]
+    )
 
 
 def taught_table(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> TokenizedRows:
-    """The rows of a step that learns from a teacher: a server, or the model itself, with each completion once more."""
-    asked = [(rollout.prompt_ids, rollout.teacher_prompt_ids or rollout.prompt_ids) for rollout in rollouts]
+    """The rows of a step that learns from a teacher: a server, or the model itself, with each
+    completion once more.
+    """
+    asked = [
+        (rollout.prompt_ids, rollout.teacher_prompt_ids or rollout.prompt_ids)
+        for rollout in rollouts
+    ]
     made = [rollout.completion.token_ids for rollout in rollouts]
     if teacher:
         teacher.ask([seen for _, seen in asked], made, rollouts[0].version)
         return table_of(rollouts)
     rows = [rollout.row for rollout in rollouts]
-    sides = join_completions([*chain(*asked)], [ids for ids in made for _ in range(2)], np.repeat(rows, 2))
+    sides = join_completions(
+        [*chain(*asked)], [ids for ids in made for _ in range(2)], np.repeat(rows, 2)
+    )
     splits = np.diff(sides.offsets)[::2]
     desired = np.ones(len(rows), np.bool_)
     return dataclasses.replace(
-        sides, offsets=sides.offsets[::2], row_numbers=sides.row_numbers[::2], splits=splits, desired=desired
+        sides,
+        offsets=sides.offsets[::2],
+        row_numbers=sides.row_numbers[::2],
+        splits=splits,
+        desired=desired,
     )
 
 
@@ -190,11 +232,13 @@ _LEAST_SPREAD = 1e-4  # is added to a standard deviation that divides, as TRL do
 
 @dataclass(eq=False)
 class Rollouts:
-    """A `RowSource`: each generation is written to rollouts.jsonl before the first step that learns from it.
+    """A `RowSource`: each generation is written to rollouts.jsonl before the first step that learns
+    from it.
 
-    text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights that answered; None
-    where those of the step itself are as good. scale_rewards: as the option. next_check: the first step that may find
-    whether a server uses the adapter; None if it is known. teacher: on a server, if one is asked.
+    text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights
+    that answered; None where those of the step itself are as good. scale_rewards: as the option.
+    next_check: the first step that may find whether a server uses the adapter; None if it is known.
+    teacher: on a server, if one is asked.
     """
 
     data: RunData
@@ -215,8 +259,8 @@ class Rollouts:
         """Give every step from `first` on; in the middle of a generation its answers are read back.
 
         Raises:
-            RolloutError: the engine or a reward function has failed. TrainingError: the file cannot be written, or
-            lacks answers. RunStopped: the ranks have agreed to stop.
+            RolloutError: the engine or a reward function has failed. TrainingError: the file cannot
+            be written, or lacks answers. RunStopped: the ranks have agreed to stop.
         """
         rollouts = self._kept(first)
         group_size = schedule.num_generations
@@ -229,22 +273,34 @@ class Rollouts:
             if iteration == 0:
                 release_cached_memory(self.ranks.device)
                 rollouts = self._generation(rows.reshape(-1, group_size), generation, step)
-                peak = gather_numbers([release_cached_memory(self.ranks.device)], torch.device("cpu")).max().item()
+                peak = (
+                    gather_numbers([release_cached_memory(self.ranks.device)], torch.device("cpu"))
+                    .max()
+                    .item()
+                )
                 memory = {"generation_memory_gib": round(peak, 3)} if peak else {}
                 position = mark_of(rollouts)
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
-                    f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others than those of the "
-                    "checkpoint. Restore it, or resume from the checkpoint of a step that is a multiple of "
-                    f"--num_iterations {schedule.num_iterations}."
+                    f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others "
+                    "than those of the checkpoint. Restore it, or resume from the checkpoint of a "
+                    f"step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
-            table = table_of(rollouts) if self.scorer.rewards else taught_table(rollouts, self.teacher)
-            metrics = metrics_of(rollouts, group_size) | {"generation_seconds": time.perf_counter() - started} | memory
+            table = (
+                table_of(rollouts) if self.scorer.rewards else taught_table(rollouts, self.teacher)
+            )
+            metrics = (
+                metrics_of(rollouts, group_size)
+                | {"generation_seconds": time.perf_counter() - started}
+                | memory
+            )
             yield StepRows(step, table, np.arange(len(rollouts)), position, metrics)
         self.scorer.close()
 
     def _kept(self, step: int) -> list[Rollout]:
-        """The last rollouts before a step, on every rank; none if they are damaged. What was written later goes."""
+        """The last rollouts before a step, on every rank; none if they are damaged. What was
+        written later goes.
+        """
         text = ""
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:
@@ -256,7 +312,9 @@ class Rollouts:
             return []
 
     def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
-        """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
+        """Complete the prompts of rows [prompts, completions]; called on every rank, with the same
+        result.
+        """
         prompts = [self.data.prompts[row] for row in rows.ravel()]
         completions = self.engine([prompt.ids for prompt in prompts], generation, step)
         answered = list(zip(prompts, completions, strict=True))
@@ -264,12 +322,23 @@ class Rollouts:
         if self.ranks.is_rank_0:
             self.scorer.start()
         score = partial(self.scorer.score, self._batch(answered), numbers)
-        values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
+        values = json.loads(
+            run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step)
+        )
         weights = [reward.weight for reward in self.scorer.rewards]
-        sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)] or [None] * len(answered)
+        sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)] or [
+            None
+        ] * len(answered)
         if set(sums) == {None} and values:
-            log.warning("Step %d learns nothing: no reward function gives a value for any of its answers.", step + 1)
-        gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
+            log.warning(
+                "Step %d learns nothing: no reward function gives a value for any of its answers.",
+                step + 1,
+            )
+        gains = (
+            advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards)
+            .ravel()
+            .tolist()
+        )
         rollouts = [
             Rollout(
                 step=step + 1,
@@ -295,7 +364,9 @@ class Rollouts:
                 self._check_server(table, logps, self.logprobs(table, at_start=True))
             rollouts = [
                 dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
-                for rollout, of_row in zip(rollouts, np.split(logps, table.offsets[1:-1]), strict=True)
+                for rollout, of_row in zip(
+                    rollouts, np.split(logps, table.offsets[1:-1]), strict=True
+                )
             ]
         with raise_on_all_ranks(RolloutError, self.ranks.device):
             if self.ranks.is_rank_0:
@@ -303,27 +374,38 @@ class Rollouts:
         return rollouts
 
     def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
-        """Decide whether a server uses the adapter, once its log-probabilities are nearer to one side by half.
+        """Decide whether a server uses the adapter, once its log-probabilities are nearer to one
+        side by half.
 
         Raises:
             RolloutError: it does not, and its answers would stay the base's.
         """
         sampled = table.sampled_logps
         count = table.num_targets.sum()
-        to_model, to_base = (float(np.abs(sampled - values).sum() / count) for values in (logps, base))
+        to_model, to_base = (
+            float(np.abs(sampled - values).sum() / count) for values in (logps, base)
+        )
         if 2 * to_base < to_model:
             raise RolloutError(
-                f"The server ignores the adapter: its log-probabilities are {to_base:.2g} from the base's and "
-                f"{to_model:.2g} from the adapted model's. vLLM ignores adapters of some layers, as of some experts: "
-                "use a version that reads them, or train without (--lora_target_parameters). If --temperature is not "
-                "1, it needs --logprobs-mode processed_logprobs."
+                f"The server ignores the adapter: its log-probabilities are {to_base:.2g} from the "
+                f"base's and {to_model:.2g} from the adapted model's. vLLM ignores adapters of "
+                "some layers, as of some experts: use a version that reads them, or train without "
+                "(--lora_target_parameters). If --temperature is not 1, it needs --logprobs-mode "
+                "processed_logprobs."
             )
         if 2 * to_model < to_base:
-            log.info("The server uses the adapter: it is %.2g from the model, %.2g from the base.", to_model, to_base)
+            log.info(
+                "The server uses the adapter: it is %.2g from the model, %.2g from the base.",
+                to_model,
+                to_base,
+            )
             self.next_check = None
 
     def _batch(self, answered: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
-        """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
+        """The arguments of reward functions, which are TRL's.
+
+        Answers to messages are messages too.
+        """
         prompts = [prompt for prompt, _ in answered]
         said = [completion.token_ids for _, completion in answered]
         texts: list[Any] = list(map(self.text_of, said))
@@ -331,23 +413,28 @@ class Rollouts:
             if not isinstance(prompt.content, str):
                 texts[place] = [{"role": "assistant", "content": texts[place]}]
         beside = [prompt.for_rewards for prompt in prompts]
-        columns = {name: [row.get(name) for row in beside] for name in dict.fromkeys(chain(*beside))}
+        columns = {
+            name: [row.get(name) for row in beside] for name in dict.fromkeys(chain(*beside))
+        }
         columns["prompts"] = [prompt.content for prompt in prompts]
         return columns | {"completions": texts, "completion_ids": said}
 
 
 def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """The sum of an answer's rewards; None if no function applies to it."""
-    weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+    weighted = [
+        weight * value for weight, value in zip(weights, values, strict=True) if value is not None
+    ]
     return sum(weighted) if weighted else None
 
 
 def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
-    """How much better each answer is than the mean of its group (Shao et al. 2024), as TRL computes it.
+    """How much better each answer is than the mean of its group (Shao et al. 2024), as TRL computes
+    it.
 
     Args:
-        rewards: float64 [groups, answers]; NaN for one without a reward, which counts for nothing and gets 0.
-        scale: "group", "batch" or "none": the standard deviation to divide by.
+        rewards: float64 [groups, answers]; NaN for one without a reward, which counts for nothing
+        and gets 0. scale: "group", "batch" or "none": the standard deviation to divide by.
     """
     masked = np.ma.masked_invalid(rewards)
     gains = masked - masked.mean(axis=1, keepdims=True)
@@ -378,7 +465,10 @@ def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, f
         for kind in ("mean", "min", "max"):
             metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
     metrics["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
-    return {name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item()) for name, value in metrics.items()}
+    return {
+        name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item())
+        for name, value in metrics.items()
+    }
 
 
 def _masked(values: Sequence[float | None]) -> Any:

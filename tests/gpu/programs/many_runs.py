@@ -2,8 +2,8 @@
 
     python -m tests.gpu.programs.many_runs FILE [--backend gloo]
 
-FILE has a list of {"port", "options"} as JSON: a free port for the ranks of each run, and its command line. The first
-run that fails ends the process: a GPU may be of no use after it.
+FILE has a list of {"port", "options"} as JSON: a free port for the ranks of each run, and its
+command line. The first run that fails ends the process: a GPU may be of no use after it.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""GPU memory of rank 0 of a run of a large model; the last line is {reserved, allocated, loaded, planned: bytes}.
+"""GPU memory of rank 0 of a run of a large model; the last line is {reserved, allocated, loaded,
+planned: bytes}.
 
-The model has its full depth, and no values: nothing is read or quantized. The other ranks are torch's fake process
-group, which sends nothing; so FSDP2 takes what it would take beside them.
+The model has its full depth, and no values: nothing is read or quantized. The other ranks are
+torch's fake process group, which sends nothing; so FSDP2 takes what it would take beside them.
 """
 
 import argparse
@@ -40,14 +41,20 @@ from fsdp_qlora.training.forward import likeliest_of_rows
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--layers", type=int, default=0, help="decoder blocks, if not the shape's own number")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="decoder blocks, if not the shape's own number"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", default="full_shard")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--memory_gib", type=float, default=24.0)
-    parser.add_argument("--distill", choices=["teacher", "student"], help="a teacher's pass alone, or a step on one's")
+    parser.add_argument(
+        "--distill",
+        choices=["teacher", "student"],
+        help="a teacher's pass alone, or a step on one's",
+    )
     return parser.parse_args(argv)
 
 
@@ -55,7 +62,10 @@ def told(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
     """What a teacher may say of the tokens of rows."""
     count = len(target_numbers(table, rows)["table_indices"])
     k = TrainConfig.top_k
-    return {"teacher_ids": torch.arange(k).repeat(count, 1), "teacher_logps": torch.zeros(count, k + 1)}
+    return {
+        "teacher_ids": torch.arange(k).repeat(count, 1),
+        "teacher_logps": torch.zeros(count, k + 1),
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +81,8 @@ def main(argv: list[str]) -> int:
         batch_size=args.batch_size,
         context_length=args.length,
         quant_cache="off",
-        **({"lora_rank": 1, "optimizer": ""} if args.distill == "teacher" else {}),  # as run_plan.teacher_config
+        # as run_plan.teacher_config
+        **({"lora_rank": 1, "optimizer": ""} if args.distill == "teacher" else {}),
         **({"objective": "distill", "teacher": "another"} if args.distill == "student" else {}),
     )
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -85,7 +96,9 @@ def main(argv: list[str]) -> int:
     mesh = build_mesh(ranks, sharding_strategy=args.strategy)
     parts = plan.meta.parts
     on_host = plan.meta.parts.on_host(placed.placement.offload)
-    shard_model(parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, on_host=on_host)
+    shard_model(
+        parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, on_host=on_host
+    )
     materialize(parts, ranks.device, on_host=on_host)
     keep_own_part(model)
     with torch.no_grad():
@@ -105,7 +118,9 @@ def main(argv: list[str]) -> int:
     loaded = torch.cuda.memory_allocated()
     for step in range(3):
         if args.distill == "teacher":
-            likeliest_of_rows(forward, data, np.arange(rows), Likeliest(options.top_k, config.vocab_size))
+            likeliest_of_rows(
+                forward, data, np.arange(rows), Likeliest(options.top_k, config.vocab_size)
+            )
         else:
             trainer.train_step(StepRows(step, data, np.arange(rows)))
     found = {

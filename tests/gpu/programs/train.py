@@ -1,6 +1,8 @@
-"""train.py with what its options do not say: python -m tests.gpu.programs.train --backend gloo -- OPTIONS.
+"""train.py with what its options do not say: python -m tests.gpu.programs.train --backend gloo --
+OPTIONS.
 
-Over gloo several ranks share a card, which NCCL refuses; --memory_mib takes away the rest of the card's memory.
+Over gloo several ranks share a card, which NCCL refuses; --memory_mib takes away the rest of the
+card's memory.
 """
 
 import argparse
@@ -9,7 +11,9 @@ from typing import Any
 
 
 def connect_by(backend: str) -> None:
-    """Let the ranks of this process's runs be connected by this backend, or as the program chooses if it is empty."""
+    """Let the ranks of this process's runs be connected by this backend, or as the program chooses
+    if it is empty.
+    """
     import torch.distributed as dist
 
     from fsdp_qlora.run import run

@@ -1,4 +1,6 @@
-"""Kernels of a decoder block in a micro-batch of qlora, and bytes kept of each token, as JSON: `blocks.py 8b`."""
+"""Kernels of a decoder block in a micro-batch of qlora, and bytes kept of each token, as JSON:
+`blocks.py 8b`.
+"""
 
 import json
 import sys
@@ -25,7 +27,14 @@ def main(shape: str) -> None:
                 kept = run()
             measured.append((counts.kernels, kept // TOKENS))
     blocks = BLOCKS - FEWER
-    print(json.dumps({how: [(a - b) / blocks for a, b in zip(*both, strict=True)] for how, both in found.items()}))
+    print(
+        json.dumps(
+            {
+                how: [(a - b) / blocks for a, b in zip(*both, strict=True)]
+                for how, both in found.items()
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""train.py, and another program that takes memory of its GPU after the first step. LEFT is the share of what a step
-needs that remains; a rank without it has no such neighbour."""
+"""train.py, and another program that takes memory of its GPU after the first step. LEFT is the
+share of what a step needs that remains; a rank without it has no such neighbour.
+"""
 
 import ctypes
 import os

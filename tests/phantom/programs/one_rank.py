@@ -1,4 +1,6 @@
-"""A known number of kernels, copies, waits and allocations; the last line is what the recorder says of them."""
+"""A known number of kernels, copies, waits and allocations; the last line is what the recorder says
+of them.
+"""
 
 import json
 
@@ -13,7 +15,8 @@ def main() -> None:
     device = torch.ones(1000, device="cuda")
     left = torch.ones(64, 32, device="cuda")
     right = torch.ones(32, 16, device="cuda")
-    (left @ right).sum().item()  # the workspaces of matrix products and of reading back are allocated here
+    # the workspaces of matrix products and of reading back are allocated here
+    (left @ right).sum().item()
     pageable = torch.ones(1000)
     pinned = torch.ones(1000).pin_memory()
     torch.cuda.synchronize()
@@ -31,7 +34,9 @@ def main() -> None:
 
 
 def most_found() -> int:
-    """The largest of what `nonzero` and `argmin` find where large numbers of the host lay just before."""
+    """The largest of what `nonzero` and `argmin` find where large numbers of the host lay just
+    before.
+    """
     most = 0
     for size in (1, 2, 4, 64, 100):
         mask = torch.zeros(64, dtype=torch.bool, device="cuda")

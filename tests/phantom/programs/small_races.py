@@ -1,4 +1,5 @@
-"""Small uses of streams, pinned memory and collectives: each once as it should be, and once with a fault.
+"""Small uses of streams, pinned memory and collectives: each once as it should be, and once with a
+fault.
 
 The last line is JSON: {name: [findings of the right one, findings of the wrong one]}.
 """
@@ -103,4 +104,8 @@ PROGRAMS = [
 
 if __name__ == "__main__":
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
-    print(json.dumps({each.__name__: [findings(each, True), findings(each, False)] for each in PROGRAMS}))
+    print(
+        json.dumps(
+            {each.__name__: [findings(each, True), findings(each, False)] for each in PROGRAMS}
+        )
+    )

@@ -1,4 +1,6 @@
-"""Collectives of known bytes on two ranks; the last line is what the recorder says of them, and what arrived."""
+"""Collectives of known bytes on two ranks; the last line is what the recorder says of them, and
+what arrived.
+"""
 
 import json
 import os
@@ -34,9 +36,20 @@ def main() -> None:
     mine = torch.tensor([rank + 1], device="cuda")
     dist.broadcast(mine, src=1)
     sent = mine.tolist()
-    dist.all_gather_object(objects, f"{' ' * LONG}rank {rank}")  # as long as what ranks say of a checkpoint
+    # as long as what ranks say of a checkpoint
+    dist.all_gather_object(objects, f"{' ' * LONG}rank {rank}")
     objects = [text.strip() for text in objects]
-    print(json.dumps({**counts.summary(), "gathered": gathered, "summed": summed, "sent": sent, "objects": objects}))
+    print(
+        json.dumps(
+            {
+                **counts.summary(),
+                "gathered": gathered,
+                "summed": summed,
+                "sent": sent,
+                "objects": objects,
+            }
+        )
+    )
     dist.destroy_process_group()
 
 

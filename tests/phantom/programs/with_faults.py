@@ -1,4 +1,6 @@
-"""A command of fsdp_qlora with a fault in what it does on a GPU: `with_faults.py FAULT COMMAND WORDS...`."""
+"""A command of fsdp_qlora with a fault in what it does on a GPU: `with_faults.py FAULT COMMAND
+WORDS...`.
+"""
 
 import runpy
 import sys
@@ -10,18 +12,28 @@ import torch
 from tests.phantom.programs.with_races import FSDP2, OURS, Fault
 
 
-def copy_next_rows(copy: Any, target: torch.Tensor, source: torch.Tensor, **options: Any) -> torch.Tensor:
+def copy_next_rows(
+    copy: Any, target: torch.Tensor, source: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """As if a shard began one row later."""
-    copied: torch.Tensor = copy(target, source.roll(-1, 0) if source.dim() > 1 else source, **options)
+    copied: torch.Tensor = copy(
+        target, source.roll(-1, 0) if source.dim() > 1 else source, **options
+    )
     return copied
 
 
-def copy_as_bf16(copy: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_as_bf16(
+    copy: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> None:
     """Bytes, and codes that are stored as fp32, go through a gather that is one of bf16."""
 
     def as_bf16(tensor: torch.Tensor) -> torch.Tensor:
         is_even = tensor.numel() * tensor.itemsize % 2 == 0
-        return tensor.view(torch.bfloat16) if is_even and tensor.dtype in (torch.uint8, torch.float32) else tensor
+        return (
+            tensor.view(torch.bfloat16)
+            if is_even and tensor.dtype in (torch.uint8, torch.float32)
+            else tensor
+        )
 
     copy([*map(as_bf16, targets)], [*map(as_bf16, sources)])
 

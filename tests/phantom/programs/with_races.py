@@ -1,7 +1,7 @@
 """A command of fsdp_qlora under the race checker: `with_races.py OUT.json FAULT COMMAND WORDS...`.
 
-FAULT is "none" or one of `FAULTS`, which are made in torch's functions where the program (or FSDP2) calls them.
-OUT.json gets what was found and what was looked at; "{rank}" in it becomes the rank.
+FAULT is "none" or one of `FAULTS`, which are made in torch's functions where the program (or FSDP2)
+calls them. OUT.json gets what was found and what was looked at; "{rank}" in it becomes the rank.
 """
 
 import json
@@ -22,7 +22,8 @@ FSDP2 = "/_fully_shard/"
 
 
 class Fault(NamedTuple):
-    """`instead(original, *args)` is called where a file whose path has `called_from` calls `owner.name`.
+    """`instead(original, *args)` is called where a file whose path has `called_from` calls
+    `owner.name`.
 
     within: only if a function whose name begins with this is being run.
     """

@@ -1,6 +1,7 @@
 """A command of fsdp_qlora in which tokens reach experts: `with_routes.py COMMAND WORDS...`.
 
-No kernel counts them here. The host reads the counts as ever, and then takes those of the routing's worst case.
+No kernel counts them here. The host reads the counts as ever, and then takes those of the routing's
+worst case.
 """
 
 import runpy

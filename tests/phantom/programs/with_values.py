@@ -1,4 +1,6 @@
-"""Operators and collectives on two ranks with values; the last line says for each whether it is that of the CPU."""
+"""Operators and collectives on two ranks with values; the last line says for each whether it is
+that of the CPU.
+"""
 
 import json
 import os
@@ -30,10 +32,14 @@ def with_gradients(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) 
     leaves = [each.detach().requires_grad_() for each in inputs]
     outcome = compute(*leaves)
     outcome.float().square().sum().backward()
-    return torch.cat([each.detach().float().flatten() for each in (outcome, *(leaf.grad for leaf in leaves))])
+    return torch.cat(
+        [each.detach().float().flatten() for each in (outcome, *(leaf.grad for leaf in leaves))]
+    )
 
 
-def attention(device: torch.device, backend: SDPBackend, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+def attention(
+    device: torch.device, backend: SDPBackend, dtype: torch.dtype, **options: Any
+) -> torch.Tensor:
     """Of the kernel on the device; the CPU multiplies out, in the same dtype's numbers."""
     q, k, v = (drawn(2, heads, 24, 32, dtype=dtype).to(device) for heads in (4, 2, 2))
     mask = options.pop("mask", None)
@@ -43,11 +49,15 @@ def attention(device: torch.device, backend: SDPBackend, dtype: torch.dtype, **o
         options |= {} if device == GPU or mask is None else {"attn_mask": mask.to(dtype).float()}
         if backend == SDPBackend.EFFICIENT_ATTENTION:  # has no heads that share keys
             k, v = (each.repeat_interleave(2, 1) for each in (k, v))
-        return with_gradients(lambda *qkv: F.scaled_dot_product_attention(*qkv, enable_gqa=True, **options), q, k, v)
+        return with_gradients(
+            lambda *qkv: F.scaled_dot_product_attention(*qkv, enable_gqa=True, **options), q, k, v
+        )
 
 
 def with_dropout(device: torch.device, backend: SDPBackend, dtype: torch.dtype) -> torch.Tensor:
-    """1 if the pass backward drops what the forward has dropped: the outcome is linear in the values."""
+    """1 if the pass backward drops what the forward has dropped: the outcome is linear in the
+    values.
+    """
     q, k, v = (drawn(1, 2, 24, 32 + i).to(device, dtype)[..., :32].contiguous() for i in range(3))
     v.requires_grad_()
     with sdpa_kernel(backend if device == GPU else SDPBackend.MATH):
@@ -62,11 +72,18 @@ def packed_attention(device: torch.device) -> torch.Tensor:
     q, k, v = (drawn(24, 4, 32, dtype=torch.bfloat16).to(device) for _ in range(3))
     if device == GPU:
         ends = torch.tensor([0, 10, 24], dtype=torch.int32, device=GPU)
-        return with_gradients(lambda *qkv: varlen_attn(*qkv, ends, ends, 14, 14, window_size=(-1, 0)), q, k, v)
+        return with_gradients(
+            lambda *qkv: varlen_attn(*qkv, ends, ends, 14, 14, window_size=(-1, 0)), q, k, v
+        )
 
     def compute(*qkv: torch.Tensor) -> torch.Tensor:
         parts = zip(*(each.float().transpose(0, 1).split([10, 14], 1) for each in qkv), strict=True)
-        return torch.cat([F.scaled_dot_product_attention(*part, is_causal=True).transpose(0, 1) for part in parts])
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(*part, is_causal=True).transpose(0, 1)
+                for part in parts
+            ]
+        )
 
     return with_gradients(compute, q, k, v)
 
@@ -81,7 +98,11 @@ def mixed(device: torch.device) -> torch.Tensor:
 def dropped(device: torch.device) -> torch.Tensor:
     torch.manual_seed(5)
     return torch.stack(
-        [F.dropout(drawn(64).to(device)), F.dropout(drawn(64).to(device)), torch.rand(64, device=device)]
+        [
+            F.dropout(drawn(64).to(device)),
+            F.dropout(drawn(64).to(device)),
+            torch.rand(64, device=device),
+        ]
     )
 
 
@@ -103,7 +124,9 @@ def in_a_thread(device: torch.device) -> torch.Tensor:
 
 def inferred(device: torch.device) -> torch.Tensor:
     with torch.inference_mode():
-        made = F.linear(drawn(2, 3, 8).to(device), drawn(4, 8).to(device), drawn(4).to(device)).softmax(-1)
+        made = F.linear(
+            drawn(2, 3, 8).to(device), drawn(4, 8).to(device), drawn(4).to(device)
+        ).softmax(-1)
         return made.to(torch.float64).cpu()
 
 
@@ -111,8 +134,12 @@ BF16 = torch.bfloat16
 FLASH = SDPBackend.FLASH_ATTENTION
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
 OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
-    "layer norm": lambda d: with_gradients(lambda x, w: F.layer_norm(x, (8,), w), drawn(4, 8).to(d), drawn(8).to(d)),
-    "rms norm": lambda d: with_gradients(lambda x, w: F.rms_norm(x, (8,), w), drawn(4, 8).to(d), drawn(8).to(d)),
+    "layer norm": lambda d: with_gradients(
+        lambda x, w: F.layer_norm(x, (8,), w), drawn(4, 8).to(d), drawn(8).to(d)
+    ),
+    "rms norm": lambda d: with_gradients(
+        lambda x, w: F.rms_norm(x, (8,), w), drawn(4, 8).to(d), drawn(8).to(d)
+    ),
     "softmax to float32": lambda d: drawn(4, 8, dtype=BF16).to(d).softmax(-1, dtype=torch.float32),
     "flash": lambda d: attention(d, FLASH, BF16, is_causal=True),
     "efficient": lambda d: attention(d, EFFICIENT, torch.float32, is_causal=True),
@@ -122,7 +149,9 @@ OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "packed": packed_attention,
     "nonzero": lambda d: (drawn(64).to(d) > 0).nonzero(),
     "a mask as an index": lambda d: drawn(64).to(d)[drawn(64).to(d) > 0],
-    "convolution without cuDNN": lambda d: F.conv2d(drawn(1, 3, 8, 8).to(d), drawn(4, 3, 2, 2).to(d)),
+    "convolution without cuDNN": lambda d: F.conv2d(
+        drawn(1, 3, 8, 8).to(d), drawn(4, 3, 2, 2).to(d)
+    ),
     "singular values without cuSOLVER": lambda d: torch.linalg.svdvals(drawn(6, 4).to(d)),
     "triangular system without cuBLAS": lambda d: torch.linalg.solve_triangular(
         drawn(6, 6).tril().to(d), drawn(6, 4).to(d), upper=False, unitriangular=True
@@ -144,7 +173,9 @@ def error_of(compute: Callable[[torch.device], torch.Tensor]) -> float:
 
 
 def collectives(rank: int) -> dict[str, bool]:
-    """Whether numbers of two ranks arrive as they must, for messages above those that pass without values."""
+    """Whether numbers of two ranks arrive as they must, for messages above those that pass without
+    values.
+    """
     size = 1 << 18
     other = 1 - rank
     mine = torch.arange(2 * size, device=GPU, dtype=torch.float32) * (rank + 1)
@@ -160,7 +191,9 @@ def collectives(rank: int) -> dict[str, bool]:
     exchanged = torch.empty_like(mine)
     dist.all_to_all_single(exchanged, mine)
     sent = torch.empty_like(mine)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, sent, other)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, sent, other)]
+    ):
         work.wait()
     scaled = mine.clone()
     dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(0.5))
@@ -188,9 +221,14 @@ def bytes_as_bf16(copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> int:
 def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    found: dict[str, Any] = {"errors": {name: error_of(compute) for name, compute in OPERATORS.items()}}
+    found: dict[str, Any] = {
+        "errors": {name: error_of(compute) for name, compute in OPERATORS.items()}
+    }
     found["arrived"] = collectives(rank)
-    found["changed"] = [bytes_as_bf16(torch.Tensor.copy_), bytes_as_bf16(lambda to, x: torch._foreach_copy_([to], [x]))]
+    found["changed"] = [
+        bytes_as_bf16(torch.Tensor.copy_),
+        bytes_as_bf16(lambda to, x: torch._foreach_copy_([to], [x])),
+    ]
     found["strays"] = strays()
     with _disable_current_modes():
         torch.ones(4, device=GPU).add_(1)

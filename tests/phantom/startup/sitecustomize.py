@@ -1,7 +1,8 @@
 """Python imports this by itself where its folder is on PYTHONPATH.
 
-With PHANTOM_SUMMARY set, the whole process is recorded, and at its end its counts are written there as JSON ("{rank}"
-in the name becomes the rank). With PHANTOM_VALUES=1 its operators are computed (values/process.py).
+With PHANTOM_SUMMARY set, the whole process is recorded, and at its end its counts are written there
+as JSON ("{rank}" in the name becomes the rank). With PHANTOM_VALUES=1 its operators are computed
+(values/process.py).
 """
 
 import atexit
@@ -30,7 +31,9 @@ def _record(path: Path) -> None:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Compute from the moment on that torch is imported, which programs do after they have set its variables."""
+    """Compute from the moment on that torch is imported, which programs do after they have set its
+    variables.
+    """
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None

@@ -1,6 +1,7 @@
 """Attention of the device's fused kernels, which the CPU lacks, in float32.
 
-Shapes: B batch, H query heads, L queries, S keys, D head dim. Keys may have fewer heads than queries.
+Shapes: B batch, H query heads, L queries, S keys, D head dim. Keys may have fewer heads than
+queries.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,9 @@ Seed = tuple[int, int]  # of the device's generator: seed and offset
 
 
 class Sequences(NamedTuple):
-    """Queries and keys that attend to each other. Views: what is copied into them is the operator's output."""
+    """Queries and keys that attend to each other. Views: what is copied into them is the operator's
+    output.
+    """
 
     of_queries: list[torch.Tensor]  # each [B, H, L, D]
     of_keys: list[torch.Tensor]  # each [B, H or fewer, S, D]
@@ -30,7 +33,8 @@ class Rule(NamedTuple):
     bias: torch.Tensor | None  # broadcasts to [B, H, L, S]
     left: int  # keys before a query's own place, -1 for all
     right: int  # keys after it
-    is_aligned_to_end: bool  # the last query's own place is the last key, else the first one's is the first
+    # the last query's own place is the last key, else the first one's is the first
+    is_aligned_to_end: bool
     dropout: float
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -48,11 +52,15 @@ class Rule(NamedTuple):
         return scores.masked_fill(hidden, float("-inf"))
 
     def kept(self, shares: torch.Tensor, seed: Seed, number: int) -> torch.Tensor | float:
-        """Factors of dropout for the sequence with this number: the backward pass finds the same."""
+        """Factors of dropout for the sequence with this number:
+        the backward pass finds the same.
+        """
         if not self.dropout:
             return 1.0
         generator = torch.Generator().manual_seed(seed_of(*seed, number))
-        return (torch.rand(shares.shape, generator=generator) >= self.dropout).float() / (1 - self.dropout)
+        return (torch.rand(shares.shape, generator=generator) >= self.dropout).float() / (
+            1 - self.dropout
+        )
 
 
 def is_flash(given: dict[str, Any]) -> bool:
@@ -74,13 +82,20 @@ def rule_of(given: dict[str, Any]) -> Rule:
 
 
 def sequences(
-    given: dict[str, Any], like_queries: Sequence[torch.Tensor], like_keys: Sequence[torch.Tensor], lse: torch.Tensor
+    given: dict[str, Any],
+    like_queries: Sequence[torch.Tensor],
+    like_keys: Sequence[torch.Tensor],
+    lse: torch.Tensor,
 ) -> Iterator[Sequences]:
-    """Tensors of an operator as [B, H, L, D]. SDPA's are, flash's are [B, L, H, D] or, packed, [all tokens, H, D]."""
+    """Tensors of an operator as [B, H, L, D]. SDPA's are, flash's are [B, L, H, D] or, packed, [all
+    tokens, H, D].
+    """
     if not is_flash(given):
         yield Sequences([*like_queries], [*like_keys], lse)
     elif given["cum_seq_q"] is None:
-        yield Sequences([x.transpose(1, 2) for x in like_queries], [x.transpose(1, 2) for x in like_keys], lse)
+        yield Sequences(
+            [x.transpose(1, 2) for x in like_queries], [x.transpose(1, 2) for x in like_keys], lse
+        )
     else:
         ends_q = alias(given["cum_seq_q"]).tolist()
         ends_k = alias(given["cum_seq_k"]).tolist()
@@ -118,10 +133,13 @@ def forward(func: Any, args: Any, kwargs: Any) -> Any:
         lse = scores.logsumexp(-1)
         shares = shares_of(scores, lse)
         out.copy_(torch.matmul(shares * rule.kept(shares, seed, number), v))
-        if part.lse.numel():  # the memory-efficient kernel has none where no gradient is needed, else it is padded
+        # the memory-efficient kernel has none where no gradient is needed, else it is padded
+        if part.lse.numel():
             part.lse[..., : q.shape[2]].copy_(lse)
     if rule.dropout:
-        keep_seed(dict(zip((each.name for each in func._schema.returns), outputs, strict=True)), seed)
+        keep_seed(
+            dict(zip((each.name for each in func._schema.returns), outputs, strict=True)), seed
+        )
     return outputs
 
 
@@ -134,7 +152,9 @@ def backward(func: Any, args: Any, kwargs: Any) -> Any:
     rule = rule_of(given)
     seed = saved_seed(given) if rule.dropout else (0, 0)
     outputs = launched(func, args, kwargs)
-    grad, q, k, v, out = (alias(given[name]) for name in (next(iter(given)), "query", "key", "value", "out"))
+    grad, q, k, v, out = (
+        alias(given[name]) for name in (next(iter(given)), "query", "key", "value", "out")
+    )
     made = [alias(x) for x in outputs[:3]]
     parts = sequences(given, [grad, q, out, made[0]], [k, v, *made[1:]], alias(given["logsumexp"]))
     for number, part in enumerate(parts):
@@ -149,7 +169,9 @@ def backward(func: Any, args: Any, kwargs: Any) -> Any:
         of_k = torch.matmul(of_scores.mT, q) * rule.scale
         of_v = torch.matmul((shares * kept).mT, grad)
         of_k, of_v = (x.unflatten(1, (groups, -1)).sum(2) for x in (of_k, of_v))
-        for target, value in zip([part.of_queries[3], *part.of_keys[2:]], (of_q, of_k, of_v), strict=True):
+        for target, value in zip(
+            [part.of_queries[3], *part.of_keys[2:]], (of_q, of_k, of_v), strict=True
+        ):
             target.copy_(value)
         if rule.bias is not None and outputs[3] is not None:
             alias(outputs[3]).copy_(of_scores.sum_to_size(outputs[3].shape))
@@ -157,7 +179,9 @@ def backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def seeds_in(named: dict[str, Any]) -> list[torch.Tensor]:
-    """Where the kernels keep the seed and the offset of their dropout: in one tensor, or in one for each."""
+    """Where the kernels keep the seed and the offset of their dropout: in one tensor, or in one for
+    each.
+    """
     names = ("rng_state", "philox_seed", "philox_offset")
     return [alias(named[name]).view(torch.int64) for name in names if name in named]
 
@@ -170,7 +194,9 @@ def keep_seed(outputs: dict[str, Any], seed: Seed) -> None:
 
 
 def saved_seed(given: dict[str, Any]) -> Seed:
-    seed, offset, *_ = (number for tensor in seeds_in(given) for number in tensor.flatten().tolist())
+    seed, offset, *_ = (
+        number for tensor in seeds_in(given) for number in tensor.flatten().tolist()
+    )
     return seed, offset
 
 

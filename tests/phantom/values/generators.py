@@ -1,7 +1,9 @@
-"""Random numbers: those that the CPU's generator would draw from the same seed after the same draws.
+"""Random numbers: those that the CPU's generator would draw from the same seed after the same
+draws.
 
-So dropout and sampling on the device equal those of a run on the CPU. The device's generator only has a seed and an
-offset, and programs put them back to draw the same again, as recompute does: the CPU's states are kept by these two.
+So dropout and sampling on the device equal those of a run on the CPU. The device's generator only
+has a seed and an offset, and programs put them back to draw the same again, as recompute does: the
+CPU's states are kept by these two.
 """
 
 import contextlib
@@ -28,7 +30,9 @@ class Place(NamedTuple):
 
 
 def place_of(args: Any, kwargs: Any) -> Place | None:
-    """Where the generator is that an operator with these arguments draws from; None if it is one of the CPU."""
+    """Where the generator is that an operator with these arguments draws from; None if it is one of
+    the CPU.
+    """
     given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
     generator = next(given, None) or torch.cuda.default_generators[torch.cuda.current_device()]
     if generator.device.type != "cuda":
@@ -50,7 +54,10 @@ def seed_of(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def drawing(place: Place | None) -> Iterator[None]:
-    """Let the CPU draw as from `place`. The device's generator has moved on before, or it does now."""
+    """Let the CPU draw as from `place`.
+
+    The device's generator has moved on before, or it does now.
+    """
     if place is None:
         yield
         return

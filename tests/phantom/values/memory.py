@@ -1,4 +1,6 @@
-"""Memory of the device, which on the stand-in is address space of this process, as tensors of the CPU."""
+"""Memory of the device, which on the stand-in is address space of this process, as tensors of the
+CPU.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,13 +11,17 @@ CPU = torch.device("cpu")
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor with the same bytes, which shares them: no copy, any stride. A CPU tensor is returned as it is."""
+    """A CPU tensor with the same bytes, which shares them: no copy, any stride. A CPU tensor is
+    returned as it is.
+    """
     if tensor.device.type != "cuda":
         return tensor
     storage = tensor.untyped_storage()
     if not storage.nbytes():  # has no address
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=CPU)
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), CPU, storage.nbytes()
+    )
     found = torch.empty(0, dtype=tensor.dtype, device=CPU)
     found.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
     found = torch._conj(found) if tensor.is_conj() else found
@@ -72,7 +78,9 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def fill(func: Any, outputs: Any, values: Any) -> None:
-    """Write values into the outputs that an operator has made; those that are its arguments have theirs by now."""
+    """Write values into the outputs that an operator has made; those that are its arguments have
+    theirs by now.
+    """
     returns = func._schema.returns
     if len(returns) == 1:
         outputs = [outputs]
@@ -85,7 +93,9 @@ def fill(func: Any, outputs: Any, values: Any) -> None:
 def _fill(output: Any, value: Any) -> None:
     if isinstance(output, torch.Tensor) and value is not None:
         # copy_ would broadcast, and hide that the two do not mean the same.
-        assert output.numel() == value.numel(), f"{tuple(output.shape)} on the device, {tuple(value.shape)} on the CPU"
+        assert output.numel() == value.numel(), (
+            f"{tuple(output.shape)} on the device, {tuple(value.shape)} on the CPU"
+        )
         alias(output).copy_(value)
     elif isinstance(output, (list, tuple)):
         for each, its in zip(output, value, strict=True):
@@ -93,7 +103,9 @@ def _fill(output: Any, value: Any) -> None:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill new memory with what no program may read: NaN, or integers that are no index of anything."""
+    """Fill new memory with what no program may read: NaN, or integers that are no index of
+    anything.
+    """
     memory = alias(tensor)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         memory.fill_(float("nan"))

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 
 from tests.phantom.values.memory import alias, fill, on_cpu
-from tests.phantom.values.ways import Way, both, by_name, compute_widened, cpu_alone, launched, noted
+from tests.phantom.values.ways import (
+    Way,
+    both,
+    by_name,
+    compute_widened,
+    cpu_alone,
+    launched,
+    noted,
+)
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -33,7 +41,9 @@ def with_dtype(func: Any, args: Any, kwargs: Any) -> Any:
     """mm.dtype, bmm.dtype, addmm.dtype, baddbmm.dtype: products of 16 bits, kept in float32."""
     made = launched(func, args, kwargs)
     product = getattr(torch, func._schema.name.removeprefix("aten::"))
-    alias(made).copy_(product(*floats(*(each for each in args if isinstance(each, torch.Tensor))), **kwargs))
+    alias(made).copy_(
+        product(*floats(*(each for each in args if isinstance(each, torch.Tensor))), **kwargs)
+    )
     return made
 
 
@@ -91,13 +101,20 @@ def weight_of(given: dict[str, Any]) -> torch.Tensor | float:
 
 
 def foreach_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """The device's kernel reads 16-bit floats as float32 and back, which makes every NaN 0x7fff (pytorch#159333).
+    """The device's kernel reads 16-bit floats as float32 and back, which makes every NaN 0x7fff
+    (pytorch#159333).
 
-    It changes bytes that only travel as bf16, as those of quantized weights do. The CPU's form does not.
+    It changes bytes that only travel as bf16, as those of quantized weights do. The CPU's form does
+    not.
     """
     outputs = both(func, args, kwargs)
     for target, source in zip(args[0], args[1], strict=True):
-        if target.is_cuda and source.is_cuda and target.dtype == source.dtype and target.dtype in HALVES:
+        if (
+            target.is_cuda
+            and source.is_cuda
+            and target.dtype == source.dtype
+            and target.dtype in HALVES
+        ):
             own = alias(target)
             if (nans := own.isnan()).any():
                 noted["words changed to 0x7fff by _foreach_copy_"] += int(nans.sum())

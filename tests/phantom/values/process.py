@@ -1,4 +1,6 @@
-"""Values for a whole process, in all its threads: startup/sitecustomize.py calls `install` with PHANTOM_VALUES=1."""
+"""Values for a whole process, in all its threads: startup/sitecustomize.py calls `install` with
+PHANTOM_VALUES=1.
+"""
 
 import atexit
 import ctypes
@@ -28,7 +30,9 @@ def install() -> None:
 
 
 def start_with_threads() -> None:
-    """Modes are of a thread. autograd's threads take on that of their pass, those of Python begin with it here."""
+    """Modes are of a thread. autograd's threads take on that of their pass, those of Python begin
+    with it here.
+    """
     begin: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def begin_with_values(self: threading.Thread) -> None:
@@ -70,7 +74,9 @@ def strays() -> dict[str, int]:
 
 
 def report(process: int) -> None:
-    """Say what is missing: to the file that PHANTOM_VALUES_REPORT names, else a line if there is something."""
+    """Say what is missing: to the file that PHANTOM_VALUES_REPORT names, else a line if there is
+    something.
+    """
     if os.getpid() != process:  # a forked child
         return
     path = os.environ.get("PHANTOM_VALUES_REPORT")

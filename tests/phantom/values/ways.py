@@ -1,4 +1,6 @@
-"""Ways to compute an operator. Each is `way(func, args, kwargs)` and returns what the operator returns."""
+"""Ways to compute an operator. Each is `way(func, args, kwargs)` and returns what the operator
+returns.
+"""
 
 import contextlib
 import ctypes
@@ -16,20 +18,29 @@ from tests.phantom.values.memory import bind, fill, on_cpu, on_device, poison, t
 
 Way = Callable[[Any, Any, Any], Any]
 IS_POISONED = os.environ.get("PHANTOM_POISON") == "1"
-# Their functions fail on the stand-in, which lacks these libraries. NVRTC compiles some of torch's kernels at run time.
-LACKING = re.compile(r"cu(dnn|solver|fft|sparse|blas)\w* error|calling .cublas|NVRTC", re.IGNORECASE)
+# Their functions fail on the stand-in, which lacks these libraries. NVRTC compiles some of torch's
+# kernels at run time.
+LACKING = re.compile(
+    r"cu(dnn|solver|fft|sparse|blas)\w* error|calling "
+    r".cublas|NVRTC",
+    re.IGNORECASE,
+)
 noted: Counter[str] = Counter()  # operators that are computed otherwise than one would think
 
 
 @functools.cache
 def library() -> Any:
-    """The runtime of the stand-in. A PyDLL keeps Python's lock: its functions are short, and one calls Python."""
+    """The runtime of the stand-in. A PyDLL keeps Python's lock: its functions are short, and one
+    calls Python.
+    """
     return ctypes.PyDLL(None)
 
 
 @contextlib.contextmanager
 def covered() -> Iterator[None]:
-    """Kernels that this thread launches meanwhile are computed by the caller: they are no strays."""
+    """Kernels that this thread launches meanwhile are computed by the caller:
+    they are no strays.
+    """
     library().phantom_cover(1)
     try:
         yield
@@ -38,12 +49,16 @@ def covered() -> Iterator[None]:
 
 
 def native(func: Any, args: Any, kwargs: Any) -> Any:
-    """The device's form alone: views, collectives. Copies of bytes are real; a kernel would be a stray."""
+    """The device's form alone: views, collectives. Copies of bytes are real; a kernel would be a
+    stray.
+    """
     return func(*args, **kwargs)
 
 
 def launched(func: Any, args: Any, kwargs: Any) -> Any:
-    """The device's form, whose checks, allocations, streams and waits are real, and whose outputs the caller fills."""
+    """The device's form, whose checks, allocations, streams and waits are real, and whose outputs
+    the caller fills.
+    """
     with covered():
         return func(*args, **kwargs)
 
@@ -58,9 +73,14 @@ def uninitialized(func: Any, args: Any, kwargs: Any) -> Any:
 
 def both(func: Any, args: Any, kwargs: Any) -> Any:
     """The device's form, and then the CPU's in the same memory."""
-    # Where it writes tensors of both, such as the gradients of an offloaded and of a resident parameter, the device's
-    # form has really computed those of the CPU, and they would be computed twice.
-    on_host = [(tensor, tensor.clone()) for tensor in tensors_in(written(func, args, kwargs)) if not tensor.is_cuda]
+    # Where it writes tensors of both, such as the gradients of an offloaded and of a resident
+    # parameter, the device's form has really computed those of the CPU, and they would be computed
+    # twice.
+    on_host = [
+        (tensor, tensor.clone())
+        for tensor in tensors_in(written(func, args, kwargs))
+        if not tensor.is_cuda
+    ]
     try:
         outputs = launched(func, args, kwargs)
     except RuntimeError as error:
@@ -75,7 +95,9 @@ def both(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def cpu_alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """The CPU's form alone, where the device's would read on the host what its kernels have found."""
+    """The CPU's form alone, where the device's would read on the host what its kernels
+    have found.
+    """
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     place = place_of(args, kwargs) if is_random else None
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_cuda]
@@ -91,11 +113,17 @@ def cpu_alone(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def random(func: Any, args: Any, kwargs: Any) -> Any:
-    """As `both`, with the CPU's random numbers for the place of the device's generator (generators.py)."""
+    """As `both`, with the CPU's random numbers for the place of the device's generator
+    (generators.py).
+    """
     place = place_of(args, kwargs)
     outputs = launched(func, args, kwargs)
     with drawing(place):
-        fill(func, outputs, compute(func, without_generator(on_cpu(args)), without_generator(on_cpu(kwargs))))
+        fill(
+            func,
+            outputs,
+            compute(func, without_generator(on_cpu(args)), without_generator(on_cpu(kwargs))),
+        )
     return outputs
 
 
@@ -111,7 +139,9 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def compute_widened(func: Any, args: Any, kwargs: Any) -> Any:
-    """The CPU's form in float32 for tensors of 16 bits. Those that it writes are rounded at the end."""
+    """The CPU's form in float32 for tensors of 16 bits. Those that it writes are rounded at the
+    end.
+    """
     narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def widen(value: Any) -> Any:
