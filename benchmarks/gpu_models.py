@@ -36,7 +36,7 @@ from benchmarks.gpu_steps import Batch, measure
 from benchmarks.one_rank import limit_memory
 from fsdp_qlora.distributed.ranks import Ranks, read_ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
-from fsdp_qlora.model.quantizers.routed import loops_over_experts
+from fsdp_qlora.model.experts import loops_over_experts
 
 # The blocks of Qwen3-30B-A3B.
 _MIXTURE = {

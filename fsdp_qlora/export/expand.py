@@ -26,8 +26,9 @@ from fsdp_qlora.export.model_folder import (
 )
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.decoder import find_blocks
+from fsdp_qlora.model.experts import loops_over_experts
 from fsdp_qlora.model.quantizers.packed import take_packed
-from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
+from fsdp_qlora.model.quantizers.routed import is_transposed
 from fsdp_qlora.sharding.loading.heads import settle_head
 from fsdp_qlora.sharding.loading.load_weights import describe_left_out, match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles

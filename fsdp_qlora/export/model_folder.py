@@ -19,12 +19,12 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.config.train_types import QUANT_TYPES
 from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.experts import quantizable_weights, route_experts
 from fsdp_qlora.model.quantizers.base import packed_forms
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.model.quantizers.e2m1 import global_scale
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES
-from fsdp_qlora.model.quantizers.routed import quantizable_weights, route_experts
 from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, MODELOPT_FILE
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.model.quantizers.written import compressed_config, compressed_forms

@@ -45,7 +45,7 @@ from fsdp_qlora.model.architecture.models import (
     generation_config_with,
     persistent_buffers,
 )
-from fsdp_qlora.model.quantizers.routed import expert_parameters
+from fsdp_qlora.model.experts import expert_parameters
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.heads import with_own_head
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights

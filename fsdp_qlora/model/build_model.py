@@ -27,14 +27,10 @@ from fsdp_qlora.model.architecture.fused import fuse_modules
 from fsdp_qlora.model.architecture.models import block_linears, build_meta_model, read_directly
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
+from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.model.quantizers.routed import (
-    experts_forward,
-    quantizable_weights,
-    route_experts,
-    router_linears,
-)
+from fsdp_qlora.model.quantizers.routed import experts_forward
 from fsdp_qlora.model.quantizers.scaled import choose_quantized
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError

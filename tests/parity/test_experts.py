@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.model.adapters.first_values import LiveValues
-from fsdp_qlora.model.quantizers.routed import expert_parameters, route_experts, router_linears
+from fsdp_qlora.model.experts import expert_parameters, route_experts, router_linears
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter

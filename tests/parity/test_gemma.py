@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.model.experts import router_linears
 from fsdp_qlora.model.model_parts import ModelParts
-from fsdp_qlora.model.quantizers.routed import router_linears
 from tests.reference import LINEARS, encode, load_adapter, load_base, train_plainly
 from tests.tiny import PROBE, SIZES, make_model, make_rows, read_metrics, train_ok, write_rows
 

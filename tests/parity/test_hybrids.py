@@ -24,7 +24,7 @@ from fsdp_qlora.model.architecture.token_mixers import (
     keep_documents_apart,
     pass_documents,
 )
-from fsdp_qlora.model.quantizers.routed import expert_parameters
+from fsdp_qlora.model.experts import expert_parameters
 from tests.reference import decode, load_adapter, load_base
 from tests.rounding import SGD, rounding
 from tests.tiny import (

@@ -16,21 +16,15 @@ and z = g W + g B A, the gradient of h is p z, and that of p is z h + g b, so th
 needed.
 """
 
-import copy
-import inspect
-import logging
 import math
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.kept import Kept
-from fsdp_qlora.model.architecture.models import block_linears, read_directly
 from fsdp_qlora.model.quantizers.base import (
     FrozenProduct,
     QuantizedExperts,
@@ -38,8 +32,6 @@ from fsdp_qlora.model.quantizers.base import (
     plain_product,
 )
 from fsdp_qlora.model.quantizers.expert_groups import Choices, Group, can_group
-
-log = logging.getLogger("fsdp_qlora")
 
 # Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a
 # group needs; on a CPU they stay in its cache.
@@ -342,143 +334,3 @@ def _add_gradients(
         group.add_rows(grad_x, tokens, grad_own)
     elif grad_x is not None:
         grad_x[rows] = grad_own
-
-
-# --- experts in a model ---
-
-
-def _takes_all_tokens(module: nn.Module) -> bool:
-    """Whether these experts are gated MLPs [experts, in, out] without biases that are given every
-    token in turn.
-
-    An expert gets zeros for the tokens that did not choose it, and such an MLP maps zeros to zeros.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    if shapes.keys() != {"gate_up_proj", "down_proj"} or hasattr(module, "is_transposed"):
-        return False
-    inputs = shapes["gate_up_proj"]
-    outputs = shapes["down_proj"]
-    is_mlp = (
-        len(outputs) == 3
-        and inputs == (outputs[0], outputs[2], 2 * outputs[1])
-        and hasattr(module, "act_fn")
-    )
-    return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == [
-        "hidden_states"
-    ]
-
-
-@torch.no_grad()
-def _own_loop(module: nn.Module) -> dict[str, Any]:
-    """Attributes with which our functions compute gated experts [experts, out, in] in the place of
-    their own loop.
-
-    Empty for other modules. The loop and our function are compared with small random weights.
-    """
-    if module._parameters.keys() != {"gate_up_proj", "down_proj"} or hasattr(
-        module, "is_transposed"
-    ):
-        return {}
-    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
-    arguments = [*inspect.signature(type(module).forward).parameters][1:]
-    if [*map(len, shapes)] != [3, 3] or arguments != [
-        "hidden_states",
-        "top_k_index",
-        "top_k_weights",
-    ]:
-        return {}
-    num_all = shapes[0][0]
-    (num_experts, hidden, inner) = shapes[1]
-    if shapes[0][1:] != (2 * inner, hidden):
-        return {}
-    own = {"num_experts": num_experts, "has_gate": True, "is_transposed": False}
-    forward = experts_forward if num_all == num_experts else identities_forward
-    gate = getattr(type(module), "_apply_gate", apply_gate)
-    small = copy.copy(module)
-    random = torch.Generator("cpu").manual_seed(0)
-    unit = math.gcd(hidden, inner)
-    hidden = hidden // unit
-    inner = inner // unit
-    sizes = ((num_all, 2 * inner, hidden), (num_experts, hidden, inner), (3, hidden))
-    gate_up, down, x = (torch.randn(size, generator=random, device="cpu") for size in sizes)
-    vars(small).update(own, _parameters={"gate_up_proj": gate_up, "down_proj": down})
-    vars(small)["_apply_gate"] = MethodType(gate, small)
-    index = torch.tensor(
-        [[0, num_all - 1], [num_experts - 1, 0], [num_all - 1, num_experts // 2]], device="cpu"
-    )
-    try:
-        is_near = torch.allclose(
-            forward(small, x, index, index + 0.5), small(x, index, index + 0.5), atol=1e-4
-        )
-    except (RuntimeError, TypeError, AttributeError, IndexError):
-        return {}
-    same = own | {"_apply_gate": MethodType(gate, module), "forward": MethodType(forward, module)}
-    return same if is_near else {}
-
-
-def route_experts(model: nn.Module, device: torch.device) -> None:
-    """Let experts without transformers' interface multiply with those tokens that chose them, in a
-    model as built.
-
-    device: where the model will compute, for the memory of a group of experts.
-
-    Where they are [experts, in, out], the attribute `is_transposed` stays away: PEFT reads it, and
-    takes their parameters as [experts, out, in].
-    """
-    for module in model.modules():
-        if _takes_all_tokens(module):
-            own = {
-                "_apply_gate": MethodType(apply_gate, module),
-                "forward": MethodType(all_tokens_forward, module),
-            }
-            vars(module).update(takes_all_tokens=True, has_gate=True, **own)
-        else:
-            vars(module).update(_own_loop(module))
-    for module in filter(loops_over_experts, model.modules()):
-        vars(module)["group_bytes"] = GROUP_BYTES[device.type]
-
-
-def loops_over_experts(module: nn.Module) -> bool:
-    """Whether these experts are multiplied here: by transformers' attribute or
-    `route_experts`'s.
-    """
-    return hasattr(module, "is_transposed") or hasattr(module, "takes_all_tokens")
-
-
-def router_linears(model: nn.Module) -> list[str]:
-    """Paths of the linear layers that select or weight experts: too sensitive for 4 bits or an
-    adapter.
-    """
-    routers = []
-    for path, module in model.named_modules():
-        counts = {child.num_experts for child in module.children() if loops_over_experts(child)}
-        for name, child in module.named_children() if counts else ():
-            linears = {
-                inner: each for inner, each in child.named_modules() if isinstance(each, nn.Linear)
-            }
-            if len(linears) == 1:  # a router that is a module of its own has no other one (gemma4)
-                [(inner, linear)] = linears.items()
-                if linear.out_features in ({*counts} if inner else {1, *counts}):
-                    routers.append(f"{path}.{name}.{inner}".rstrip("."))
-    return routers
-
-
-def expert_parameters(model: nn.Module) -> list[str]:
-    """Paths of the 3-D parameters inside the decoder blocks whose experts are multiplied here."""
-    inside = {*find_blocks(model).modules()}
-    return [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if module in inside and loops_over_experts(module)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 and parameter.is_floating_point()
-    ]
-
-
-def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Weights of a 4-bit base: paths of the blocks' linear layers without routers, and of their
-    expert parameters.
-    """
-    # who reads a weight would find codes, or miss an adapter
-    others = {*router_linears(model), *read_directly(model)}
-    return [path for path in block_linears(model) if path not in others], expert_parameters(model)
