@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear, QuantizedWeight
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.model.quantizers.e2m1 import Mxfp4Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
@@ -26,23 +26,62 @@ class Quantizer(NamedTuple):
     experts: type[QuantizedExperts] | None
 
 
-def _layers_of(weight: type[QuantizedWeight], *, has_experts: bool = True) -> Quantizer:
-    """The layers that keep such weights, named as their class: Fp8Linear and Fp8Experts of
-    Fp8Weight.
-    """
-    name = weight.__name__.removesuffix("Weight")
-    linear: Any = type(f"{name}Linear", (QuantizedLinear, weight), {})
-    experts: Any = type(f"{name}Experts", (QuantizedExperts, weight), {}) if has_experts else None
-    return Quantizer(linear, experts)
+# QuantizedLinear and QuantizedExperts are the first base: their __init__ passes the shape of what
+# they replace on to the class of the weight.
+
+
+class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
+    """A linear layer in NF4 or FP4 as bitsandbytes packs it."""
+
+
+class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
+    """Experts in NF4 or FP4 as bitsandbytes packs it."""
+
+
+class HqqLinear(QuantizedLinear, HqqWeight):
+    """A linear layer in HQQ's codes of 8, 4, 3 or 2 bits."""
+
+
+class HqqExperts(QuantizedExperts, HqqWeight):
+    """Experts in HQQ's codes of 8, 4, 3 or 2 bits."""
+
+
+class Int8Linear(QuantizedLinear, Int8Weight):
+    """A linear layer in LLM.int8."""
+
+
+class Mxfp4Linear(QuantizedLinear, Mxfp4Weight):
+    """A linear layer in MXFP4."""
+
+
+class Mxfp4Experts(QuantizedExperts, Mxfp4Weight):
+    """Experts in MXFP4."""
+
+
+class Nvfp4Linear(QuantizedLinear, Nvfp4Weight):
+    """A linear layer in NVFP4."""
+
+
+class Nvfp4Experts(QuantizedExperts, Nvfp4Weight):
+    """Experts in NVFP4."""
+
+
+class Fp8Linear(QuantizedLinear, Fp8Weight):
+    """A linear layer in FP8."""
+
+
+class Fp8Experts(QuantizedExperts, Fp8Weight):
+    """Experts in FP8."""
 
 
 QUANTIZERS: dict[str, Quantizer] = {
-    "bnb_4bit": _layers_of(Bnb4bitWeight),
-    "hqq": _layers_of(HqqWeight),
-    "int8": _layers_of(Int8Weight, has_experts=False),
-    "mxfp4": _layers_of(Mxfp4Weight),
-    "nvfp4": _layers_of(Nvfp4Weight),
-    "fp8": _layers_of(Fp8Weight),
+    "bnb_4bit": Quantizer(Bnb4bitLinear, Bnb4bitExperts),
+    "hqq": Quantizer(HqqLinear, HqqExperts),
+    # bitsandbytes' int8 product takes one matrix.
+    "int8": Quantizer(Int8Linear, experts=None),
+    "mxfp4": Quantizer(Mxfp4Linear, Mxfp4Experts),
+    "nvfp4": Quantizer(Nvfp4Linear, Nvfp4Experts),
+    "fp8": Quantizer(Fp8Linear, Fp8Experts),
 }
 
 
@@ -65,9 +104,11 @@ def quantize_layers(
         parent = model.get_submodule(path)
         parameter = model.get_parameter(name)
         assert classes.experts is not None
-        # two in the files
-        own = {"num_parts": 2} if "num_parts" in options and leaf.startswith("gate_up") else {}
-        layer = classes.experts(parameter, transposed=is_transposed(parent), **(options | own))
+        layer_options = dict(options)
+        # Files have gate and up as two tensors, so that each expert's matrix has two global scales.
+        if "num_parts" in options and leaf.startswith("gate_up"):
+            layer_options["num_parts"] = 2
+        layer = classes.experts(parameter, transposed=is_transposed(parent), **layer_options)
         if layer.supports():
             delattr(parent, leaf)
             parent.add_module(leaf, layer)
