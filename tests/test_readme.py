@@ -410,6 +410,22 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_paragraphs_are_filled_and_none_begins_a_list_by_accident() -> None:
+    """A number with a period at the start of a line begins a list."""
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        in_code = False
+        before = ""
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            place = f"{path.name}:{number}"
+            in_code ^= line.startswith("```")
+            is_item = re.match(r"\d+\. ", line)
+            continues = before.strip() and not re.match(r"\s*(\d+\.|[-*]) |  ", before)
+            assert in_code or not (is_item and continues), place
+            is_text = not line.startswith(("|", "    ", "#")) and " " in line.strip()
+            assert in_code or not is_text or len(line) <= 120, place
+            before = line
+
+
 def test_headings_begin_with_their_subject() -> None:
     pages = [*DOCUMENTS, ROOT / "benchmarks/README.md", ROOT / "tests/phantom/README.md"]
     titles = [
