@@ -293,15 +293,19 @@ class App:
         """
         self._loop = asyncio.get_running_loop()
         event = self._waiting.setdefault(name, asyncio.Event())
-        found = self.desk.result(name)  # it may have come meanwhile
-        if found is not None and found[0] == WAITING:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), _HELD_SECONDS)
-            found = self.desk.result(name)
-        if self._waiting.get(name) is event:
-            del self._waiting[name]
-            event.set()  # others that wait for the same ask once more
-        return found
+        try:
+            found = self.desk.result(name)  # it may have come meanwhile
+            if found is not None and found[0] == WAITING:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), _HELD_SECONDS)
+                found = self.desk.result(name)
+            return found
+        finally:
+            # Also where the client has gone or the records cannot be read: a client that never
+            # comes back must not leave an event behind.
+            if self._waiting.get(name) is event:
+                del self._waiting[name]
+                event.set()  # others that wait for the same ask once more
 
     async def cancel_future(self, request: Request) -> dict[str, Any]:
         self.desk.cancel(str((await _read_json(request)).get("request_id")))

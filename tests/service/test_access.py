@@ -7,6 +7,7 @@ import json
 import os
 import select
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -15,12 +16,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tinker
 
 from fsdp_qlora.service.access import Access
+from fsdp_qlora.service.app import App
+from fsdp_qlora.service.records import WAITING
 from tests.service.harness import KEY, Service, said
 from tests.tiny import ROOT, flags
 
@@ -264,3 +268,34 @@ def test_what_fails_within_an_answer_is_a_line_and_no_traceback(
     assert sent[0]["status"] == 500
     [line] = [record.getMessage() for record in caplog.records]
     assert "RecursionError" in line and "\n" not in line
+
+
+class _Desk:
+    """Of a desk what waiting needs: a request without a result, or records that cannot be read."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        base = SimpleNamespace(names=["base"])
+        self.failure = failure
+        self.records = None
+        self.orders = SimpleNamespace(bases=[base])
+
+    def result(self, name: str) -> tuple[str, bytes]:
+        if self.failure:
+            raise self.failure
+        return WAITING, b""
+
+
+@pytest.mark.parametrize("ending", ["the client has gone", "the records cannot be read"])
+def test_no_event_stays_of_a_client_that_waited(ending: str) -> None:
+    failure = sqlite3.OperationalError("disk I/O error") if "records" in ending else None
+    app = App(_Desk(failure))  # type: ignore[arg-type]
+
+    async def wait_and_leave() -> None:
+        waiting = asyncio.create_task(app._wait_for("1"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises((asyncio.CancelledError, sqlite3.OperationalError)):
+            await waiting
+
+    asyncio.run(wait_and_leave())
+    assert app._waiting == {}
