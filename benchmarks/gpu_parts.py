@@ -50,7 +50,8 @@ from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import set_recompute
-from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 
 BLOCKS = 8
 # Quantiles 0/32, 1/32, ... of 999 Alpaca rows' lengths in tokens, with SmolLM2's tokenizer, context

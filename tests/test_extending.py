@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from fsdp_qlora.data.text import formats, recognition
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
-from fsdp_qlora.training.generation.generate import PromptFormat, read_questions
+from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
 from fsdp_qlora.training.rl import rewards
 from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows

@@ -107,7 +107,8 @@ def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: P
     """Load the model and answer. Called on every rank."""
     from fsdp_qlora.data.content import Fields
     from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
-    from fsdp_qlora.training.generation.generate import SamplingOptions, read_questions
+    from fsdp_qlora.training.generation.prompt_format import read_questions
+    from fsdp_qlora.training.generation.sampling import SamplingOptions
 
     rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)

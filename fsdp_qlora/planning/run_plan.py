@@ -49,7 +49,7 @@ from fsdp_qlora.planning.run_rows import Generation, RunRows, make_schedule, pla
 from fsdp_qlora.planning.search import PlanReport, choose_settings
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
-from fsdp_qlora.training.generation.generate import PromptFormat, read_questions
+from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.probes import head_loss_blocker
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers

@@ -58,16 +58,16 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
-from fsdp_qlora.training.generation.generate import (
-    Completion,
-    SamplingOptions,
-    Stops,
-    TextGenerator,
-)
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
-from fsdp_qlora.training.rl.engine import Engine, Server, ServerEngine, ServerTeacher, check_stop
+from fsdp_qlora.training.rl.client import Server
+from fsdp_qlora.training.rl.engine import Engine
+from fsdp_qlora.training.rl.server_engine import ServerEngine
+from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.training.rl.source import Rollouts
+from fsdp_qlora.training.rl.waiting import check_stop
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError

@@ -30,14 +30,9 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.load_model import fetch_weights, load_model
-from fsdp_qlora.training.generation.generate import (
-    Completion,
-    PromptFormat,
-    SamplingOptions,
-    Stops,
-    TextGenerator,
-    chosen_format,
-)
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
+from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 
 log = logging.getLogger("fsdp_qlora")

@@ -72,16 +72,12 @@ from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-from fsdp_qlora.training.generation.generate import (
-    SAMPLE_TOKENS,
-    PromptFormat,
-    Samples,
-    SamplingOptions,
-    Stops,
-    TextGenerator,
-)
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.prompt_format import PromptFormat
+from fsdp_qlora.training.generation.samples import SAMPLE_TOKENS, Samples
+from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 from fsdp_qlora.training.loop import train
-from fsdp_qlora.training.rl.engine import check_server
+from fsdp_qlora.training.rl.client import check_server
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError

@@ -41,7 +41,8 @@ from fsdp_qlora.planning.run_plan import Plan, make_plan, teacher_config
 from fsdp_qlora.run.load_model import build_forward, fetch_weights, load_model, open_weights
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
-from fsdp_qlora.training.rl.engine import Server, ServerTeacher
+from fsdp_qlora.training.rl.client import Server
+from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import (
     cache_folder,

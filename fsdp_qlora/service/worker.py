@@ -37,12 +37,8 @@ from fsdp_qlora.service.rooms import Room, Rooms
 from fsdp_qlora.sharding.parallelize import kept_gathered, reshard_all
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import likeliest_of_tokens, token_logprobs
-from fsdp_qlora.training.generation.generate import (
-    Completion,
-    SamplingOptions,
-    Stops,
-    TextGenerator,
-)
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.utils.errors import UserError
 
 BASE: Mapping[str, Any] = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}

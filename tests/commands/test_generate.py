@@ -19,7 +19,9 @@ from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
 from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.data.content import Fields, prompt_text
 from fsdp_qlora.sharding import vocabulary
-from fsdp_qlora.training.generation.generate import Draws, Samples, SamplingOptions, read_questions
+from fsdp_qlora.training.generation.prompt_format import read_questions
+from fsdp_qlora.training.generation.samples import Samples
+from fsdp_qlora.training.generation.sampling import Draws, SamplingOptions
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.records import read_records
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base

@@ -17,7 +17,7 @@ from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.data.text.images import keep_all
 from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.model.adapters.peft_folder import read_config
-from fsdp_qlora.training.generation.generate import read_questions
+from fsdp_qlora.training.generation.prompt_format import read_questions
 from fsdp_qlora.training.rl import rewards
 from fsdp_qlora.training.rl.source import truncate_rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError

@@ -20,7 +20,7 @@ from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import ChosenTemplate, find_template
 from fsdp_qlora.distributed.supervision.clock import within
-from fsdp_qlora.training.generation.generate import PromptFormat
+from fsdp_qlora.training.generation.prompt_format import PromptFormat
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
 from tests.data.rows import rows_of, write_parquet

@@ -22,7 +22,7 @@ from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.training.forward import token_logprobs
-from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.objective import Totals, make_objective
 from fsdp_qlora.training.rl.source import Rollout, advantages, metrics_of
 from tests.preferences.answers import (

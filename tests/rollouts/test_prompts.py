@@ -31,7 +31,8 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.observability.report import _answers
 from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.training.generation.generate import Completion, read_questions
+from fsdp_qlora.training.generation.prompt_format import read_questions
+from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError

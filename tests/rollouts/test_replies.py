@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.rl import engine as engine_module
-from fsdp_qlora.training.rl.engine import Server, ServerTeacher
+from fsdp_qlora.training.rl import waiting
+from fsdp_qlora.training.rl.client import Server
+from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.utils.errors import RolloutError
 from tests.rollouts.lora_server import LoraServer
 
@@ -36,7 +37,7 @@ def server() -> Iterator[LoraServer]:
 
 @pytest.fixture
 def teacher(server: LoraServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerTeacher]:
-    monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "_PULSE_SECONDS", 0.01)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
     yield ServerTeacher(Server(server.url, ["hub/teacher"], 0.5), K, VOCABULARY, ranks, Control())

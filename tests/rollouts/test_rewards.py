@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers, parse_rewards
 from fsdp_qlora.training.rl.source import (
     Rollout,

@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.generate import SamplingOptions
-from fsdp_qlora.training.rl import engine as engine_module
-from fsdp_qlora.training.rl.engine import Server, ServerEngine, check_server
+from fsdp_qlora.training.generation.sampling import SamplingOptions
+from fsdp_qlora.training.rl import client, waiting
+from fsdp_qlora.training.rl.client import Server, check_server
+from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
 from tests.rollouts.lora_server import LoraServer, Sampler
@@ -74,8 +75,8 @@ def engine(
     server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ServerEngine]:
     """The engine of a run on one rank; its adapter is a number that grows."""
-    monkeypatch.setattr(engine_module, "_PAUSE_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
+    monkeypatch.setattr(client, "_PAUSE_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(waiting, "_PULSE_SECONDS", 0.01)
     versions = itertools.count()
 
     def save(folder: Path) -> None:
@@ -107,7 +108,7 @@ def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
 def test_ranks_wait_for_rank_0_by_gloo_whatever_their_device(engine: ServerEngine) -> None:
     # as a GPU, with which NCCL's kernels would wait
     ranks = Ranks(0, 0, 1, 1, torch.device("meta"))
-    assert engine_module.run_on_rank_0(lambda: "42", Control(), ranks, 0) == "42"
+    assert waiting.run_on_rank_0(lambda: "42", Control(), ranks, 0) == "42"
 
 
 @pytest.mark.quick
@@ -425,7 +426,7 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(
 def test_the_server_is_asked_before_the_run_begins(
     server: LoraServer, monkeypatch: pytest.MonkeyPatch, fault: Any, said: str
 ) -> None:
-    monkeypatch.setattr(engine_module, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(client, "_START_SECONDS", 0.1)
     if fault is None:
         check_server(server.url, ["hub/base"])
         return

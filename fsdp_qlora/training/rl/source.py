@@ -35,9 +35,11 @@ from fsdp_qlora.distributed.process_group import (
 )
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.generate import Completion
-from fsdp_qlora.training.rl.engine import Engine, ServerTeacher, run_on_rank_0
+from fsdp_qlora.training.generation.sampling import Completion
+from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
+from fsdp_qlora.training.rl.server_teacher import ServerTeacher
+from fsdp_qlora.training.rl.waiting import run_on_rank_0
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import open_named
 from fsdp_qlora.utils.records import parse_record

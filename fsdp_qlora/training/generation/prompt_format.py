@@ -1,0 +1,156 @@
+"""Prompts in the format of a run: from a question to the token ids before the answer."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.data.batches.tokenization import encode_prompt
+from fsdp_qlora.data.content import (
+    BadRow,
+    Chat,
+    Fields,
+    PromptContent,
+    Rendered,
+    Segment,
+    prompt_text,
+    texts_of,
+)
+from fsdp_qlora.data.text.chat_template import TemplateWorker
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import RequestedFormat
+from fsdp_qlora.data.text.rendering import (
+    CHAT,
+    TEMPLATE,
+    TEXT,
+    Renderer,
+    prompt_record,
+    recorded_template,
+)
+from fsdp_qlora.data.text.templates import TEMPLATES, find_template
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import read_named
+
+_AS_INSTRUCTION = RequestedFormat(renames={"prompt": "instruction"})
+
+
+class PromptFormat:
+    """The text around a question.
+
+    Args:
+        record: of data/text/rendering.py.
+    Attributes:
+        stop_text: what ends an answer besides the tokenizer's end token; empty if nothing does.
+        keeps_history: whether a prompt begins with earlier questions and answers.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._kind = record["kind"]
+        self._worker = TemplateWorker()
+        self.keeps_history = self._kind == CHAT
+        self._renderer = Renderer(
+            tokenizer, recorded_template(record), "assistant", TEMPLATES["alpaca"], [self._worker]
+        )
+        try:
+            self.stop_text = "" if self._kind == TEXT else self._renderer.after_answer().strip()
+        except BadRow as reason:
+            raise UserError(f"The chat template cannot be filled: {reason}.") from reason
+
+    def ids(self, question: PromptContent) -> list[int]:
+        """The token ids before the answer. Raises UserError if the chat template refuses the
+        conversation.
+        """
+        try:
+            return encode_prompt(
+                self._renderer.prompt(_of_kind(question, self._kind)), self._tokenizer
+            )
+        except BadRow as reason:
+            raise UserError(f"The chat template cannot be filled: {reason}.") from reason
+
+    def close(self) -> None:
+        """End the process that fills chat templates; the next prompt starts it again."""
+        self._worker.close()
+
+
+def _of_kind(row: PromptContent, kind: str) -> PromptContent:
+    """The question in the form of the rows that a model was trained on, whatever form it was given
+    in.
+    """
+    if kind == TEXT and isinstance(row, Fields | Chat):
+        texts = (
+            [row.system, row.instruction, row.context] if isinstance(row, Fields) else _texts(row)
+        )
+        return Rendered([Segment("\n".join(filter(None, texts)), learned=False)], "text")
+    if kind == TEMPLATE and isinstance(row, Chat):
+        return Fields(prompt_text(row), "", system="".join(_texts(row, "system")))
+    return Fields(prompt_text(row), "") if kind != TEXT and isinstance(row, Rendered) else row
+
+
+def _texts(chat: Chat, role: str = "") -> list[str]:
+    """The texts of the messages, of one role or of all."""
+    return [
+        "".join(texts_of(message)) for message in chat.messages if role in ("", message["role"])
+    ]
+
+
+def chosen_format(
+    dataset_format: str, prompt_template: str | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The format by the options, for a model without a record of its training: a chat if the
+    tokenizer has a template.
+
+    Raises:
+        UserError: there is no such template.
+    """
+    chosen = find_template(prompt_template)
+    if dataset_format in FORMATS or chosen.prompt:
+        return prompt_record(dataset_format if dataset_format in FORMATS else "alpaca", chosen)
+    return prompt_record("", chosen, is_chat=bool(chosen.is_chat or tokenizer.chat_template))
+
+
+def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
+    """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a
+    prompt in each line.
+
+    Returns:
+        (the row, its question) of each.
+    Raises:
+        UserError: it cannot be read, or a row has no question.
+    """
+    try:
+        # splitlines() would split within strings of JSON
+        lines = read_named(path).decode("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})."
+        ) from error
+    questions = []
+    for line_number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line) if path.suffix in (".jsonl", ".json") else line
+            row = {"prompt": row} if isinstance(row, str) else row
+            if not isinstance(row, dict):
+                raise BadRow("not an object or a text")
+            has_context = bool(row.get("input") or row.get("context"))
+            is_instruction = has_context and row.keys() & {"instruction", "question", "prompt"} == {
+                "prompt"
+            }
+            requested = _AS_INSTRUCTION if is_instruction else RequestedFormat()
+            questions.append((row, requested.prompt(row)[1]))
+        except BadRow as reason:
+            why = str(reason).partition("; --columns")[0]  # an option of training
+            raise UserError(
+                f"{path}:{line_number} has no question that can be asked: {why}."
+            ) from reason
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path}:{line_number} is not JSON ({error}). Give one object in each line."
+            ) from error
+    if not questions:
+        raise UserError(f"{path} has no prompts.")
+    return questions

@@ -1,0 +1,69 @@
+"""Answers to the same prompts at each evaluation of a training run."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.data.content import PromptContent, prompt_text
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.prompt_format import PromptFormat
+from fsdp_qlora.utils.files import staged_file
+from fsdp_qlora.utils.records import read_records
+from fsdp_qlora.utils.redact import redact_values
+from fsdp_qlora.utils.run_files import SAMPLES_FILE
+
+log = logging.getLogger("fsdp_qlora")
+
+SAMPLE_TOKENS = 128  # of each answer of a training run, at most
+
+
+class Samples:
+    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a
+    file of its folder.
+    """
+
+    def __init__(
+        self,
+        questions: Sequence[PromptContent],
+        prompt_format: PromptFormat,
+        generator: TextGenerator,
+        folder: Path,
+    ) -> None:
+        self._questions = questions
+        self._generator = generator
+        self._prompts = [prompt_format.ids(question) for question in questions]
+        self._path = folder / SAMPLES_FILE
+
+    def write(self, step: int, beat: Callable[[], object]) -> None:
+        """Answer all prompts after `step` steps.
+
+        Called on every rank. beat: called for each token.
+        """
+        # at a time: the memory is that of the training
+        said = self._generator.answer_all(self._prompts, 1, beat)
+        records = [
+            {
+                "step": step,
+                "prompt": prompt_text(question),
+                "text": self._generator.stops.text_of(completion.token_ids),
+            }
+            for question, completion in zip(self._questions, said, strict=True)
+        ]
+        if self._generator.ranks.is_rank_0:
+            self._keep(step, redact_values(records))
+
+    def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Write the records after those of earlier steps. Those of later steps, which a killed
+        start wrote, go.
+        """
+        try:
+            earlier = [record for record in read_records(self._path) if record["step"] < step]
+            with staged_file(self._path) as partial:
+                lines = [
+                    json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)
+                ]
+                partial.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            log.warning("%s cannot be written (%s).", self._path.name, error.strerror or error)

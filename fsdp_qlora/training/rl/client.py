@@ -1,0 +1,279 @@
+"""A client of a server with OpenAI's completions API, as vLLM's."""
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.clock import awake, begun
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.training.rl.replies import Reply, Unusable
+from fsdp_qlora.training.rl.waiting import run_on_rank_0
+from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
+from fsdp_qlora.utils.text import printable
+
+log = logging.getLogger("fsdp_qlora")
+
+T = TypeVar("T")
+
+COMPLETIONS = "/v1/completions"
+# Prompt and answer without their tokens fit in a MiB. A token with its text, its log-probability
+# and the JSON around them is far shorter than 512 bytes.
+MOST_BYTES = 2**20
+BYTES_PER_TOKEN = 512
+_START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
+_LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
+_PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
+_MODELS = "/v1/models"
+_HEADERS = {"Content-Type": "application/json"}
+# HTTP statuses after which the same request may succeed: timeouts, rate limits, a restart.
+_MAY_PASS = (408, 429, 500, 502, 503, 504)
+_LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
+_IN_FLIGHT = 128  # requests at a time, which the server batches
+
+
+class RequestFailed(Exception):
+    """A request has failed. status: of HTTP, 0 without an answer. seconds: to wait, if it is not
+    the usual time.
+    """
+
+    def __init__(self, reason: str, status: int = 0, seconds: float | None = None) -> None:
+        super().__init__(f"HTTP {status}: {reason}" if status else reason)
+        self.status = status
+        self.seconds = seconds
+
+
+class Server:
+    """Asks a server, and waits for one that does not answer now.
+
+    Args:
+        bases: names of the base model, of which the server must know one. patience: seconds to wait
+        for any answer.
+    """
+
+    def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._patience = patience
+        self._bases = [base for base in bases if base]
+        self._answered_at = awake()
+        self._away_since = 0.0
+        self._said = ""
+        self._noting = threading.Lock()
+        self._loading = threading.Lock()
+        # threads that still ask end, where the process goes on, as in a notebook
+        self.is_closed = False
+
+    def ask(self, path: str, body: object = None, most_bytes: int = MOST_BYTES) -> bytes:
+        """Send one request, a POST if it has a body. No redirect is followed, and no proxy of the
+        environment used.
+
+        Raises:
+            RequestFailed: it is refused, or not answered in full within the patience.
+            RolloutError: the answer is longer than `most_bytes`.
+        """
+        url = urlsplit(f"{self.url}{path}")
+        began = awake()
+        method, sent = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        with contextlib.ExitStack() as ended:
+            try:
+                connection = ended.enter_context(
+                    contextlib.closing(kind(url.netloc, timeout=self._patience))
+                )
+                connection.connect()
+                # its own timeout is that of each byte
+                late = threading.Timer(self._patience, _end, [connection.sock])
+                ended.callback(late.cancel)
+                late.start()
+                connection.request(method, url.path, sent, _HEADERS)
+                response = connection.getresponse()
+                answer = response.read(most_bytes + 1)
+                reason = response.getheader("Location") or response.reason
+                if awake() - began >= self._patience or (
+                    response.length and len(answer) <= most_bytes
+                ):
+                    raise IncompleteRead(answer)
+            except (OSError, HTTPException, ValueError) as error:
+                is_late = awake() - began >= self._patience
+                raise RequestFailed(
+                    "timed out" if is_late else str(error) or type(error).__name__
+                ) from error
+        if response.status >= 300:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                reason = json.loads(answer)["error"]["message"]
+            raise RequestFailed(shortened(reason), response.status)
+        if len(answer) > most_bytes:
+            raise RolloutError(
+                f"The server {self.url} answers {path} with more than {most_bytes:,} bytes."
+            )
+        return answer
+
+    def patiently(self, ask: Callable[[], T]) -> T:
+        """Call `ask`, in any thread, until it returns; a line says what is waited for.
+
+        Raises:
+            RolloutError: the server refuses the request, or has answered no other one for too long.
+        """
+        began = awake()
+        (pause, longest) = _PAUSE_SECONDS
+        while True:
+            try:
+                if self.is_closed:
+                    raise RolloutError("The run has ended.")
+                answer = ask()
+            except RequestFailed as error:
+                if error.status and error.status not in _MAY_PASS:
+                    raise RolloutError(
+                        f"The server {self.url} refuses a request: {error}."
+                    ) from error
+                limit = min(error.seconds or self._patience, self._patience)
+                self._note(str(error), limit)
+                if awake() - max(began, self._answered_at) + pause > limit:
+                    raise RolloutError(
+                        f"The server {self.url} was waited for, {limit:.3g} s: {error}."
+                    ) from error
+            else:
+                self._note("")
+                return answer
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def all_answers(self, count: int, ask: Callable[[int], T]) -> list[T]:
+        """Call `ask` `patiently` for each of so many requests, in threads. Raises RolloutError as
+        that does.
+        """
+        places = range(count)
+        answers = dict[int, T]()
+
+        def some(first: int) -> None:
+            for place in places[first::_IN_FLIGHT]:
+                answers[place] = self.patiently(partial(ask, place))
+
+        left = {begun(partial(some, first)) for first in places[:_IN_FLIGHT]}
+        seconds = _LINE_SECONDS
+        while left:
+            done, left = wait(left, seconds, FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if left:
+                log.info("The server has given %d of %d answers.", len(answers), len(places))
+                seconds *= 2
+        return [answers[place] for place in places]
+
+    def answer_of(self, work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
+        """`run_on_rank_0` of work that asks this server; after an error no thread of it asks on."""
+        try:
+            return run_on_rank_0(work, control, ranks, step)
+        except (RolloutError, RunStopped):
+            self.is_closed = True
+            raise
+
+    def _note(self, reason: str, limit: float = 0.0) -> None:
+        """Say why the server does not answer, or, without a reason, that it answers again."""
+        with self._noting:
+            if reason and reason != self._said:
+                log.warning(
+                    "Waiting for the server %s, %.3g s at most: %s.", self.url, limit, reason
+                )
+                self._away_since = self._away_since if self._said else awake()
+            elif self._said and not reason:
+                log.info(
+                    "The server %s answers again after %.0f s.",
+                    self.url,
+                    awake() - self._away_since,
+                )
+            self._said, self._answered_at = reason, self._answered_at if reason else awake()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise RolloutError if the block finds an answer unusable."""
+        try:
+            yield
+        except Unusable as error:
+            raise RolloutError(f"The server {self.url} {error}.") from error
+
+    def names(self) -> list[str]:
+        """The names of its base model and adapters. Raises RolloutError if it has another base, and
+        RequestFailed.
+        """
+        with self.reading():
+            reply = Reply(_MODELS, self.ask(_MODELS))
+            cards = reply.get("data", kind=list)
+            names: list[str] = [
+                reply.get("data", place, "id", kind=str) for place in range(len(cards))
+            ]
+            base = next((card for card in cards if not card.get("parent")), None)
+            if base is None:
+                raise Unusable(f"answers {_MODELS} without a base model")
+        if not {Path(str(base.get(key))).name for key in ("id", "root")} & {
+            Path(name).name for name in self._bases
+        }:
+            raise RolloutError(
+                f"The server {self.url} has the model {shortened(base['id'])}, and the run trains "
+                f"{self._bases[0]}. If they "
+                f"are the same weights, say so to the server: --served-model-name {self._bases[0]}."
+            )
+        return names
+
+    def load(self, name: str, folder: Path) -> None:
+        """Have this adapter loaded, and no other one of its run. Raises RequestFailed or
+        RolloutError.
+        """
+        with self._loading:
+            loaded = self.names()
+            run = name.partition("-v")[0]
+            for other in loaded:
+                if other != name and other.startswith(f"{run}-v"):
+                    with contextlib.suppress(RequestFailed):
+                        self.ask("/v1/unload_lora_adapter", {"lora_name": other})
+            try:
+                if name not in loaded:
+                    self.ask(
+                        "/v1/load_lora_adapter",
+                        {"lora_name": name, "lora_path": str(folder.absolute())},
+                    )
+            except RequestFailed as error:
+                raise RequestFailed(
+                    f"it does not load the adapter in {folder} ({error})", seconds=_LOAD_SECONDS
+                ) from error
+
+
+def shortened(value: object) -> str:
+    """Cut a server's text to fit a message."""
+    return printable(str(value)[:500])[:500]
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection at which another thread waits."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_url") -> None:
+    """For rank 0: raise RankError if it does not answer, has another base, or takes no adapters for
+    rollouts.
+    """
+    server = Server(url, bases, _START_SECONDS)
+    try:
+        server.patiently(server.names)
+        if option == "rollout_url":
+            server.ask("/v1/load_lora_adapter", {})
+    except RolloutError as error:
+        raise RankError(f"--{option}: {error}") from error
+    except RequestFailed as error:
+        if error.status in (404, 405, 501):  # others find the request wrong, as it is
+            raise RankError(
+                f"--rollout_url: the server {server.url} takes no adapters at run time. Start vLLM "
+                "with --enable-lora, "
+                "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+            ) from error

@@ -1,0 +1,148 @@
+"""Rollouts by a server that takes LoRA adapters at run time.
+
+A server has OpenAI's completions API and takes LoRA adapters at run time, as vLLM. Before each
+generation the adapter is written to a folder that both see, and loaded under a name of its own: the
+run, the version and a hash of its weights. Requests ask for that name, and an answer under another
+one ends the run. So nothing is learned from other weights, whichever process dies in between.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.distributed.process_group import raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
+from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.rl.client import (
+    BYTES_PER_TOKEN,
+    COMPLETIONS,
+    MOST_BYTES,
+    RequestFailed,
+    Server,
+    shortened,
+)
+from fsdp_qlora.training.rl.replies import Reply, Unusable
+from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.files import record_of
+
+# vLLM takes what a request leaves out from the model's generation_config.json.
+_WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(eq=False)
+class ServerEngine:
+    """Has a server answer prompts, as `Engine` says.
+
+    save: the adapter into a folder, on every rank. prefix: of these folders, with the run's name.
+    """
+
+    server: Server
+    save: Callable[[Path], object]
+    prefix: Path
+    ranks: Ranks
+    control: Control
+    stops: Stops
+    options: SamplingOptions
+    vocab_size: int
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], generation: int, version: int
+    ) -> list[Completion]:
+        folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
+        with raise_on_all_ranks(TrainingError, self.ranks.device):
+            if self.ranks.is_rank_0:  # the newest one may still be read
+                for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[
+                    :-1
+                ]:
+                    shutil.rmtree(path, ignore_errors=True)
+            self.save(folder)
+        answers = partial(self._answers, folder, prompts, generation)
+        text = self.server.answer_of(answers, self.control, self.ranks, version)
+        return [Completion(*values) for values in json.loads(text)]
+
+    def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
+        """All answers as JSON, each as the values of a Completion."""
+        name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
+        load = partial(self.server.load, name, folder)
+        self.server.patiently(load)
+
+        def answer(place: int) -> Completion:
+            seed = derive_seed("rollouts", self.options.seed, generation, place)
+            return self._answer(self._request(name, prompts[place], seed), load)
+
+        return json.dumps(self.server.all_answers(len(prompts), answer))
+
+    def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
+        return (
+            {
+                "model": name,
+                "prompt": list(prompt),
+                "max_tokens": self.options.max_new_tokens,
+                "seed": seed % 2**31,
+                "temperature": self.options.temperature,
+            }
+            | _WHOLE_DISTRIBUTION
+            | {
+                "stop_token_ids": sorted(self.stops.tokens),
+                "stop": [self.stops.text] if self.stops.text else [],
+                "return_token_ids": True,
+                "logprobs": 0,
+            }
+        )
+
+    def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
+        """Ask for one answer.
+
+        Raises RequestFailed, or RolloutError if it cannot be learned from.
+        """
+        try:
+            longest = MOST_BYTES + BYTES_PER_TOKEN * self.options.max_new_tokens
+            content = self.server.ask(COMPLETIONS, request, longest)
+        except RequestFailed as error:
+            if error.status != 404:
+                raise
+            load()
+            raise RequestFailed("it had lost the adapter, which is loaded again") from error
+        with self.server.reading():
+            reply = Reply(COMPLETIONS, content)
+            finish: str = reply.get("choices", 0, "finish_reason", kind=str)
+            if finish not in ("stop", "length"):  # vLLM's abort, when it ends
+                raise RequestFailed(f"an answer ended with {shortened(finish)!r}")
+            model: str = reply.get("model", kind=str)
+            if model != request["model"]:
+                raise Unusable(
+                    f"answers as {shortened(model)} where {request['model']} is asked, "
+                    "and nothing is learned from other weights"
+                )
+            tokens = reply.get("choices", 0, kind=dict).get("token_ids")
+            problem = self._problem(tokens, is_done=finish == "stop")
+            if problem:
+                raise Unusable(problem)
+            return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
+
+    def _problem(self, tokens: Any, *, is_done: bool) -> str | None:
+        """Why an answer's tokens cannot be learned from; None if they can."""
+        if not isinstance(tokens, list) or not tokens:
+            return "returns text alone, without the token ids that vLLM gives for return_token_ids"
+        outside = [
+            token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)
+        ]
+        if outside:
+            return (
+                f"returns the token {outside[0]!r:.100}, and the model's vocabulary has "
+                f"{self.vocab_size}"
+            )
+        most = self.options.max_new_tokens
+        if len(tokens) > most or not (is_done or len(tokens) == most):
+            return f"returns {len(tokens):,} tokens, cut, where {most:,} are asked"
+        if not self.stops.tokens.isdisjoint(tokens[:-1]):
+            return "goes on behind the token that ends an answer"
+        if is_done and not self.stops.ends(tokens):
+            return "leaves out the token that ends an answer"
+        return None

@@ -1,0 +1,53 @@
+"""How the ranks of a run wait for answers without a collective that hangs."""
+
+from collections.abc import Callable
+from concurrent.futures import wait
+
+import torch
+
+from fsdp_qlora.distributed.process_group import (
+    all_gather_strings,
+    gather_numbers,
+    raise_on_all_ranks,
+)
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.clock import begun
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.utils.errors import RolloutError, RunStopped
+
+# ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy
+_BY_GLOO = torch.device("cpu")
+_PULSE_SECONDS = 0.5  # between two signs of life
+
+
+def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
+    """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0
+    `is_done`.
+
+    Raises:
+        RunStopped: on every rank.
+    """
+    numbers = gather_numbers([is_done, *control.flags(step)], _BY_GLOO)
+    control.heartbeat.beat(step, "rows")
+    control.agree(numbers[:, 1:])
+    if control.stop:
+        state, reason = control.stop
+        raise RunStopped(state, f"Stopped while step {step + 1} waited for answers ({reason}).")
+    return bool(numbers[0, 0])
+
+
+def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
+    """Run `work` in a thread of rank 0, and return its text on every rank; meanwhile all ranks
+    `check_stop`.
+
+    Raises:
+        RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
+    """
+    text = ""
+    task = begun(work) if ranks.is_rank_0 else None
+    while not check_stop(control, ranks, step, is_done=task is not None and task.done()):
+        wait([task] if task else [], _PULSE_SECONDS)
+    with raise_on_all_ranks(RolloutError, _BY_GLOO):
+        if task:
+            text = task.result()
+    return all_gather_strings(text, _BY_GLOO)[0]
