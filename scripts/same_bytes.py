@@ -57,8 +57,9 @@ OBJECTIVES: dict[str, dict[str, object]] = {
         "eval_fraction": 0,
         "eval_steps": 0,
     },
+    "distill": {"train_type": "qlora", "top_k": 8},
 }
-CONTINUED = ("qlora", "bnb_dora", "full", "grpo")
+CONTINUED = ("qlora", "bnb_dora", "full", "dpo", "grpo", "distill")
 CACHED = ("qlora", "hqq_lora")
 # Imported once per tree, since it takes most of a tiny run. Not the tree's own modules: they move.
 LIBRARIES = (
@@ -271,6 +272,8 @@ class Runs:
         }
         if train_type.endswith(("lora", "dora")):
             given |= ADAPTER_OPTIONS | ({} if self.alike.dropout else {"lora_dropout": 0})
+        if given.get("objective") == "distill":
+            given["teacher"] = self.folder / "teacher"
         if self.alike.pads[tree]:
             given["padding"] = "true"  # what --batching padded was called in the tree of before
         given |= {"output_dir": output_dir, **options}
@@ -360,10 +363,12 @@ def make_inputs(folder: Path) -> None:
     from tests.tiny import make_model, make_rows, write_rows
 
     make_model(folder / "model")
+    make_model(folder / "teacher", num_hidden_layers=3)
     # As block_expansion.py records it; that new blocks begin as zeros does not matter here.
     make_model(folder / "expanded", num_hidden_layers=3, new_blocks=[1])
     rows = make_rows(20)
     write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "distill.jsonl", rows)
     asked = [{"prompt": f"Count to {number} " * (1 + number % 3)} for number in range(20)]
     write_rows(folder / "grpo.jsonl", asked)
     said = [
@@ -388,8 +393,8 @@ def make_alike(trees: dict[str, Path]) -> Alike:
     """Rows were always padded before --padding, and what is dropped was drawn otherwise before
     Dropout.
     """
-    options = {name: tree / "fsdp_qlora/config/options.py" for name, tree in trees.items()}
-    texts = {name: path.read_text() if path.is_file() else "" for name, path in options.items()}
+    options = {name: [*(tree / "fsdp_qlora/config").glob("*.py")] for name, tree in trees.items()}
+    texts = {name: "".join(path.read_text() for path in options[name]) for name in trees}
     knows = {
         name: "\n    padding: " in text or "\n    batching: " in text
         for name, text in texts.items()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proves that a change leaves the numbers as they are: trains each train type, and dpo and grpo, on 1 and on 2 ranks of a
+# Proves that a change leaves the numbers as they are: trains each train type, and dpo, grpo and distill, on 1 and on 2 ranks of a
 # CPU, with the code of a commit and with that of the working tree, and compares what was saved and logged. Runs that
 # the commit's code left half done, and its quantized cache, must be continued and used by the working tree's code.
 #
