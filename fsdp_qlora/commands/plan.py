@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with importing():
         from tqdm import tqdm
 
-        from fsdp_qlora.planning import offers
+        from fsdp_qlora.planning import offers, report
         from fsdp_qlora.planning.search import GpuOffer
 
     request = GpuOffer(gpu, args.num_gpus or 1, args.host_ram_gib, args.price_per_hour)
@@ -72,11 +72,13 @@ def run(args: argparse.Namespace) -> int:
             else [planner.as_asked()]
         )
     if args.json:
-        plans = [offers.as_json(run_plan) for run_plan in planned[:3]]
+        plans = [report.as_json(run_plan) for run_plan in planned[:3]]
         print(json.dumps(plans if searches else plans[0], indent=1))
     else:
-        print("\n".join(offers.describe(planner, planned[0], explain=args.explain)))
-        print("\n".join(offers.describe_fastest(planned) if searches else ()), end="\n" * searches)
+        teacher = offers.plan_teacher_pass(planned[0])
+        print("\n".join(report.describe(planner, planned[0], teacher, explain=args.explain)))
+        if searches:
+            print("\n".join(report.describe_fastest(planned)))
     return 0 if planned[0].fits else 1
 
 

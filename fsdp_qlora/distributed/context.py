@@ -43,7 +43,7 @@ class ContextGroup:
         """Queries [1, H, T / N, D], keys and values [1, G, T / N, D] of a rank's tokens become
         those of its heads.
 
-        H is a multiple of N: planning/plan.py has refused other sizes.
+        H is a multiple of N: model/row_sharing.py has refused other sizes.
 
         Returns:
             [1, H / N, T, D], and of keys and values [1, G' / N, T, D]: fewer heads than ranks are

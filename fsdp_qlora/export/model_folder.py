@@ -38,7 +38,8 @@ from fsdp_qlora.sharding.loading.load_weights import (
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import free_disk, read_json, refusal_named, staged_folder
+from fsdp_qlora.utils.files import read_json, refusal_named, staged_folder
+from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
 from fsdp_qlora.utils.text import format_bytes
 

@@ -1,17 +1,18 @@
 """Decides how a run fits into memory: which ranks share the model, what is on the host, how many
 blocks recompute.
 
-`fit` takes the fastest settings that fit. Options that are given are kept; what they leave open is
-decided
-1. before weights are read, by the estimated memory: the placement (`plan.place`), and with `--auto`
-   the micro-batch and the rest as well (`search.Planner`);
+`first_that_fits` takes the fastest settings that fit. Options that are given are kept; the
+open ones are decided
+1. before weights are read, by the estimated memory: the placement (`placement.place`), and with
+   `--auto` the micro-batch and the rest as well (`search.Planner`);
 2. on a GPU before the first step, by the memory that a step of the longest rows is measured to
    take: how many blocks recompute, whatever was estimated (`fit_recompute`);
 3. after a step that came near the end of the memory: a few more blocks recompute from then on
-  (`MemoryWatch`).
+   (`MemoryWatch`).
 """
 
 import bisect
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.training.trainer import Trainer
@@ -48,7 +51,7 @@ _FREE_IN_STEPS = 0.5  # of that, which later steps leave free: their rows are ot
 T = TypeVar("T")
 
 
-def fit(
+def first_that_fits(
     settings: Sequence[T], memory: Callable[[T], float], free: float, *, falls: bool = False
 ) -> T:
     """The first setting that fits, the fastest first; the last if none does.
@@ -115,7 +118,7 @@ def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
             for placement in _fastest(needs)
             if placement.offload == next(iter(needs)).offload
         ][-1]
-    return fit([*needs], needs.__getitem__, free)
+    return first_that_fits([*needs], needs.__getitem__, free)
 
 
 def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | None:
@@ -168,6 +171,33 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.1f} GiB"
 
 
+def memory_settings(config: TrainConfig, placement: Placement, ranks: Ranks) -> str:
+    """The settings that would make the run need less memory, in words, for where nothing is left at
+    auto.
+    """
+    config = dataclasses.replace(config, **placement.options)
+    settings = ["--auto false"] * config.auto  # whose settings a resumed run keeps
+    if config.batch_size > 1:
+        settings.append(
+            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, "
+            "the run is the same)"
+        )
+    if ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
+        settings.append(f"--context_parallel_size {2 * config.context_size}")
+    settings.append("a smaller --context_length")
+    if config.recompute not in ("all", "offload") and not (
+        config.recompute == "auto" and ranks.device.type == "cpu"
+    ):
+        settings.append("--recompute all")
+    if config.sharding_strategy == "ddp":
+        settings.append("--sharding_strategy full_shard")
+    if config.recompute != "offload":
+        settings.append("--recompute offload")
+    if config.use_cpu_offload is not True:
+        settings.append("--use_cpu_offload true")
+    return f"{', '.join(settings)}, or more GPUs"
+
+
 # --- by what is measured ---
 
 
@@ -208,7 +238,7 @@ def fit_recompute(
         # more than in this attempt
         memory = {count: (count - keeping) * per_block for count in may_keep}
         before = keeping
-        keeping = int(least(fit(may_keep, memory.__getitem__, room, falls=True)))
+        keeping = int(least(first_that_fits(may_keep, memory.__getitem__, room, falls=True)))
         if keeping <= before:
             break
         keeping = before if is_last else keeping

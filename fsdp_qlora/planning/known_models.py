@@ -155,3 +155,13 @@ def _words(name: str) -> list[str]:
 def _prefixes(words: list[str]) -> Iterator[str]:
     """The first words of a name, written as one: qwen, qwen3, qwen3coder."""
     return ("".join(words[:count]) for count in range(1, len(words) + 1))
+
+
+def trained_name(name: str) -> str:
+    """The --model_name with which a model that was planned is trained: a folder, or the hub's name
+    with its owner.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():  # a config.json
+        return str(path.parent)
+    return name if path.is_dir() else hub_name(name)

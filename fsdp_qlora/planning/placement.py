@@ -5,7 +5,6 @@ Checks that weights and result fit on this machine, before the first byte is rea
 """
 
 import dataclasses
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,17 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.insert import adapter_parameters
 from fsdp_qlora.model.model_parts import Offload, each_parameter
+from fsdp_qlora.model.row_sharing import context_blocker, sizes_that_divide_heads
 from fsdp_qlora.planning import fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.planning.plan import Machine, ModelPlan, context_blocker, sizes_that_divide_heads
+from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
-from fsdp_qlora.utils.files import bytes_of_variable, free_disk
+from fsdp_qlora.utils.files import bytes_of_variable
+from fsdp_qlora.utils.machine import free_disk, host_memory_free
 from fsdp_qlora.utils.text import GIB
 
 
@@ -308,37 +309,3 @@ def adapter_bytes(placed: PlacedModel) -> int:
     """
     weights = sum(parameter.numel() for _, parameter in adapter_parameters(placed.model.meta.model))
     return 16 * weights // placed.layout.num_shards
-
-
-def host_memory_free(ranks_on_host: int) -> int:
-    """Bytes of host memory left for each rank by the limits of the machine, the container and the
-    process.
-    """
-    limits = [psutil.virtual_memory().available // ranks_on_host]
-    in_container = _cgroup_free()
-    if in_container is not None:
-        limits.append(in_container // ranks_on_host)
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limits.append(most - psutil.Process().memory_info().vms)
-    return max(0, min(limits))
-
-
-def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes left by a container's memory limit (cgroup v2 or v1); None without one."""
-    for limit, used, stat in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        try:
-            most = (folder / limit).read_text().strip()
-            now = int((folder / used).read_text())
-            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        # The kernel counts cached files as used, and frees them when memory is needed.
-        total = "total_" if "total_inactive_file" in counts else ""
-        cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
-        # Version 1 writes "no limit" as a huge number.
-        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
-    return None

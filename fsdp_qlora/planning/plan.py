@@ -3,7 +3,6 @@ checks it.
 """
 
 import logging
-import math
 import os
 import re
 from collections import Counter
@@ -33,32 +32,22 @@ from fsdp_qlora.model.adapters.token_rows import (
     with_token_rows,
 )
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.attention import (
-    can_share,
-    changing_rope,
-    choose,
-    describe_kernel,
-    packing_blocker,
-)
+from fsdp_qlora.model.architecture.attention import choose, describe_kernel
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
-from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.model.architecture.token_mixers import (
-    can_continue,
-    has_convolution,
-    missing_kernels,
-)
+from fsdp_qlora.model.architecture.token_mixers import missing_kernels
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
 from fsdp_qlora.model.quantizers.settings import is_quantized
+from fsdp_qlora.model.row_sharing import check_context
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.sharding.loading.heads import needs_weights, settle_head
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import tensor_names
-from fsdp_qlora.utils.text import fit, format_bytes, format_count
+from fsdp_qlora.utils.text import fit_line, format_bytes, format_count
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -218,7 +207,7 @@ def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
     """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with
     verbose all.
     """
-    log.info("%s", first if config.dry_run or config.verbose else fit(first))
+    log.info("%s", first if config.dry_run or config.verbose else fit_line(first))
     for line in filter(None, details):
         log.log(logging.INFO if config.dry_run else logging.DEBUG, "%s", line)
 
@@ -475,60 +464,3 @@ def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None
         "blocks can be quantized; the rest would stay in 16 bits or more, most of it in "
         f"{largest}. If there is memory for that, give --allow_unquantized true."
     )
-
-
-def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
-    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is
-    known.
-
-    The rest is found by a probe (training/probes.py).
-
-    Args:
-        documents: from `attention.choose`; only our own attention exchanges heads.
-    """
-    reason = packing_blocker(parts.model)
-    if reason:
-        return reason
-    if not can_share(documents):
-        return (
-            f"its attention is computed by {documents or parts.model.config._attn_implementation}"
-        )
-    rope = changing_rope(parts.model.config)
-    if rope:
-        return f"its rope type {rope[0]} depends on the length of whole rows"
-    mixers = filter(
-        has_convolution, (module for block in parts.blocks for module in block.modules())
-    )
-    stuck = {type(module).__name__ for module in mixers if not can_continue(module)}
-    return f"{', '.join(sorted(stuck))} takes no state from other ranks" if stuck else None
-
-
-def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
-    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for
-    `context_blocker`.
-
-    Raises:
-        UserError: the model cannot be divided so.
-    """
-    if size == 1:
-        return
-    reason = context_blocker(parts, documents)
-    if reason:
-        raise UserError(
-            f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}."
-        )
-    possible = sizes_that_divide_heads(parts)
-    if size not in possible:
-        raise UserError(
-            f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, "
-            "which so many ranks "
-            f"cannot share equally. Possible: {', '.join(map(str, possible))}."
-        )
-
-
-def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
-    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that
-    of the heads.
-    """
-    heads = math.gcd(*(shape.heads for shape in block_shapes(parts.model.config)))
-    return [size for size in range(1, heads + 1) if heads % size == 0]

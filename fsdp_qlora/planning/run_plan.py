@@ -45,8 +45,9 @@ from fsdp_qlora.planning.gpus import Gpu, gpu_of
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.placement import PlacedModel, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan, log_plan, plan_model, read_model
+from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import Generation, RunRows, make_schedule, plan_generation
-from fsdp_qlora.planning.search import PlanReport, choose_settings
+from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
@@ -57,7 +58,7 @@ from fsdp_qlora.utils.environment import describe_environment
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD, RUN
-from fsdp_qlora.utils.text import GIB, fit, format_bytes
+from fsdp_qlora.utils.text import GIB, fit_line, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -178,7 +179,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     )
     _log_plan(config, plan)
     if not config.dry_run:
-        log.info(fit("Output: ", config.output_dir))
+        log.info(fit_line("Output: ", config.output_dir))
     return plan
 
 
@@ -249,7 +250,7 @@ def plan_teacher(
         )
     own = teacher_config(config)
     store = dist.PrefixStore("teacher", store) if store else None
-    log.info("%s", fit("Teacher: ", config.teacher or ""))
+    log.info("%s", fit_line("Teacher: ", config.teacher or ""))
     folder = Path(config.teacher or "").expanduser()
     if not config.teacher_url and (kept := TeacherFolder.read(folder, "teacher")):
         _refuse_other_settings(config, student, kept)

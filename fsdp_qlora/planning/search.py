@@ -6,8 +6,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,133 +22,18 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
-from fsdp_qlora.model.architecture.chunking import count_pieces
-from fsdp_qlora.model.architecture.fused import Mlp
-from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
-from fsdp_qlora.planning.fit import fit, with_margin
+from fsdp_qlora.planning.fit import first_that_fits, with_margin
 from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.placement import (
-    PlacedModel,
-    candidates,
-    context_sizes,
-    host_memory_free,
-    least_free,
-    place,
-)
+from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
-from fsdp_qlora.planning.speed import exchanged_bytes, size_of, tokens_per_second
+from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB, format_bytes
-
-_LARGEST = 10  # items that --explain names
-_BAR = 34  # columns
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """The memory that a placed model needs.
-
-    Attributes:
-        gpu_bytes: memory of a GPU, if it is known.
-        beside_torch: bytes of it that torch's allocator does not get, by what they are.
-    """
-
-    placed: PlacedModel
-    gpu_bytes: float | None = None
-    beside_torch: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def needed(self) -> int:
-        """Bytes of a GPU."""
-        return self.placed.memory.reserved + sum(self.beside_torch.values())
-
-    def lines(self) -> Iterator[str]:
-        """For the log: bytes per rank on the GPU and the host, then by what they are."""
-        memory = self.placed.memory
-        machine = self.placed.model.machine
-        on_gpu = machine.device.type == "cuda"
-        host = sum(memory.host.values())
-        needs = f"about {format_bytes(self.needed if on_gpu else memory.allocated)}"
-        if on_gpu and self.gpu_bytes:
-            needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
-        if on_gpu and host:
-            needs += f" of the GPU, {format_bytes(host)} of the host"
-        yield (
-            f"Memory: each rank needs {needs}; {_describe_device(machine)}, "
-            f"{self.placed.placement.describe()}"
-        )
-        yield f"  {_named(memory.weights)}"
-        yield (
-            f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}"
-            + f"; each block without recompute keeps {format_bytes(memory.block)} "
-            "more" * self.placed.step.trains
-        )
-        yield from (f"  {line}" for line in self.details())
-
-    def details(self) -> Iterator[str]:
-        """Lines about how long rows are computed, where they are divided."""
-        parts = self.placed.model.meta.parts
-        memory = self.placed.memory
-        num_tokens = self.placed.step.num_tokens
-        hidden = block_shapes(parts.model.config)[0].hidden
-        mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
-        pieces = max(
-            (count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1
-        )
-        if memory.recomputing and pieces > 1:
-            yield f"long rows: MLPs in {pieces} pieces of tokens"
-        ranks = self.placed.layout.context_size
-        if ranks > 1:
-            sent = format_bytes(
-                int(exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks))
-            )
-            yield (
-                f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and "
-                "pass"
-            )
-
-    def chart(self) -> Iterator[str]:
-        """A bar for each phase of a step, beside the GPU's memory."""
-        stays = sum(self._resident().values())
-        for name, sizes in self.placed.memory.phases.items():
-            whole = stays + sum(sizes.values())
-            columns = [
-                round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)
-            ]
-            drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
-            yield f"  {name:15} {f'{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}'} {whole / GIB:.1f} GiB"
-        yield "  '#' stays allocated, '+' is temporary, '|' is the memory of the card"
-
-    def largest(self) -> Iterator[str]:
-        """The largest items at the peak."""
-        items = self._resident() | self.placed.memory.phases[self.placed.memory.peak]
-        for name, count in sorted(items.items(), key=lambda item: -item[1])[:_LARGEST]:
-            yield f"  {count / GIB:6.2f} GiB  {name}"
-
-    def _resident(self) -> dict[str, int]:
-        """Bytes of a GPU that are in use in each phase."""
-        memory = self.placed.memory
-        return memory.resident | {"torch's allocator": memory.overhead} | dict(self.beside_torch)
-
-
-def _named(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {format_bytes(count)}" for name, count in sizes.items() if count)
-
-
-def _describe_device(machine: Machine) -> str:
-    """The number of ranks and their device."""
-    device = machine.device
-    name = "the CPU"
-    if device.type == "cuda":
-        is_here = torch.cuda.is_available()
-        elsewhere = "GPUs that are not here (--device cpu plans for the CPU)"
-        name = torch.cuda.get_device_name(device) if is_here else elsewhere
-    return f"{machine.world_size} rank{'s' * (machine.world_size > 1)} on {name}"
-
+from fsdp_qlora.utils.machine import host_memory_free
+from fsdp_qlora.utils.text import GIB
 
 # --- variants ---
 
@@ -215,11 +99,14 @@ class PlannedRun(NamedTuple):
     shares: int = 1
 
     @property
-    def report(self) -> PlanReport:
-        """The plan in words and numbers."""
-        return PlanReport(
-            self.placed, self.request.bytes, self.request.gpu.beside_torch(self.placed.layout)
-        )
+    def beside_torch(self) -> dict[str, int]:
+        """Bytes of a GPU that torch's allocator does not get, by what they are."""
+        return self.request.gpu.beside_torch(self.placed.layout)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a GPU."""
+        return self.placed.memory.reserved + sum(self.beside_torch.values())
 
     @property
     def rows(self) -> int:
@@ -239,14 +126,14 @@ class PlannedRun(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.report.needed <= self.request.bytes and self.fits_host
+        return self.needed <= self.request.bytes and self.fits_host
 
     @property
     def needed_with_margin(self) -> float:
         """Bytes of a GPU if the estimate is too small by its usual error; inf if the host has too
         few.
         """
-        beside = sum(self.report.beside_torch.values())
+        beside = sum(self.beside_torch.values())
         return with_margin(self.placed.memory.reserved) + beside if self.fits_host else math.inf
 
     @property
@@ -305,7 +192,7 @@ class Planner:
                 self.planned(**changes | _shared(config, size))._replace(shares=size)
                 for size in sizes
             ]
-            return fit(runs, lambda run: run.needed_with_margin, self.request.bytes)
+            return first_that_fits(runs, lambda run: run.needed_with_margin, self.request.bytes)
         rows = self.rows(config)
         placed = place(
             config,
@@ -470,7 +357,7 @@ class Planner:
             return self.planned(**changes | {option: value})
 
         return planned(
-            fit(
+            first_that_fits(
                 values,
                 lambda value: planned(value).needed_with_margin,
                 self.request.bytes,
@@ -493,7 +380,7 @@ def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
     """
 
     def order(run: PlannedRun) -> tuple[int, float]:
-        return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.report.needed)
+        return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.needed)
 
     return sorted(runs, key=order)
 

@@ -66,7 +66,7 @@ class MicroBatchSize(NamedTuple):
         return min(self.squares, 2 * self.tokens * window) if window else self.squares
 
 
-class Mixture(NamedTuple):
+class Experts(NamedTuple):
     """The experts of a layer, of which each token chooses some.
 
     parameters: number of 3-D parameters of all blocks. weights: number of their weights that work
@@ -100,21 +100,21 @@ class Size(NamedTuple):
     decoding: float
     trains_all: bool = False
     trains: bool = True
-    mixture: Mixture = Mixture(0, 1, 0, 0)
+    experts: Experts = Experts(0, 1, 0, 0)
 
     def decoded(self, tokens: float) -> float:
         """Weights of the blocks that a pass decodes: each expert that is hit, however many tokens
         it gets.
         """
-        return self.linear + self.mixture.weights * (
-            self.mixture.hit(tokens) / self.mixture.chosen - 1
+        return self.linear + self.experts.weights * (
+            self.experts.hit(tokens) / self.experts.chosen - 1
         )
 
     def products(self, tokens: float) -> float:
         """Products that the host launches for the experts of a pass, one by one where they are
         quantized.
         """
-        return self.mixture.hit(tokens) * self.mixture.parameters * (self.decoding > 0)
+        return self.experts.hit(tokens) * self.experts.parameters * (self.decoding > 0)
 
 
 def count_work(
@@ -246,7 +246,7 @@ def size_of(parts: ModelParts) -> Size:
         blocks=len(parts.blocks),
         shapes=shapes,
         linear=sum(map(math.prod, parts.matrices)) - sum(map(math.prod, routed)) + weights,
-        mixture=Mixture(experts, chosen, len(routed), weights),
+        experts=Experts(experts, chosen, len(routed), weights),
         head=parts.embedding.weight.numel(),  # type: ignore[operator]
         adapter=sum(count * kind.num_weights for kind, count in kinds if kind.in_adapter),
         stored=sum(count * kind.num_bytes for kind, count in kinds if not kind.in_adapter),

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import cache_folder, free_disk
+from fsdp_qlora.utils.files import cache_folder
+from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.text import GIB, format_bytes
 
 _PINNED_BYTES = 2**28
@@ -108,7 +109,7 @@ def _two_ranks() -> str:
 
 
 def _host_memory() -> str:
-    from fsdp_qlora.planning.placement import host_memory_free
+    from fsdp_qlora.utils.machine import host_memory_free
 
     remedy = "end other programs, or raise the limit of the container"
     return f"{_enough(host_memory_free(1), 4 * GIB, remedy)} free"

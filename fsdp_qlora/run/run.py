@@ -45,9 +45,9 @@ from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import check_uploads, leave_result, push_result, save_result
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.planning.fit import fit_on_gpu
+from fsdp_qlora.planning.fit import fit_on_gpu, memory_settings
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.placement import PlacedModel, check_resources
+from fsdp_qlora.planning.placement import check_resources
 from fsdp_qlora.planning.plan import read_model, with_new_tokens
 from fsdp_qlora.planning.run_plan import (
     Measured,
@@ -171,7 +171,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             )
         else:
             identity |= {"run_id": start.run_id}
-            helps = memory_settings(config, plan.placed, ranks)
+            helps = memory_settings(config, plan.placed.placement, ranks)
             guard = Guard(
                 config, folder, start, presence, signals, started=started, memory_settings=helps
             )
@@ -293,33 +293,6 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         trainer.try_longest(rows)
     else:
         fit_on_gpu(trainer, rows, block_bytes=plan.placed.memory.block, too_few=start.too_few)
-
-
-def memory_settings(config: TrainConfig, placed: PlacedModel, ranks: Ranks) -> str:
-    """The settings that would make the run need less memory, in words, for where nothing is left at
-    auto.
-    """
-    config = dataclasses.replace(config, **placed.placement.options)
-    settings = ["--auto false"] * config.auto  # whose settings a resumed run keeps
-    if config.batch_size > 1:
-        settings.append(
-            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, "
-            "the run is the same)"
-        )
-    if ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
-        settings.append(f"--context_parallel_size {2 * config.context_size}")
-    settings.append("a smaller --context_length")
-    if config.recompute not in ("all", "offload") and not (
-        config.recompute == "auto" and ranks.device.type == "cpu"
-    ):
-        settings.append("--recompute all")
-    if config.sharding_strategy == "ddp":
-        settings.append("--sharding_strategy full_shard")
-    if config.recompute != "offload":
-        settings.append("--recompute offload")
-    if config.use_cpu_offload is not True:
-        settings.append("--use_cpu_offload true")
-    return f"{', '.join(settings)}, or more GPUs"
 
 
 def restore(state: TrainState, guard: Guard) -> Progress:

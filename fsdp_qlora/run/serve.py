@@ -49,8 +49,8 @@ from fsdp_qlora.planning.placement import (
     place,
 )
 from fsdp_qlora.planning.plan import Machine, plan_model
+from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_plan import Plan, teacher_config
-from fsdp_qlora.planning.search import PlanReport
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, result_form
 from fsdp_qlora.service.access import (
     KEY_FILE,
@@ -73,7 +73,7 @@ from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
 from fsdp_qlora.utils.files import fingerprint_files, refusal_named, staged_file
-from fsdp_qlora.utils.text import fit, format_bytes
+from fsdp_qlora.utils.text import fit_line, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -290,7 +290,7 @@ def _plan(
     line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
     log.info(line, config.lora_rank, address.most_models, size)
     if address.teacher:
-        log.info("%s", fit("Teacher: ", address.teacher))
+        log.info("%s", fit_line("Teacher: ", address.teacher))
         if machine.gpu_memory:
             left = machine.gpu_memory[0] - placed.memory.reserved
             machine = dataclasses.replace(machine, free=max(0, left))

@@ -44,13 +44,8 @@ from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.utils.errors import TrainingError, UserError
-from fsdp_qlora.utils.files import (
-    cache_folder,
-    fingerprint_files,
-    free_disk,
-    record_of,
-    refusal_named,
-)
+from fsdp_qlora.utils.files import cache_folder, fingerprint_files, record_of, refusal_named
+from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 
 log = logging.getLogger("fsdp_qlora")

@@ -230,14 +230,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def free_disk(folder: Path) -> int:
-    """Bytes that may still be written to a folder, which need not exist yet."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def why_not_writable(folder: Path) -> str | None:
     """Explain why a folder, which need not exist yet, cannot be written to; None if it can. Creates
     nothing.

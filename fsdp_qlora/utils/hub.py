@@ -14,7 +14,8 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import free_disk, refuse_pipes
+from fsdp_qlora.utils.files import refuse_pipes
+from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")

@@ -75,7 +75,7 @@ class LineHandler(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def fit(text: str, path: str = "") -> str:
+def fit_line(text: str, path: str = "") -> str:
     """Fit a text and the end of a path into one line of the screen. A text that is too long loses
     its middle.
     """

@@ -123,7 +123,7 @@ OTHERWISE = {
     """,
     KERNEL: """
         distributed.supervision.clock:limit_memory
-        distributed.supervision.launch:_torchrun_has_nproc planning.placement:_cgroup_free
+        distributed.supervision.launch:_torchrun_has_nproc utils.machine:_cgroup_free
         training.rl.rewards:work utils.redact:_RedactedStream._dropped_if_lost
         sharding.loading.weight_files:_buffer
     """,

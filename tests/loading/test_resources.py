@@ -25,8 +25,9 @@ from fsdp_qlora.planning import placement
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.planning.search import PlanReport
+from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
+from fsdp_qlora.utils import machine
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
 from tests.tiny import flags, make_rows, on_ranks, write_rows
@@ -173,13 +174,13 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
 
 
 def test_free_memory_respects_the_containers_limit(tmp_path: Path) -> None:
-    assert placement._cgroup_free(tmp_path) is None
+    assert machine._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 500\nactive_file 1500\n")
-    assert placement._cgroup_free(tmp_path) == 3000  # cached files are given back
+    assert machine._cgroup_free(tmp_path) == 3000  # cached files are given back
     (tmp_path / "memory.max").write_text("max\n")
-    assert placement._cgroup_free(tmp_path) is None
+    assert machine._cgroup_free(tmp_path) is None
 
 
 def _train_within(argv: list[str], extra_bytes: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
-from fsdp_qlora.utils.text import fit
+from fsdp_qlora.utils.text import fit_line
 from tests.tiny import ROOT, flags, make_rows, train_ok, write_rows
 
 PYTHON = [sys.executable]
@@ -191,6 +191,6 @@ def test_startup_output_is_eight_lines_of_100_columns(
 
 
 def test_long_lines_are_shortened_in_the_middle() -> None:
-    assert fit("Output: ", "runs/1") == "Output: runs/1"
-    assert fit("Output: ", "a" * 95 + "/run") == "Output: ..." + "a" * 85 + "/run"
-    assert fit("a" * 60 + "b" * 60) == "a" * 45 + " ... " + "b" * 50
+    assert fit_line("Output: ", "runs/1") == "Output: runs/1"
+    assert fit_line("Output: ", "a" * 95 + "/run") == "Output: ..." + "a" * 85 + "/run"
+    assert fit_line("a" * 60 + "b" * 60) == "a" * 45 + " ... " + "b" * 50

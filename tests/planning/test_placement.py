@@ -42,7 +42,7 @@ from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
 from fsdp_qlora.planning.placement import candidates, least_free
 from fsdp_qlora.planning.plan import Machine
-from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
+from fsdp_qlora.planning.speed import Experts, MicroBatchSize, Work, count_work, seconds, size_of
 from tests.tiny import SIZES
 
 pytestmark = pytest.mark.quick
@@ -54,7 +54,7 @@ SHARDED = Placement("full_shard")
 OFFLOADED = Placement("full_shard", ALL)
 HYBRID = [Placement("hybrid_full_shard"), Placement("hybrid_full_shard", ALL)]
 GIB = 2**30
-NONE = Mixture(0, 1, 0, 0)
+NONE = Experts(0, 1, 0, 0)
 MIXTURE = Qwen3MoeConfig(
     hidden_size=256,
     moe_intermediate_size=128,
@@ -288,12 +288,12 @@ def test_experts_of_equal_sizes_are_measured_once(
 
 def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
     size = size_of(_parts("qlora", MIXTURE))
-    assert size.mixture == (16, 4, 2 * 2, 2 * 4 * 3 * 128 * 256)
+    assert size.experts == (16, 4, 2 * 2, 2 * 4 * 3 * 128 * 256)
     for tokens, hit in ((1, 4), (2, 8), (512, 16)):
         options = {"num_shards": 1, "recomputed_share": 1.0, "host_share": 0.0}
         turn = MicroBatchSize(tokens, 0, tokens)
         work, dense = (
-            count_work(each, turn, **options) for each in (size, size._replace(mixture=NONE))
+            count_work(each, turn, **options) for each in (size, size._replace(experts=NONE))
         )
         assert work.memory - dense.memory == pytest.approx(3 * 4 * 2 * (hit - 4) * 3 * 128 * 256)
         assert work.products == 3 * 2 * 2 * hit and work.operations == dense.operations

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 import numpy as np
 
 from fsdp_qlora.data.content import SourceFile
-from fsdp_qlora.utils.text import fit
+from fsdp_qlora.utils.text import fit_line
 
 Numbers = Sequence[int] | np.ndarray
 
@@ -376,7 +376,7 @@ class DataReport(RowCounts):
             f"{self.num_tokens:,} tokens "
             f"({self.num_targets:,} learned), {self.num_tokens_cut:,} tokens cut{cut}: "
         )
-        return fit(text, self.origin)
+        return fit_line(text, self.origin)
 
     def describe_rejected(self) -> list[str]:
         """A line for each reason, with the first rows that were left out for it."""
@@ -384,7 +384,7 @@ class DataReport(RowCounts):
 
     def describe_notes(self) -> list[str]:
         """One line for each oddity of rows that are used, and for columns that are not."""
-        names = [fit(name) for name in self.unused_columns[:_NAMED]]
+        names = [fit_line(name) for name in self.unused_columns[:_NAMED]]
         more = len(self.unused_columns) - _NAMED
         unused = (
             f"{self.origin}: columns that the format {self.dataset_format} does not use: "

@@ -38,11 +38,11 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import (
     cache_folder,
     file_identity,
-    free_disk,
     publish_folder,
     read_named,
     write_hashed_json,
 )
+from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.safetensors_files import PackedFiles
 from fsdp_qlora.utils.text import format_bytes
 
