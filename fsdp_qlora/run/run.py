@@ -19,11 +19,10 @@ import torch.distributed as dist
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.progress import Progress
-from fsdp_qlora.checkpoint.result import result_error
 from fsdp_qlora.checkpoint.resume import RunFolder, Start
 from fsdp_qlora.checkpoint.run_folder import StartRequest, is_finished
 from fsdp_qlora.checkpoint.train_state import TrainState
-from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, REPLACE
+from fsdp_qlora.config.marks import MAY_DIFFER, REPLACE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.data.batches.schedule import RowsInMemory
@@ -31,43 +30,33 @@ from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import prepare_data
 from fsdp_qlora.distributed.device import configure_kernels, make_deterministic
 from fsdp_qlora.distributed.process_group import (
-    check_agreement,
     process_group_closed,
-    raise_on_all_ranks,
     release_cached_memory,
     start_process_group,
 )
-from fsdp_qlora.distributed.ranks import Ranks, derive_seed, read_ranks, set_up_logging
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks, set_up_logging
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import clock, exits, restarts
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import check_uploads, leave_result, push_result, save_result
-from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.planning.fit import fit_on_gpu, memory_settings
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.placement import check_resources
 from fsdp_qlora.planning.plan import read_model, with_new_tokens
 from fsdp_qlora.planning.run_plan import (
-    Measured,
     Plan,
     continued,
     data_options,
     make_plan,
-    run_facts,
     teacher_config,
     with_kept_context,
 )
-from fsdp_qlora.run.load_model import (
-    build_trainer,
-    fetch_weights,
-    load_model,
-    open_source,
-    precompute_reference,
-    result_form,
-    warn_left_out,
-)
+from fsdp_qlora.run.build_trainer import build_trainer, open_source, precompute_reference
+from fsdp_qlora.run.facts import Measured, run_facts
+from fsdp_qlora.run.identity import agree, known_facts
+from fsdp_qlora.run.load_model import fetch_weights, load_model, result_form, warn_left_out
 from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.sharding.loading.weight_files import Weights
@@ -79,9 +68,7 @@ from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.rl.client import check_server
 from fsdp_qlora.training.trainer import Trainer
-from fsdp_qlora.utils.environment import versions
-from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError
-from fsdp_qlora.utils.files import fingerprint_files, record_of
+from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped
 from fsdp_qlora.utils.text import format_count
 
 log = logging.getLogger("fsdp_qlora")
@@ -330,93 +317,3 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
     if ranks.device.type == "cuda":
         measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
     return Extras(samples, measure_tasks, measured)
-
-
-# --- what makes a run this run: its options, model, rows and the adapter it starts from ---
-
-
-def known_facts(plan: Plan) -> dict[str, Any]:
-    """Hash what is compared by content and known without the weights: see FACTS of run_folder."""
-    model_config = plan.model.config.to_dict() | {"_name_or_path": None}
-    return {
-        "model": f"{derive_seed(model_config):x}",
-        "rows": plan.data.identity,
-        "precision": plan.model.precision.name,
-    }
-
-
-def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
-    """Check that all ranks have the same options, rows and model; returns the run's identity.
-
-    Raises:
-        UserError: they differ; the same on every rank.
-    """
-    options = resolved_options(config)
-    per_node = names_marked(PER_NODE)
-    facts = known_facts(plan)
-    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
-    parent, digest = agree_on_parent(config, ranks, base)
-    check_agreement(
-        {
-            "the options": {name: value for name, value in options.items() if name not in per_node},
-            "the rows": facts["rows"],
-            "the prompts of --sample_prompts": plan.questions,
-            "the model": (facts["model"], sorted(weights.sources)),
-        },
-        ranks.device,
-    )
-    return (
-        {
-            "options": options,
-            "facts": ({"base": base} | facts | {"adapter": digest}),
-        }
-        | ({"parent": parent} if parent else {})
-        | ({"base_format": plan.model.packed.name} if plan.model.packed else {})
-        | {
-            "world_size": ranks.world_size,
-            "global_batch_size": plan.schedule.global_batch_size,
-            "versions": versions(),
-            "rewards": plan.scored_by,
-        }
-        | plan.data.provenance
-    )
-
-
-def agree_on_parent(
-    config: TrainConfig, ranks: Ranks, base: str | None
-) -> tuple[dict[str, Any], str | None]:
-    """The parent adapter's lineage and, on rank 0, its hash; empty without --adapter.
-
-    Args:
-        base: fingerprint of the base's weights, on rank 0.
-    Raises:
-        UserError: the adapter has changed since it was saved, or belongs to other weights; the same
-        on every rank.
-    """
-    if config.adapter is None:
-        return {}, None
-    adapter = read_adapter(Path(config.adapter).expanduser())
-    with raise_on_all_ranks(UserError, ranks.device):
-        digest = _check_parent(config, adapter, base) if ranks.is_rank_0 else None
-    return adapter.lineage(), digest
-
-
-def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | None) -> str:
-    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other
-    weights.
-    """
-    try:
-        digest = record_of(adapter.weights).sha256
-        failure = result_error(adapter.folder, [adapter.weights.name])
-    except OSError as error:
-        failure = f"it cannot be read ({error})"
-    trained_on = adapter.record.get("base", {}).get("weights")
-    if failure is None and config.base_name is None and trained_on not in (None, base):
-        failure = (
-            f"it was trained on other weights than those of --model_name {config.model_name}. If "
-            "they are the same in "
-            "other bits or files, say so by naming them: --base_name OWNER/NAME"
-        )
-    if failure:
-        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
-    return digest

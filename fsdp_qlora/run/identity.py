@@ -1,0 +1,104 @@
+"""What makes a run this run: its options, its model, its rows and the adapter it starts from."""
+
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.checkpoint.result import result_error
+from fsdp_qlora.config.marks import PER_NODE
+from fsdp_qlora.config.options import TrainConfig, names_marked
+from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.distributed.process_group import check_agreement, raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.sharding.loading.weight_files import Weights
+from fsdp_qlora.utils.environment import versions
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import fingerprint_files, record_of
+
+
+def known_facts(plan: Plan) -> dict[str, Any]:
+    """Hash what is compared by content and known without the weights: see FACTS of run_folder."""
+    model_config = plan.model.config.to_dict() | {"_name_or_path": None}
+    return {
+        "model": f"{derive_seed(model_config):x}",
+        "rows": plan.data.identity,
+        "precision": plan.model.precision.name,
+    }
+
+
+def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
+    """Check that all ranks have the same options, rows and model; returns the run's identity.
+
+    Raises:
+        UserError: they differ; the same on every rank.
+    """
+    options = resolved_options(config)
+    per_node = names_marked(PER_NODE)
+    facts = known_facts(plan)
+    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
+    parent, digest = agree_on_parent(config, ranks, base)
+    check_agreement(
+        {
+            "the options": {name: value for name, value in options.items() if name not in per_node},
+            "the rows": facts["rows"],
+            "the prompts of --sample_prompts": plan.questions,
+            "the model": (facts["model"], sorted(weights.sources)),
+        },
+        ranks.device,
+    )
+    return (
+        {
+            "options": options,
+            "facts": ({"base": base} | facts | {"adapter": digest}),
+        }
+        | ({"parent": parent} if parent else {})
+        | ({"base_format": plan.model.packed.name} if plan.model.packed else {})
+        | {
+            "world_size": ranks.world_size,
+            "global_batch_size": plan.schedule.global_batch_size,
+            "versions": versions(),
+            "rewards": plan.scored_by,
+        }
+        | plan.data.provenance
+    )
+
+
+def agree_on_parent(
+    config: TrainConfig, ranks: Ranks, base: str | None
+) -> tuple[dict[str, Any], str | None]:
+    """The parent adapter's lineage and, on rank 0, its hash; empty without --adapter.
+
+    Args:
+        base: fingerprint of the base's weights, on rank 0.
+    Raises:
+        UserError: the adapter has changed since it was saved, or belongs to other weights; the same
+        on every rank.
+    """
+    if config.adapter is None:
+        return {}, None
+    adapter = read_adapter(Path(config.adapter).expanduser())
+    with raise_on_all_ranks(UserError, ranks.device):
+        digest = _check_parent(config, adapter, base) if ranks.is_rank_0 else None
+    return adapter.lineage(), digest
+
+
+def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | None) -> str:
+    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other
+    weights.
+    """
+    try:
+        digest = record_of(adapter.weights).sha256
+        failure = result_error(adapter.folder, [adapter.weights.name])
+    except OSError as error:
+        failure = f"it cannot be read ({error})"
+    trained_on = adapter.record.get("base", {}).get("weights")
+    if failure is None and config.base_name is None and trained_on not in (None, base):
+        failure = (
+            f"it was trained on other weights than those of --model_name {config.model_name}. If "
+            "they are the same in "
+            "other bits or files, say so by naming them: --base_name OWNER/NAME"
+        )
+    if failure:
+        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
+    return digest
