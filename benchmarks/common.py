@@ -37,6 +37,7 @@ from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model
+from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.sharding.loading.decoded import StoredTensor
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
@@ -155,7 +156,7 @@ def build_run(
     return Run(
         config,
         plan,
-        load_model.build_trainer(config, plan, ranks, of_targets=of_targets),
+        build_trainer(config, plan, ranks, of_targets=of_targets),
         model_parts.count_parameters(model_parts.ModelParts(model)),
         account,
         built.documents or model.config._attn_implementation,

@@ -46,7 +46,7 @@ from fsdp_qlora.distributed.process_group import start_process_group, stop_proce
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.run.load_model import build_trainer
+from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import set_recompute

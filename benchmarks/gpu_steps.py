@@ -36,7 +36,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.model_parts import CategoryBytes
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.run_plan import Measured
+from fsdp_qlora.run.facts import Measured
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.sharding.recompute import recomputed_blocks
 

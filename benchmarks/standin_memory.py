@@ -420,7 +420,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from fsdp_qlora.distributed.shards import build_mesh
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.run.load_model import build_trainer
+    from fsdp_qlora.run.build_trainer import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
     from fsdp_qlora.sharding.recompute import wrap_blocks
 

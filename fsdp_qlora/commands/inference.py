@@ -192,7 +192,7 @@ def measure(
     from fsdp_qlora.data.sources.dataset_name import parse_eval_names
     from fsdp_qlora.planning.run_plan import Plan, read_rows
     from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.run.load_model import build_trainer
+    from fsdp_qlora.run.build_trainer import build_trainer
     from fsdp_qlora.run.open_model import load_trained
     from fsdp_qlora.training.generation.tasks import Tasks
 

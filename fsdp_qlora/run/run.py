@@ -34,7 +34,7 @@ from fsdp_qlora.distributed.process_group import (
     release_cached_memory,
     start_process_group,
 )
-from fsdp_qlora.distributed.ranks import Ranks, read_ranks, set_up_logging
+from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import clock, exits, restarts
 from fsdp_qlora.distributed.supervision.presence import Presence

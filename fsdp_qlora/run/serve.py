@@ -51,7 +51,8 @@ from fsdp_qlora.planning.placement import (
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_plan import Plan, teacher_config
-from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, result_form
+from fsdp_qlora.run.build_trainer import build_trainer
+from fsdp_qlora.run.load_model import fetch_weights, load_model, result_form
 from fsdp_qlora.service.access import (
     KEY_FILE,
     NO_KEY,

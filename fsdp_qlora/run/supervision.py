@@ -31,7 +31,7 @@ from fsdp_qlora.observability.metric_log import (
 )
 from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
-from fsdp_qlora.planning.run_plan import Measured
+from fsdp_qlora.run.facts import Measured
 from fsdp_qlora.training.generation.samples import Samples
 from fsdp_qlora.utils.run_files import CHECKPOINTS
 

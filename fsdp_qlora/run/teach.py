@@ -38,7 +38,8 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.planning.plan import build_plan, quantizer_options, read_model
 from fsdp_qlora.planning.run_plan import Plan, make_plan, teacher_config
-from fsdp_qlora.run.load_model import build_forward, fetch_weights, load_model, open_weights
+from fsdp_qlora.run.build_trainer import build_forward
+from fsdp_qlora.run.load_model import fetch_weights, load_model, open_weights
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
 from fsdp_qlora.training.rl.client import Server

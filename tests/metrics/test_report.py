@@ -26,8 +26,8 @@ from fsdp_qlora.observability.report import make_page, read_run, write_at_end, w
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.planning.offers import make_planner
-from fsdp_qlora.planning.run_plan import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.search import GpuOffer
+from fsdp_qlora.run.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 

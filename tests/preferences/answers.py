@@ -145,7 +145,8 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
     from fsdp_qlora.planning.plan import Machine, plan_model
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model
+    from fsdp_qlora.run.build_trainer import build_trainer
+    from fsdp_qlora.run.load_model import fetch_weights, load_model
 
     ranks = read_ranks("cpu")
     set_up_logging(ranks, verbose=False)

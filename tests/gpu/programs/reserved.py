@@ -31,7 +31,7 @@ from fsdp_qlora.planning.placement import place
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.run.load_model import build_forward, build_trainer
+from fsdp_qlora.run.build_trainer import build_forward, build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.training.divergence import Likeliest

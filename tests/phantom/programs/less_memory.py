@@ -13,7 +13,7 @@ import torch
 import fsdp_qlora.run.run
 import train
 from fsdp_qlora.data.batches.schedule import StepRows
-from fsdp_qlora.run.load_model import build_trainer
+from fsdp_qlora.run.build_trainer import build_trainer
 
 
 def build_with_less(*args: Any) -> Any:

@@ -1,0 +1,275 @@
+"""Builds the trainer of a loaded model, and opens the source of its rows."""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fsdp_qlora.config.marks import OF_ADAPTER
+from fsdp_qlora.config.objectives import PAIRS, LossSettings
+from fsdp_qlora.config.options import TrainConfig, names_marked
+from fsdp_qlora.data.batches.cache import add_reference
+from fsdp_qlora.data.batches.micro_batch import Collator
+from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
+from fsdp_qlora.data.batches.taught import OfTargets
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.context import join_context
+from fsdp_qlora.distributed.process_group import all_gather_strings
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.export.save_results import save_adapter
+from fsdp_qlora.model.adapters.first_values import LiveValues
+from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
+from fsdp_qlora.planning.plan import quantizer_options
+from fsdp_qlora.planning.run_plan import Plan, warn_of_padded_rope
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer
+from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.sharding.recompute import ReferencePass
+from fsdp_qlora.sharding.vocabulary import sharing_ranks
+from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.objective import make_objective
+from fsdp_qlora.training.probes import Probed, check_context, probe_packing
+from fsdp_qlora.training.rl.client import Server
+from fsdp_qlora.training.rl.engine import Engine
+from fsdp_qlora.training.rl.server_engine import ServerEngine
+from fsdp_qlora.training.rl.server_teacher import ServerTeacher
+from fsdp_qlora.training.rl.source import Rollouts
+from fsdp_qlora.training.rl.waiting import check_stop
+from fsdp_qlora.training.trainer import Trainer, TrainerOptions
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.run_files import ADAPTERS, ROLLOUTS_FILE
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def build_trainer(
+    config: TrainConfig,
+    plan: Plan,
+    ranks: Ranks,
+    control: Control | None = None,
+    of_targets: OfTargets | None = None,
+) -> Trainer:
+    """The trainer of a loaded model, with its optimizer. Called on every rank. of_targets: as in
+    `Collator`.
+    """
+    control = control or Control()
+    forward = build_forward(config, plan, ranks, control, of_targets)
+    optimizer = ShardedOptimizer(
+        forward.model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.wd,
+        lr_ratio_B=config.loraplus_lr_ratio,
+    )
+    options = config.pick(
+        TrainerOptions,
+        warmup_steps=plan.warmup_steps,
+        total_steps=plan.schedule.total_steps,
+        max_grad_norm=config.grad_norm or math.inf,
+        num_replicas=plan.placed.layout.num_replicas,
+        sync_every_micro_batch=not plan.placed.placement.accumulates,
+    )
+    settings = config.pick(LossSettings, **config.objective_settings)
+    return Trainer(
+        forward,
+        optimizer,
+        make_objective(config.objective, settings, forward.context),
+        options,
+        control,
+    )
+
+
+def build_forward(
+    config: TrainConfig,
+    plan: Plan,
+    ranks: Ranks,
+    control: Control,
+    of_targets: OfTargets | None = None,
+) -> ForwardPass:
+    """The forward pass of a loaded model, which tries a few tokens. Called on every rank."""
+    model: PreTrainedModel = plan.model.meta.model
+    quantizer = config.kind.quantizer
+    is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
+    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
+    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(config, plan, probed)
+    context = join_context(ranks, plan.placed.layout.context_size)
+    if context.size > 1:
+        check_context(probed, context)
+    collator = Collator(
+        schedule,
+        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be
+        # outside it.
+        pad_token_id=plan.model.tokenizer.eos_token_id,
+        rank=ranks.rank,
+        context_size=context.size,
+        sharing_ranks=sharing_ranks(model),
+        shares_prompts=config.row_kind == PAIRS
+        and not schedule.padding
+        and shares_prompts(plan, probed),
+        has_teacher=config.teaches_itself,
+        of_targets=of_targets,
+        image_processor=plan.data.image_processor,
+        model_arguments=inspect.signature(type(model).forward).parameters,
+    )
+    forward = ForwardPass(
+        model,
+        ranks,
+        collator,
+        plan.model.precision,
+        attention=None if schedule.padding else plan.model.documents,
+        reference=ReferencePass(model) if config.has_reference_beside else None,
+        temperature=config.temperature,
+        context=context,
+        heartbeat=control.heartbeat,
+        towers=[*plan.model.meta.parts.towers.values()],
+        neftune_alpha=config.neftune_alpha,
+    )
+    forward.probe()
+    return forward
+
+
+def precompute_reference(
+    config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]
+) -> RunData:
+    """Add to the rows their log-probabilities under the model that training starts from.
+
+    Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is
+    loaded.
+    """
+    names = sorted({"train_type", "quant_type", *quantizer_options(config, config.kind.quantizer)})
+    # otherwise the adapter changes nothing at first
+    if config.adapter or config.init_lora_weights != "true":
+        names += ["seed", *names_marked(OF_ADAPTER)]
+    of_model = dict(facts) | {
+        "rows": None,
+        "options": {name: getattr(config, name) for name in names},
+    }
+    [key, *_] = all_gather_strings(json.dumps(of_model), trainer.ranks.device)
+    tables = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
+    compute = partial(log_probabilities, trainer.forward)
+    tables = [
+        add_reference(table, [key], partial(compute, table), trainer.ranks) for table in tables
+    ]
+    return dataclasses.replace(data, train=tables[0], evaluation=tables[-1])
+
+
+def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedule:
+    """The schedule, with padding if the loaded model needs it. Called on every rank."""
+    reason = probe_packing(probed)
+    apart = ", ".join(layers_apart(probed.model))
+    if config.teaches_itself and (reason or apart):
+        raise UserError(
+            f"--objective {config.objective}: in this model a teacher's tokens cannot follow the "
+            f"student's: {reason or apart}."
+        )
+    if reason is None:
+        if apart:
+            log.info(
+                "Rows are computed apart in layers that mix tokens without attention: %s.", apart
+            )
+        return plan.schedule
+    if plan.placed.layout.context_size > 1:
+        name = type(probed.model).__name__
+        raise UserError(
+            f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}."
+        )
+    no_packing = (
+        (", and --batching packed has no effect") if plan.schedule.batching == "packed" else ""
+    )
+    log.info("Rows are padded with this model%s: %s.", no_packing, reason)
+    if plan.model.documents is not None and not plan.data.have_images:  # else the plan has said it
+        warn_of_padded_rope(plan.model, plan.data)
+    return dataclasses.replace(plan.schedule, batching="padded")
+
+
+def shares_prompts(plan: Plan, probed: Probed) -> bool:
+    """Whether the shared prompt of a pair can be computed once; log the answer. Called on every
+    rank.
+    """
+    data = plan.data.train
+    reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
+    if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
+        reason = "ranks that share a row have one state for a document"
+    if reason:
+        log.info("The prompt of a pair is computed with each answer: %s.", reason)
+    else:
+        useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()
+        log.info(
+            "The prompt of a pair is computed once: %.2f tokens of both answers per token "
+            "computed.",
+            useful,
+        )
+    return reason is None
+
+
+def open_source(
+    config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str
+) -> RowSource:
+    """The source of a run's rows: its data, or answers to its prompts."""
+    if not plan.data.prompts:
+        return RowsInMemory(plan.data.train, plan.data.train_rows)
+    assert plan.scorer is not None
+    stops = Stops(plan.model.tokenizer, trainer.model, plan.stop_text)
+    looks_back = config.num_iterations > 1 or config.rollout_url
+    told = trainer.collator.of_targets
+    return Rollouts(
+        data=plan.data,
+        engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
+        scorer=plan.scorer,
+        path=folder / ROLLOUTS_FILE,
+        ranks=trainer.ranks,
+        control=trainer.control,
+        text_of=stops.text_of,
+        logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
+        scale_rewards=config.scale_rewards,
+        next_check=0 if config.rollout_url else None,
+        teacher=told if isinstance(told, ServerTeacher) else None,
+    )
+
+
+def open_engine(
+    config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path
+) -> Engine:
+    """The engine that answers prompts. adapters: where those for a server go, with the beginning of
+    their names.
+    """
+    options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
+    model = trainer.model
+    generation = plan.generation
+    adapter = plan.model.adapter
+    if config.rollout_url:
+        assert adapter is not None
+        values = LiveValues(keeps=trainer.ranks.is_rank_0)
+        engine = ServerEngine(
+            Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
+            lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
+            adapters,
+            trainer.ranks,
+            trainer.control,
+            stops,
+            options,
+            vocab_size=model.get_input_embeddings().num_embeddings,
+        )
+        return engine.complete
+    assert generation is not None
+
+    def complete(prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
+        """As `Engine` says, in float32 on one kind of device the same on any number of ranks."""
+        seeded = dataclasses.replace(options, seed=derive_seed("rollouts", config.seed, number))
+        generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, seeded)
+        beat = partial(check_stop, trainer.control, trainer.ranks, version)
+        with kept_gathered(model) if generation.gathered else contextlib.nullcontext():
+            return generator.answer_all(prompts, generation.at_a_time, beat)
+
+    return complete

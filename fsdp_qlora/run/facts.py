@@ -1,0 +1,118 @@
+"""Facts of a run for its report, and how its memory and speed turn out beside the plan."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.schedule import Schedule
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.memory import estimate_memory
+from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_rows import RunRows
+from fsdp_qlora.planning.speed import size_of, tokens_per_second
+from fsdp_qlora.utils.environment import describe_environment
+from fsdp_qlora.utils.text import GIB
+
+log = logging.getLogger("fsdp_qlora")
+
+_MOST_BARS = 40  # of the histogram of lengths
+# of what is planned, and at least: what a small model reserves is mostly rounding
+_FAR = 0.05
+_FAR_GIB = 0.25
+
+
+class Measured:
+    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once of
+    far more memory.
+
+    Speed is planned on `gpu` for the lengths of the first steps' rows, and measured in all steps of
+    this start: rows come in random order, so both are of the same work.
+    """
+
+    def __init__(self, config: TrainConfig, plan: Plan, gpu: Gpu) -> None:
+        self._config = config
+        self._plan = plan
+        self._gpu = gpu
+        self._placed = plan.placed
+        self._has_warned = False
+        self._planned_speed = self._tokens = self._seconds = 0.0
+
+    def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The facts after a step, for the report. record: from `Trainer.train_step`."""
+        placed = self._placed
+        recomputing = record.get("recompute", self._placed.memory.recomputing)
+        if recomputing != placed.memory.recomputing:
+            step = dataclasses.replace(placed.step, recomputing=recomputing)
+            memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
+            self._placed = dataclasses.replace(placed, memory=memory)
+            self._planned_speed = 0.0
+        self._planned_speed = self._planned_speed or planned_speed(
+            self._config, self._plan, self._placed, self._gpu
+        )
+        self._tokens += record["num_tokens"]
+        self._seconds += record["step_seconds"]
+        measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
+        planned = {name: round(getattr(self._placed.memory, name) / GIB, 3) for name in measured}
+        # less is no fault: of a stream the longest rows are not known
+        off = measured["reserved"] - planned["reserved"]
+        if off > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. "
+                "Please report it with "
+                "the run's facts.json: the plan is to be within 5%%.",
+                planned["reserved"],
+                measured["reserved"],
+            )
+        facts = {"planned_gib": planned, "measured_gib": measured, "recompute": recomputing}
+        speeds = {
+            "planned_tokens_per_second": self._planned_speed,
+            "tokens_per_second": self._tokens / self._seconds,
+        }
+        return {"measured": (facts | {name: round(speed, 1) for name, speed in speeds.items()})}
+
+
+def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:
+    """Tokens per second of the run's first steps."""
+    micro_batch = RunRows(
+        config, plan.data, plan.schedule, placed.model.documents
+    ).mean_micro_batch()
+    return tokens_per_second(placed, size_of(placed.model.meta.parts), micro_batch, gpu)
+
+
+def run_facts(plan: Plan) -> dict[str, Any]:
+    """Heading -> facts, all of them JSON's."""
+    return {
+        "environment": describe_environment(),
+        "data": data_facts(plan.data, plan.schedule),
+        "memory": plan.placed.memory.weights,
+    }
+
+
+def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
+    """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what
+    is computed.
+    """
+    lengths = data.lengths[data.train_rows]
+    longest = int(lengths.max())
+    steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
+    counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
+    return {
+        "rows": len(data.train_rows),
+        "held_out": len(data.eval_rows),
+        "tokens": int(lengths.sum()),
+        "learned": int(data.train.num_targets[data.train_rows].sum()),
+        "longest": longest,
+        "truncated": sum(report.num_truncated for report in data.reports),
+        "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
+        "rejected": len(data.rejected),
+        "padding_share": 1
+        - float(np.mean([schedule.useful_shares(step, data.lengths)[0] for step in steps])),
+        "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
+    }
