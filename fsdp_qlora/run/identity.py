@@ -1,4 +1,4 @@
-"""What makes a run this run: its options, its model, its rows and the adapter it starts from."""
+"""Makes a run the one it is: its options, its model, its rows and the adapter it starts from."""
 
 from pathlib import Path
 from typing import Any
