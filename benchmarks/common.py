@@ -38,8 +38,8 @@ from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model
 from fsdp_qlora.run.build_trainer import build_trainer
-from fsdp_qlora.sharding.loading.decoded import StoredTensor
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
+from fsdp_qlora.sharding.loading.stored_tensors import StoredTensor
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.trainer import Trainer
 

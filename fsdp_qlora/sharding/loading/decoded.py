@@ -6,107 +6,46 @@ FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv 
 whole weight or for each row. MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out,
 in / 32, 16] with two codes per byte, and X_scales [experts, out, in / 32], powers of two; decoded
 to transformers' X [experts, in, out]. compressed-tensors (MXFP4, NVFP4): X.weight_packed [out, in /
-2] and X.weight_scale; modelopt (NVFP4): X.weight. Integers: see `_Integers`.
+2] and X.weight_scale; modelopt (NVFP4): X.weight. Integers: see `IntegerTensor`.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Mxfp4Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
-from fsdp_qlora.model.quantizers.packed_format import GPTQ_BITS, INTEGERS, PackedFormat
+from fsdp_qlora.model.quantizers.packed_format import INTEGERS, PackedFormat
+from fsdp_qlora.sharding.loading.packed_integers import IntegerTensor
+from fsdp_qlora.sharding.loading.stored_tensors import (
+    ADVICE,
+    FLOAT_TYPES,
+    WEIGHT_TYPES,
+    DecodedTensor,
+    Encoded,
+    ReadStored,
+    StoredTensor,
+    wrong_type,
+)
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 # of a weight, below its name here
 _STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # a row of eight -> where a word has it
-_PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
-_ADVICE = "Give the model with 16- or 32-bit weights."
 # The types of codes in the files, and of their scales.
 _CODES: Mapping[str, tuple[torch.dtype, ...]] = {
     "fp8": _FP8,
     "mxfp4": (torch.uint8,),
     "nvfp4": (torch.uint8,),
 }
-_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FLOATS = (*_WEIGHTS, torch.float8_e8m0fnu)
 _SCALES: Mapping[str, tuple[torch.dtype, ...]] = {
-    "fp8": _FLOATS,
+    "fp8": FLOAT_TYPES,
     "mxfp4": (torch.uint8, torch.float8_e8m0fnu),
     "nvfp4": (torch.float8_e4m3fn,),
 }
-
-# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not
-# decoded.
-ReadStored = Callable[[str, int, int], torch.Tensor]
-Encoded = Iterator[tuple[str, int, torch.Tensor]]  # (tensor in the files, first element, values)
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a file. start: the offset of its bytes."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: torch.Size
-    start: int
-
-    def in_bytes(self) -> "StoredTensor":
-        """The tensor as its bytes, uint8 [.., bytes of the last dim]."""
-        *rows, columns = self.shape or (1,)
-        return self._replace(
-            dtype=torch.uint8, shape=torch.Size([*rows, columns * self.dtype.itemsize])
-        )
-
-
-class DecodedTensor:
-    """A tensor that is decoded from tensors in the files, several units (elements, rows or experts)
-    at a time.
-
-    parts: names of the tensors in the files. unit: number of elements that can only be decoded
-    together.
-    """
-
-    def __init__(
-        self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int
-    ) -> None:
-        self.parts = parts
-        self.shape = shape
-        self.dtype = dtype
-        self.unit = unit
-
-    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        """Decode elements [start, stop) of the row-major flattened tensor."""
-        decoded = torch.empty(stop - start, dtype=self.dtype)
-        last = -(-stop // self.unit)
-        step = max(1, _PIECE // self.unit)
-        for begin in range(start // self.unit, last, step):
-            end = min(begin + step, last)
-            offset = begin * self.unit
-            first = max(start, offset)
-            final = min(stop, end * self.unit)
-            values = self._decode(read, begin, end).reshape(-1)
-            decoded[first - start : final - start] = values[first - offset : final - offset]
-        return decoded
-
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        """Decode units [begin, end)."""
-        raise NotImplementedError
-
-    def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
-        """Round flat values of whole units, from element `start` on, to the format of the files.
-
-        Scales of the whole tensor stay as they are, and clip larger values. Raises UserError if the
-        format has no rounding here.
-        """
-        raise UserError(f"{self.parts[0]} is in a format that weights cannot be rounded to here.")
 
 
 def find_decoded(
@@ -130,7 +69,7 @@ def find_decoded(
         if f"{name}.scale" in names:
             decoded[name] = _decoded_weight(name, names, entries, stored, folder)
         elif stored.quantizer == "fp8" and entries[names[name]].dtype in _FP8:
-            raise UserError(f"{folder}: {name} is in FP8 and has no scale. {_ADVICE}")
+            raise UserError(f"{folder}: {name} is in FP8 and has no scale. {ADVICE}")
     return decoded, unused | {
         part for name, tensor in decoded.items() for part in tensor.parts if part != name
     }
@@ -143,7 +82,7 @@ def names_here(
     that are unused.
     """
     names = {name: packed.name_here(name) for name in entries}
-    codes = {own for name, own in names.items() if entries[name].dtype not in _WEIGHTS}
+    codes = {own for name, own in names.items() if entries[name].dtype not in WEIGHT_TYPES}
     here: dict[str, str] = {}
     for name, own in names.items():
         if own is None:
@@ -152,7 +91,7 @@ def names_here(
         key = name if of_other else own
         if key in here:
             raise UserError(
-                f"The files have {name} and {here[key]}, which cannot both be {key}. {_ADVICE}"
+                f"The files have {name} and {here[key]}, which cannot both be {key}. {ADVICE}"
             )
         here[key] = name
     return here, {name for name, own in names.items() if own is None}
@@ -219,12 +158,12 @@ def _decoded_weight(
         found = {
             ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names
         }
-        tensor = _Integers(
+        tensor = IntegerTensor(
             found, {part: entries[source] for part, source in found.items()}, **stored.options or {}
         )
         problem = tensor.problem()
         if problem:
-            raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
+            raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {ADVICE}")
         return tensor
     _check_parts(name, names, entries, stored)
     parts = [
@@ -236,7 +175,7 @@ def _decoded_weight(
         if len(shape) != 2:
             raise UserError(
                 f"{folder}: {parts[0]} in FP8 has shape {list(shape)} and must be a "
-                f"matrix. {_ADVICE}"
+                f"matrix. {ADVICE}"
             )
         block = _scale_block(shape, scales, options.get("block"))
         assert block is not None
@@ -256,8 +195,8 @@ def _check_parts(
     """Refuse a weight whose codes and scales have types or shapes that the format does not have."""
     codes = names[name]
     scale = names[f"{name}.scale"]
-    problem = _wrong_type(codes, entries[codes], _CODES[stored.quantizer])
-    problem = problem or _wrong_type(scale, entries[scale], _SCALES[stored.quantizer])
+    problem = wrong_type(codes, entries[codes], _CODES[stored.quantizer])
+    problem = problem or wrong_type(scale, entries[scale], _SCALES[stored.quantizer])
     if not problem and stored.quantizer == "nvfp4":
         problem = _wrong_global_scale(name, names, entries)
     shape = entries[codes].shape
@@ -269,18 +208,8 @@ def _check_parts(
         )
     if problem:
         raise UserError(
-            f"{entries[codes].file.parent}: {name} is not in {stored.name}: {problem}. {_ADVICE}"
+            f"{entries[codes].file.parent}: {name} is not in {stored.name}: {problem}. {ADVICE}"
         )
-
-
-def _wrong_type(name: str, entry: StoredTensor, types: Sequence[torch.dtype]) -> str:
-    """Say what is wrong with the type of a tensor; empty if nothing is."""
-    if entry.dtype in types:
-        return ""
-    return (
-        f"{name} is {str(entry.dtype)[6:]} and must be "
-        f"{' or '.join(str(dtype)[6:] for dtype in types)}"
-    )
 
 
 def _wrong_global_scale(
@@ -291,7 +220,7 @@ def _wrong_global_scale(
         return f"{names[name]} has no global scale"
     if entries[source].shape.numel() != 1:
         return f"{source} has shape {list(entries[source].shape)} and must be one number"
-    return _wrong_type(source, entries[source], (torch.float32,))
+    return wrong_type(source, entries[source], (torch.float32,))
 
 
 def _fits(shape: torch.Size, scales: torch.Size, stored: PackedFormat) -> bool:
@@ -405,175 +334,3 @@ class _E2m1Tensor(DecodedTensor):
         codes, scales = self._layer.quantize(values.flatten(), *whole)
         yield self.parts[0], start // 2, codes
         yield self.parts[1], start // self._layer.group_size, scales
-
-
-class _Integers(DecodedTensor):
-    """A matrix [out, in] of integers: (code - zero point) * scale, in the type of the scales.
-
-    Codes of `bits` lie densely in int32 words: along a row [out, in * bits / 32]
-    (compressed-tensors; GPTQ's are transposed), or eight rows in a word (AWQ: transposed [out *
-    bits / 32, in]); or unpacked as int8. Scales: [out, groups] or one. Zero points: 32 rows in
-    `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a column; by default
-    groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
-
-    names, entries: ending here -> name in the files, tensor. subtracts_one: whether 1 was
-    subtracted from zero points. has_zeros: whether there must be some.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[str, str],
-        entries: Mapping[str, StoredTensor],
-        bits: int,
-        *,
-        is_transposed: bool = False,
-        is_awq: bool = False,
-        subtracts_one: bool = False,
-        has_zeros: bool = False,
-    ) -> None:
-        self._names = names
-        self._entries = entries
-        self._bits = bits
-        self._subtracts_one = subtracts_one
-        self._has_zeros = has_zeros
-        self._is_transposed = is_transposed
-        self._is_awq = is_awq
-        if is_transposed and not is_awq:
-            bits = self._bits = self._bits_of_shapes()
-        rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
-        if entries[""].dtype == torch.int32:
-            rows, columns = (rows * 32 // bits, columns) if is_awq else (rows, columns * 32 // bits)
-        super().__init__(
-            [*names.values()],
-            torch.Size([rows, columns]),
-            entries[".scale"].dtype,
-            unit=32 * columns,
-        )
-
-    def problem(self) -> str:
-        """The tensors that do not fit together; empty if all do."""
-        if self._has_zeros and ".zero_point" not in self._names:
-            return f"{self._names['']} has no zero points"
-        for part, types in self._types().items():
-            if part in self._names and (
-                wrong_type := _wrong_type(self._names[part], self._entries[part], types)
-            ):
-                return wrong_type
-        (rows, columns) = self.shape
-        groups = self._shape_of(".scale")[1]
-        zero_points = [self._shape_of(".scale")]
-        if ".zero_point" in self._names and self._entries[".zero_point"].dtype == torch.int32:
-            zero_points = [(-(-rows * self._bits // 32), groups)]
-        sizes = {
-            ".scale": [(rows, groups), (1, 1)],
-            ".zero_point": zero_points,
-            ".g_idx": [(columns, 1), (1, columns)],
-        }
-        wrong = [
-            part
-            for part in sizes
-            if part in self._names and self._shape_of(part) not in sizes[part]
-        ]
-        if not columns or not groups or (columns % groups and ".g_idx" not in self._names):
-            wrong = ["", ".scale"]
-        return " and ".join(
-            f"{self._names[part]} has shape {list(self._entries[part].shape)}" for part in wrong
-        )
-
-    def _types(self) -> Mapping[str, Sequence[torch.dtype]]:
-        whole = (torch.int32,) if self._is_transposed else (torch.int32, torch.int8)
-        return {
-            "": whole,
-            ".scale": _FLOATS[:3],
-            ".zero_point": whole,
-            ".g_idx": (torch.int32, torch.int64),
-        }
-
-    def _bits_of_shapes(self) -> int:
-        """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many
-        entries as columns.
-        """
-        columns = self._entries[".g_idx"].shape.numel() if ".g_idx" in self._entries else 0
-        found = self._shape_of("")[1] * 32 / max(columns, 1)
-        return int(found) if found in GPTQ_BITS else self._bits
-
-    def _shape_of(self, part: str) -> tuple[int, int]:
-        """The shape of a part as [out, ..]; (1, 1) of a scalar."""
-        first, second = (*self._entries[part].shape, 1, 1)[:2]
-        return (second, first) if self._is_transposed else (first, second)
-
-    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        return super().read_flat(
-            functools.cache(read) if self._is_transposed else read, start, stop
-        )
-
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        codes, scale = (self._rows(read, part, begin, end) for part in ("", ".scale"))
-        groups = self._groups(read, scale.shape[1])
-        values = codes.int()
-        if ".zero_point" in self._names:
-            values = values - self._rows(read, ".zero_point", begin, end)[: len(codes), groups]
-        return (values * scale.float()[:, groups]).to(self.dtype)
-
-    def _groups(self, read: ReadStored, count: int) -> torch.Tensor:
-        """The group of each column, of so many."""
-        size, rest = divmod(self.shape[1], count)
-        name = self._names.get(".g_idx")
-        found = torch.full([self.shape[1]], -1) if name is None else read(name, 0, self.shape[1])
-        if not rest and (found == -1).all():  # without an order of its own
-            return torch.arange(self.shape[1]) // size
-        lowest = int(found.min())
-        highest = int(found.max())
-        if lowest < 0 or highest >= count:
-            raise UserError(
-                f"{name} has groups from {lowest} to {highest}, and {self._names['.scale']} has "
-                "those from 0 to "
-                f"{count - 1}. {_ADVICE}"
-            )
-        return found.long()
-
-    def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor:
-        """Rows of a part, in units of 32, unpacked and centred at zero."""
-        name = self._names[part]
-        (rows, columns) = self._shape_of(part)
-        is_packed = self._entries[part].dtype == torch.int32
-        in_words = is_packed and (part != "" or self._is_awq)
-        unit = self._bits if in_words else 32
-        first, last = (0, 1) if rows == 1 else (begin * unit, min(end * unit, rows))
-        if self._is_transposed:
-            values = read(name, 0, rows * columns).view(columns, rows)[:, first:last].T
-        else:
-            values = read(name, first * columns, last * columns).view(last - first, columns)
-        if not is_packed:
-            return values
-        adds_one = self._subtracts_one and part == ".zero_point"
-        if adds_one:
-            values = _with_ones_added(values, self._bits)
-        values = _unpack(values.T, self._bits).T if in_words else _unpack(values, self._bits)
-        if self._is_awq:
-            values = values.unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
-        if adds_one and 32 % self._bits:
-            values = (values + 1) % 2**self._bits
-        return values - 2 ** (self._bits - 1)
-
-
-def _with_ones_added(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """GPTQ's zero points of version 2 from those of version 1, as int64 words.
-
-    GPTQModel subtracts 1 from each number by subtracting 0x11111111 (of 4 bits) from int32 words,
-    so that a zero borrows from the next number, and adds it again. Numbers of 3 bits cross words:
-    it adds 1 to each, modulo 8 (gptqmodel/utils/model.py, convert_gptq_v1_to_v2_format_module).
-    """
-    if 32 % bits:
-        return words
-    return words.long() + sum(1 << at for at in range(0, 32, bits))
-
-
-def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of `bits` in rows of int32 words, the first in the lowest bits, int64 [rows, 32 *
-    words / bits].
-    """
-    at = torch.arange(words.shape[1] * 32 // bits) * bits
-    numbers = F.pad(words, (0, 1)).long() & 0xFFFFFFFF
-    pairs = numbers[:, at // 32] | numbers[:, at // 32 + 1] << 32
-    return pairs >> at % 32 & 2**bits - 1

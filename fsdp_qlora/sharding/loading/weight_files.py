@@ -21,12 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.sharding.loading.decoded import (
-    DecodedTensor,
-    StoredTensor,
-    find_decoded,
-    find_packed,
-)
+from fsdp_qlora.sharding.loading.decoded import find_decoded, find_packed
+from fsdp_qlora.sharding.loading.stored_tensors import DecodedTensor, StoredTensor
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice

@@ -1,0 +1,91 @@
+"""Tensors in files, and tensors that are decoded from them one part at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fsdp_qlora.utils.errors import UserError
+
+# The last sentence of an error about a format that is not read.
+ADVICE = "Give the model with 16- or 32-bit weights."
+# A tensor of one of these types is a weight or a statistic, not codes.
+WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# E8M0 holds powers of two only: it is a type of scales, never of weights.
+FLOAT_TYPES = (*WEIGHT_TYPES, torch.float8_e8m0fnu)
+_PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
+
+# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not
+# decoded.
+ReadStored = Callable[[str, int, int], torch.Tensor]
+Encoded = Iterator[tuple[str, int, torch.Tensor]]  # (tensor in the files, first element, values)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file. start: the offset of its bytes."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+    def in_bytes(self) -> "StoredTensor":
+        """The tensor as its bytes, uint8 [.., bytes of the last dim]."""
+        *rows, columns = self.shape or (1,)
+        return self._replace(
+            dtype=torch.uint8, shape=torch.Size([*rows, columns * self.dtype.itemsize])
+        )
+
+
+class DecodedTensor:
+    """A tensor that is decoded from tensors in the files, several units (elements, rows or experts)
+    at a time.
+
+    parts: names of the tensors in the files. unit: number of elements that can only be decoded
+    together.
+    """
+
+    def __init__(
+        self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int
+    ) -> None:
+        self.parts = parts
+        self.shape = shape
+        self.dtype = dtype
+        self.unit = unit
+
+    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
+        """Decode elements [start, stop) of the row-major flattened tensor."""
+        decoded = torch.empty(stop - start, dtype=self.dtype)
+        last = -(-stop // self.unit)
+        step = max(1, _PIECE // self.unit)
+        for begin in range(start // self.unit, last, step):
+            end = min(begin + step, last)
+            offset = begin * self.unit
+            first = max(start, offset)
+            final = min(stop, end * self.unit)
+            values = self._decode(read, begin, end).reshape(-1)
+            decoded[first - start : final - start] = values[first - offset : final - offset]
+        return decoded
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        """Decode units [begin, end)."""
+        raise NotImplementedError
+
+    def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
+        """Round flat values of whole units, from element `start` on, to the format of the files.
+
+        Scales of the whole tensor stay as they are, and clip larger values. Raises UserError if the
+        format has no rounding here.
+        """
+        raise UserError(f"{self.parts[0]} is in a format that weights cannot be rounded to here.")
+
+
+def wrong_type(name: str, entry: StoredTensor, types: Sequence[torch.dtype]) -> str:
+    """Say what is wrong with the type of a tensor; empty if nothing is."""
+    if entry.dtype in types:
+        return ""
+    return (
+        f"{name} is {str(entry.dtype)[6:]} and must be "
+        f"{' or '.join(str(dtype)[6:] for dtype in types)}"
+    )
