@@ -1,4 +1,4 @@
-"""The experts in a model: which modules they are, which forwards are replaced, and their weights."""
+"""The experts in a model: which modules they are, whose forward is replaced, and their weights."""
 
 import copy
 import inspect
