@@ -46,16 +46,18 @@ class Gpu(NamedTuple):
         """Bytes of the GPU that torch's allocator does not get, by what they are."""
         is_linked = self.link >= _NVLINK
         groups = layout.communicators
-        multicast = sum(size for size, _ in groups if size > 1) * is_linked
+        # a ring and a tree for each channel
         channels = len(groups) * 2 * _NCCL_CHANNELS[is_linked]
         peers = sum(size - 1 for size, exchanges in groups if exchanges)
         channels += peers * min(layout.p2p_channels, _P2P_CHANNELS[is_linked])
+        multicast = sum(size for size, _ in groups if size > 1) if is_linked else 0
         sizes_by_use = {
             "the driver and ECC": int((1 - self.usable) * self.memory_gib * GIB),
             "CUDA context and kernels": int(_CONTEXT_GIB[self.capability] * GIB),
             "NCCL's buffers": channels * _NCCL_BYTES,
             "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
-            "cuBLAS on Hopper": _CUBLAS_BYTES * (self.capability == 90),
+            # Its workspace is 32 MiB there, instead of 8,519,680 bytes; two threads have one each.
+            "cuBLAS on Hopper": _CUBLAS_BYTES if self.capability == 90 else 0,
         }
         return {name: count for name, count in sizes_by_use.items() if count}
 
@@ -71,18 +73,18 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UserError: none has it, or several; with the nearest names.
     """
-    wanted = _plain(name)
-    exact = [gpu for gpu in GPUS.values() if _plain(gpu.name) == wanted]
+    plain = _plain(name)
+    exact = [gpu for gpu in GPUS.values() if _plain(gpu.name) == plain]
     if exact:
         return exact[0]
-    named = [gpu for gpu in GPUS.values() if wanted and wanted in _plain(gpu.name)]
+    named = [gpu for gpu in GPUS.values() if plain and plain in _plain(gpu.name)]
+    # Variants with the same memory differ in speed alone, and the first is a guess at that; with
+    # other memory a plan would be wrong.
     if len({gpu.memory_gib for gpu in named}) == 1:
         return named[0]
-    names = (
-        [gpu.name for gpu in named]
-        or difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.3)
-        or list(GPUS)
-    )
+    names = [gpu.name for gpu in named]
+    if not names:
+        names = difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.3) or list(GPUS)
     raise UserError(
         f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give "
         "--gpu_memory_gib."
@@ -90,9 +92,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
-    """A GPU with so much memory, and the rates of the one of that name, else of the nearest one
-    that is as new.
-    """
+    """A GPU with this memory, and the rates of the named one, else of the nearest one as new."""
     named = next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None)
     if named:
         return named._replace(memory_gib=memory_gib)
@@ -102,12 +102,11 @@ def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
 
 
 def gpu_of(card: Any) -> Gpu:
-    """The GPU that torch.cuda.get_device_properties describes,
-    of whose memory CUDA can give all.
-    """
-    return nearest_gpu(card.total_memory / GIB, card.name, 10 * card.major + card.minor)._replace(
-        usable=1.0
-    )
+    """The GPU that torch.cuda.get_device_properties describes."""
+    capability = 10 * card.major + card.minor
+    gpu = nearest_gpu(card.total_memory / GIB, card.name, capability)
+    # The driver's and ECC's share is not in total_memory.
+    return gpu._replace(usable=1.0)
 
 
 def _plain(name: str) -> str:

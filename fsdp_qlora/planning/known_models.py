@@ -22,27 +22,24 @@ _AS_THEY_ARE = ("hf", "it", "pt", "chat")
 _SIZE = re.compile(r"(?:\d+x)?[ae]?\d+(?:\.\d+)?[bmt]|\d+e")  # 8b, 8x7b, a3b, e4b, 135m, 1t, 16e
 _UNITS = {"m": 0, "b": 1, "t": 2}
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)*")
-# models of the very version that is asked for: with fewer, those of its minor versions are named
-# too
+# Models of the very version that is asked for: with fewer, its minor versions are named, too.
 _FEW = 4
 _ALIKE = 0.6  # of difflib: how much of a family's name a wrong one must have
 
 
 def known_sizes(name: str) -> Mapping[str, Any] | None:
-    """A well-known model's entry with its settings, by its name with or without owner and suffix,
-    or None.
-    """
+    """A well-known model's settings by its name, with or without owner and suffix, or None."""
     entry = _entry(name)
-    if entry is None:
-        return None
-    sizes: Mapping[str, Any] = KNOWN_MODELS[entry["sizes_of"]] if "sizes_of" in entry else entry
-    return sizes
+    # A model that is another one trained further has a name of its own on the hub, and the same
+    # sizes.
+    if entry is not None and "sizes_of" in entry:
+        sizes: Mapping[str, Any] = KNOWN_MODELS[entry["sizes_of"]]
+        return sizes
+    return entry
 
 
 def hub_name(name: str) -> str:
-    """The name with its owner on the hub, of a well-known model that is written without; other
-    names as they are.
-    """
+    """The name on the hub, with its owner, of a well-known model; other names as they are."""
     entry = None if is_hub_name(name) else _entry(name)
     if entry is None:
         return name
@@ -54,6 +51,8 @@ def hub_name(name: str) -> str:
         return hub
     if name != plain:  # written as on the hub
         return f"{owner}/{name}"
+    # The table has one of a family's models, such as the instructed one. Another suffix is put on
+    # the part of its name before the suffixes, which the owner writes in upper and lower case.
     suffixes = plain[len(stem) + 1 :].split("-")
     same = published[: len(_SUFFIXES.sub("", published.lower()))]
     return "-".join([f"{owner}/{same}", *map(_as_published, suffixes)])
@@ -69,18 +68,19 @@ def _as_published(suffix: str) -> str:
 def _entry(name: str) -> Mapping[str, Any] | None:
     """The table's entry of a model's name, with or without owner and suffix."""
     plain = name.lower().rpartition("/")[2].replace("meta-", "")
+    # With the suffix first: some of the table's models have one in their own names.
     for letters in map(_letters, (plain, _SUFFIXES.sub("", plain))):
         if letters in _NAMES:
             entry = KNOWN_MODELS[_NAMES[letters]]
-            found: Mapping[str, Any] = KNOWN_MODELS[entry] if isinstance(entry, str) else entry
-            return found
+            if isinstance(entry, str):
+                entry = KNOWN_MODELS[entry]
+            sizes: Mapping[str, Any] = entry
+            return sizes
     return None
 
 
 def _letters(name: str) -> str:
-    """A name without what stands between its words: llama-3.1-70b is written as
-    llama3.1:70b too.
-    """
+    """A name without separators: some write llama-3.1-70b as llama3.1:70b."""
     return re.sub(r"[-_: ]", "", name)
 
 
@@ -99,8 +99,7 @@ _NAMES |= {_letters(name): name for name in KNOWN_MODELS}
 
 
 def names_near(name: str) -> list[str]:
-    """The models of the family that a name means, by version and size; none if it is like that of
-    no family.
+    """The models of the family that a name means, by version and size; none if no family is near.
 
     A family is what precedes the size: gemma-4 of gemma-4-31b. A name in which there is no family
     is read as the nearest one, and then without its last words.
@@ -108,32 +107,34 @@ def names_near(name: str) -> list[str]:
     words = _words(_SUFFIXES.sub("", name.lower().rpartition("/")[2].replace("meta-", "")))
     families = {prefix for known in KNOWN_MODELS for prefix in _prefixes(_words(known))}
     while words:
-        wanted = "".join(words)
-        if wanted not in families:
-            wanted = next(
-                iter(difflib.get_close_matches(wanted, sorted(families), n=1, cutoff=_ALIKE)), ""
-            )
-        found = _family(wanted)
-        if found:
-            return found
+        family = "".join(words)
+        if family not in families:
+            # sorted, so that equally near names are found in the same order in each process
+            nearest = difflib.get_close_matches(family, sorted(families), n=1, cutoff=_ALIKE)
+            family = nearest[0] if nearest else ""
+        models = _family(family)
+        if models:
+            return models
         words.pop()
     return []
 
 
-def _family(wanted: str) -> list[str]:
-    """The models of a family, such as gemma4; of llama3 also those of llama3.1, unless there are
-    enough without.
-    """
-    models = [name for name, entry in KNOWN_MODELS.items() if not isinstance(entry, str)]
-    found = sorted((name for name in models if wanted in _prefixes(_words(name))), key=_order)
-    if not wanted[-1:].isdigit() or len(found) >= _FEW:
-        return found
-    minor = (
+def _family(family: str) -> list[str]:
+    """The models of a family, such as gemma4; for llama3 also llama3.1's if there are few."""
+    prefixes = {
+        name: [*_prefixes(_words(name))]
+        for name, entry in KNOWN_MODELS.items()
+        if not isinstance(entry, str)
+    }
+    models = sorted((name for name in prefixes if family in prefixes[name]), key=_order)
+    if not family[-1:].isdigit() or len(models) >= _FEW:
+        return models
+    minor = [
         name
-        for name in models
-        if any(each.startswith(f"{wanted}.") for each in _prefixes(_words(name)))
-    )
-    return found + sorted(minor, key=_order)
+        for name in prefixes
+        if any(prefix.startswith(f"{family}.") for prefix in prefixes[name])
+    ]
+    return models + sorted(minor, key=_order)
 
 
 def _order(name: str) -> tuple[Any, ...]:
@@ -158,9 +159,7 @@ def _prefixes(words: list[str]) -> Iterator[str]:
 
 
 def trained_name(name: str) -> str:
-    """The --model_name with which a model that was planned is trained: a folder, or the hub's name
-    with its owner.
-    """
+    """The --model_name that trains a planned model: a folder, or the hub's name with its owner."""
     path = Path(name).expanduser()
     if path.is_file():  # a config.json
         return str(path.parent)

@@ -1,6 +1,4 @@
-"""Plans a run on GPUs that are offered elsewhere: whether it fits, with which settings, how long,
-for how much.
-"""
+"""Plans a run on GPUs that are offered elsewhere, from a model's name and the rows."""
 
 import dataclasses
 import logging
@@ -25,10 +23,12 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = None) -> Planner:
-    """Make a planner for the request's GPUs: the model is built without weights, and the rows are
-    read if they can be.
+    """Make a planner for the request's GPUs.
 
-    tokens: to train on, if not those of the rows.
+    The model is built without weights, and the rows are read if they can be.
+
+    Args:
+        tokens: number of tokens to train on, if not those of the rows.
     """
     model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
     tokenizer = _find_tokenizer(config, folder)
@@ -64,8 +64,9 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
 
 
 def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The model's tokenizer, for the rows; None if no dataset is given, or there is no tokenizer,
-    as a line says.
+    """The model's tokenizer, for the rows.
+
+    None if no dataset is given, or, as a log line says, if there is no tokenizer.
     """
     if config.dataset == DEFAULTS.dataset:
         return None
@@ -92,32 +93,35 @@ def plan_teacher_pass(run: PlannedRun) -> PlannedRun | None:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """The configuration of a well-known model by its name, with or without owner and suffix; None
-    of another.
+    """The configuration of a well-known model by its name, with or without owner and suffix.
+
+    None for other models.
     """
     sizes = known_sizes(name)
     return None if sizes is None else config_of(sizes)
 
 
 def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration of an entry of the table of well-known models. Raises UserError if
-    transformers is too old.
+    """The configuration for an entry of the table of well-known models.
+
+    Raises:
+        UserError: transformers is too old for the model.
     """
     kind = sizes["model_type"]
     if kind not in CONFIG_MAPPING:
         too_old = f"transformers {transformers.__version__} does not know model type {kind!r}"
         raise UserError(f"{too_old}. `pip install --upgrade transformers`.")
-    usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
-    return AutoConfig.for_model(
-        **usual | {name: size for name, size in sizes.items() if name != "hub"}
-    )
+    # the usual values, which the table leaves out
+    settings = {"tie_word_embeddings": False, "max_position_embeddings": 131072, **sizes}
+    settings.pop("hub", None)
+    return AutoConfig.for_model(**settings)
 
 
 def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
-    """The configuration of a model, and its folder: a folder, a config.json, a well-known name, or
-    from the hub.
+    """Find a model's configuration, and its folder if it has one here.
 
-    A well-known model has a folder if it is in the hub's cache.
+    name: a folder, a config.json, a well-known model, or a name on the hub. A well-known model has
+    a folder if it is in the hub's cache.
 
     Raises:
         UserError: there is none.
@@ -125,6 +129,8 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
     path = Path(name).expanduser()
     if path.name.endswith(".json") and path.is_file():
         return load_config(path, name, trust_remote_code=trust_remote_code), path.parent
+    # A folder of the same name is meant before the table's entry. The table needs no network; the
+    # cache is asked first, since a tokenizer may be there as well.
     config = None if path.is_dir() else known_config(name)
     if config is not None:
         cached = try_to_load_from_cache(hub_name(name), "config.json")
@@ -137,7 +143,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
                 name, with_weights=False, with_code=trust_remote_code, is_preview=True
             )
     except UserError as error:
-        near = names_near(name)
-        hint = f" Models of that family whose sizes come along: {', '.join(near)}." if near else ""
+        near = ", ".join(names_near(name))
+        hint = f" Models of that family whose sizes come along: {near}." if near else ""
         raise UserError(f"{error}{hint}") from error
     return load_config(path, name, trust_remote_code=trust_remote_code), path

@@ -62,13 +62,14 @@ def place(
     store: dist.Store | None = None,
     blocks: Sequence[BlockBytes] | None = None,
 ) -> PlacedModel:
-    """Give a model its place: as the options ask, and where they leave it open by what fits, alike
-    on all ranks.
+    """Place a model as the options ask; what they leave open is decided by what fits.
+
+    All ranks decide alike.
 
     Args:
         lengths: of the longest micro-batch; None for as many and as long rows as the options allow.
-        store: by which the ranks agree; None if each decides alone. blocks: as measured for these
-        rows, if they are.
+        store: by which the ranks agree; None if each decides alone.
+        blocks: as measured for these rows, if they are.
     """
     lengths = lengths or longest_allowed(config)
     shares = config.context_size
@@ -83,10 +84,11 @@ def place(
     needs = {
         placement: fit.with_margin(placed.memory.reserved) for placement, placed in variants.items()
     }
+    # Ranks with different placements would wait for each other in different collectives, so all
+    # decide by the same number.
     free = least_free(plan.machine, "the free GPU memory", store)
     chosen = fit.choose(needs, free)
-    # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a
-    # line.
+    # A user of one GPU expects that it holds the whole model: this is not worth a line.
     is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
     reason = None if is_expected else fit.describe_choice(needs, free)
     return dataclasses.replace(
@@ -100,11 +102,14 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     Args:
         what: unique in this start. store: None asks this rank alone.
     """
-    here = machine.gpu_memory
+    memory = machine.gpu_memory
     ranks = machine.ranks
-    if here is None or store is None or ranks.world_size == 1:
-        return here[0] if here else None
-    return min(map(int, all_gather_via_store(str(here[0]), what, ranks, store)))
+    if memory is None:
+        return None
+    free, _ = memory
+    if store is None or ranks.world_size == 1:
+        return free
+    return min(map(int, all_gather_via_store(str(free), what, ranks, store)))
 
 
 def longest_allowed(config: TrainConfig) -> Lengths:
@@ -130,15 +135,41 @@ def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     """The placements that the options leave open, the fastest first; on a CPU there is one.
 
-    A rank with a whole model has whole gradients in the end, so there is nothing to gain by
-    reducing them earlier. Several nodes each hold the model if it fits, if need be in host memory:
-    their link is slower than that.
-
     Raises:
         UserError: --use_cpu_offload is more than the model's blocks.
     """
     machine = plan.machine
-    strategy = config.sharding_strategy
+    offloads = _open_offloads(config, plan)
+    ways = _open_reductions(config, plan)
+    is_auto = config.sharding_strategy == "auto"
+    if machine.device.type != "cuda":
+        strategy = "full_shard" if is_auto else config.sharding_strategy
+        return [Placement(strategy, offloads[0], ways[0])]
+    strategies = [config.sharding_strategy]
+    if is_auto:
+        strategies = []
+        if machine.world_size > 1:
+            strategies.append("ddp")
+        # Several nodes each hold the model if it fits, if need be in host memory: the link between
+        # them is slower than the one to that.
+        if 1 < machine.per_node < machine.world_size:
+            strategies.append("hybrid_full_shard")
+        strategies.append("full_shard")
+    placements = []
+    for strategy in strategies:
+        for offload in offloads:
+            # The base would be in host memory once for each rank.
+            if is_auto and strategy == "ddp" and offload.blocks:
+                continue
+            # A rank with a whole model has whole gradients in the end, so there is nothing to gain
+            # by reducing them earlier.
+            reductions = ways[:1] if strategy == "ddp" else ways
+            placements += [Placement(strategy, offload, accumulates) for accumulates in reductions]
+    return placements
+
+
+def _open_offloads(config: TrainConfig, plan: ModelPlan) -> list[Offload]:
+    """What may be in host memory, as the options allow it; the fastest first."""
     blocks = len(plan.meta.parts.blocks)
     on_host = config.use_cpu_offload
     if on_host not in ("auto", True, False) and int(on_host) > blocks:
@@ -146,36 +177,25 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
             f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most "
             "that, or true for the embeddings too."
         )
-    # it pages from the GPU
-    is_paged_whole = plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged
-    nothing = Offload()
     everything = Offload(blocks, embeddings=True)
-    offloads = [nothing, everything]
+    if on_host is True:
+        return [everything]
     if on_host != "auto":
-        offloads = [everything if on_host is True else Offload(int(on_host))]
-    offloads = offloads[:1] if is_paged_whole else offloads
-    is_auto = strategy == "auto"
-    ranks = machine.world_size
-    ways = (True, False) if config.gradient_accumulation_steps > 1 and ranks > 1 else (True,)
-    ways = (False,) if plan.trains_whole_modules else ways
-    if machine.device.type != "cuda":
-        return [Placement("full_shard" if is_auto else strategy, offloads[0], ways[0])]
-    possible = {
-        "ddp": ranks > 1,
-        "hybrid_full_shard": 1 < machine.per_node < ranks,
-        "full_shard": True,
-    }
-    return [
-        Placement(name, offload, accumulates)
-        for name in (
-            [name for name, is_possible in possible.items() if is_possible]
-            if is_auto
-            else [strategy]
-        )
-        for offload in offloads
-        if not (is_auto and name == "ddp" and offload.blocks)
-        for accumulates in (ways[:1] if name == "ddp" else ways)
-    ]
+        return [Offload(int(on_host))]
+    # A paged optimizer moves its state between GPU and host itself, for weights on the GPU.
+    if plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged:
+        return [Offload()]
+    return [Offload(), everything]
+
+
+def _open_reductions(config: TrainConfig, plan: ModelPlan) -> tuple[bool, ...]:
+    """Whether gradients add up unsharded until the last micro-batch (`Placement.accumulates`)."""
+    # Unsharded gradients of whole weights would be as large as the model on each rank.
+    if plan.trains_whole_modules:
+        return (False,)
+    if config.gradient_accumulation_steps > 1 and plan.machine.world_size > 1:
+        return (True, False)
+    return (True,)
 
 
 def _placed(
@@ -185,20 +205,13 @@ def _placed(
     blocks: Sequence[BlockBytes],
     lengths: Lengths,
 ) -> PlacedModel:
-    """The model in a place, with the memory of a rank there; with recompute auto, all blocks
-    recompute at first.
+    """The model in a place, with the memory of a rank there.
 
     Raises:
         UserError: --recompute is more than the model's blocks.
     """
     machine = plan.machine
-    total = len(plan.meta.parts.blocks)
-    recompute = config.recompute
-    if isinstance(recompute, int) and recompute > total:
-        raise UserError(
-            f"--recompute {recompute}: the model has {total} decoder blocks. Give at "
-            "most that, or all."
-        )
+    recomputing = _recomputing(config, len(plan.meta.parts.blocks))
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
     step = Step(
         precision=plan.precision,
@@ -206,11 +219,7 @@ def _placed(
         layout=layout,
         placement=chosen,
         num_tokens=-(-lengths.num_computed // config.context_size),
-        recomputing=recompute
-        if isinstance(recompute, int)
-        else 0
-        if recompute == "none"
-        else total,
+        recomputing=recomputing,
         has_micro_batches=config.gradient_accumulation_steps > 1,
         offloads_activations=config.recompute == "offload",
         buffer_bytes=bytes_of_variable(BUFFER),
@@ -223,11 +232,26 @@ def _placed(
     )
 
 
+def _recomputing(config: TrainConfig, num_blocks: int) -> int:
+    """The number of blocks that recompute at first."""
+    recompute = config.recompute
+    if isinstance(recompute, int):
+        if recompute > num_blocks:
+            raise UserError(
+                f"--recompute {recompute}: the model has {num_blocks} decoder blocks. Give at "
+                "most that, or all."
+            )
+        return recompute
+    # auto begins with all: a probe on the GPU then finds how many need not (fit.py).
+    return 0 if recompute == "none" else num_blocks
+
+
 def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
     plan = placed.model
     ranks = placed.model.machine.ranks
-    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
+    # Rank 0 saves, so only its machine needs room. All of its ranks check, and give the same error.
+    if config.save_model and ranks.rank < ranks.local_world_size:
         size = result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
         check_disk(Path(config.output_dir), size)
     check_memory(
@@ -259,6 +283,7 @@ def check_memory(
                 if can_offload
                 else ""
             )
+            # Memory that other programs hold may be free when a supervisor starts the run again.
             raise (UserError if needed > total else OutOfMemory)(
                 f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB "
                 f"of GPU memory, and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. "
@@ -293,8 +318,9 @@ def check_disk(output_dir: Path, num_bytes: int) -> None:
 
 
 def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
-    """Size of the saved result: an adapter and modules trained with it in float32, or the whole
-    model in `dtype`.
+    """Size of the saved result.
+
+    An adapter and the modules trained with it are saved in float32, a whole model in `dtype`.
     """
     kinds = each_parameter(model).values()
     if any(kind.in_adapter for kind in kinds):
@@ -304,8 +330,7 @@ def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
 
 
 def adapter_bytes(placed: PlacedModel) -> int:
-    """Bytes of host memory on a rank for each adapter of a service: value, gradient and two moments
-    in float32.
-    """
+    """Bytes of host memory on a rank for each adapter of a service."""
+    # value, gradient and AdamW's two moments, in float32
     weights = sum(parameter.numel() for _, parameter in adapter_parameters(placed.model.meta.model))
     return 16 * weights // placed.layout.num_shards

@@ -21,10 +21,11 @@ from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import PlannedRun, Planner
 from fsdp_qlora.planning.speed import exchanged_bytes, size_of
-from fsdp_qlora.utils.text import GIB, format_bytes, format_count
+from fsdp_qlora.utils.text import GIB, format_bytes, format_count, plural
 
 _LARGEST = 10  # items that --explain names
-_BAR = 34  # columns
+_BAR = 34  # columns of a card's memory
+_SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 
 
 @dataclass(frozen=True)
@@ -49,24 +50,28 @@ class PlanReport:
         """For the log: bytes per rank on the GPU and the host, then by what they are."""
         memory = self.placed.memory
         machine = self.placed.model.machine
-        on_gpu = machine.device.type == "cuda"
-        host = sum(memory.host.values())
-        needs = f"about {format_bytes(self.needed if on_gpu else memory.allocated)}"
-        if on_gpu and self.gpu_bytes:
-            needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
-        if on_gpu and host:
-            needs += f" of the GPU, {format_bytes(host)} of the host"
-        yield (
-            f"Memory: each rank needs {needs}; {_describe_device(machine)}, "
-            f"{self.placed.placement.describe()}"
-        )
+        placement = self.placed.placement.describe()
+        yield f"Memory: each rank needs {self._needs()}; {_describe_device(machine)}, {placement}"
         yield f"  {_named(memory.weights)}"
-        yield (
-            f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}"
-            + f"; each block without recompute keeps {format_bytes(memory.block)} "
-            "more" * self.placed.step.trains
-        )
+        peak = f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}"
+        if self.placed.step.trains:
+            peak += f"; each block without recompute keeps {format_bytes(memory.block)} more"
+        yield peak
         yield from (f"  {line}" for line in self.details())
+
+    def _needs(self) -> str:
+        """The bytes of a rank, compared with the GPU's memory where that is known."""
+        memory = self.placed.memory
+        # On a CPU tensors are host memory, and no caching allocator reserves more than they take.
+        if self.placed.model.machine.device.type != "cuda":
+            return f"about {format_bytes(memory.allocated)}"
+        needs = f"about {format_bytes(self.needed)}"
+        if self.gpu_bytes:
+            needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
+        host = sum(memory.host.values())
+        if host:
+            needs += f" of the GPU, {format_bytes(host)} of the host"
+        return needs
 
     def details(self) -> Iterator[str]:
         """Lines about how long rows are computed, where they are divided."""
@@ -75,19 +80,17 @@ class PlanReport:
         num_tokens = self.placed.step.num_tokens
         hidden = block_shapes(parts.model.config)[0].hidden
         mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
-        pieces = max(
-            (count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1
-        )
+        counts = [count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps]
+        pieces = max(counts, default=1)
+        # An MLP is only divided inside a block that recomputes: others keep all of its activations.
         if memory.recomputing and pieces > 1:
             yield f"long rows: MLPs in {pieces} pieces of tokens"
         ranks = self.placed.layout.context_size
         if ranks > 1:
-            sent = format_bytes(
-                int(exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks))
-            )
+            per_block = exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks)
             yield (
-                f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and "
-                "pass"
+                f"{ranks} ranks share rows: {num_tokens:,} tokens each, "
+                f"{format_bytes(int(per_block))} sent per block and pass"
             )
 
     def chart(self) -> Iterator[str]:
@@ -95,17 +98,22 @@ class PlanReport:
         stays = sum(self._resident().values())
         for name, sizes in self.placed.memory.phases.items():
             whole = stays + sum(sizes.values())
-            columns = [
-                round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)
-            ]
-            drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
-            yield f"  {name:15} {f'{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}'} {whole / GIB:.1f} GiB"
+            most = self.gpu_bytes or whole
+            # A bar may end half of the card's width behind the card, so that lines keep to 80
+            # columns; the number behind it is exact.
+            stays_until, whole_until = (
+                round(_BAR * min(size / most, 1.5)) for size in (stays, whole)
+            )
+            drawn = "#" * stays_until + "+" * (whole_until - stays_until)
+            bar = f"{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}"
+            yield f"  {name:15} {bar} {whole / GIB:.1f} GiB"
         yield "  '#' stays allocated, '+' is temporary, '|' is the memory of the card"
 
     def largest(self) -> Iterator[str]:
         """The largest items at the peak."""
         items = self._resident() | self.placed.memory.phases[self.placed.memory.peak]
-        for name, count in sorted(items.items(), key=lambda item: -item[1])[:_LARGEST]:
+        by_size = sorted(items.items(), key=lambda item: -item[1])
+        for name, count in by_size[:_LARGEST]:
             yield f"  {count / GIB:6.2f} GiB  {name}"
 
     def _resident(self) -> dict[str, int]:
@@ -121,15 +129,16 @@ def _named(sizes: Mapping[str, int]) -> str:
 def _describe_device(machine: Machine) -> str:
     """The number of ranks and their device."""
     device = machine.device
-    name = "the CPU"
-    if device.type == "cuda":
-        is_here = torch.cuda.is_available()
-        elsewhere = "GPUs that are not here (--device cpu plans for the CPU)"
-        name = torch.cuda.get_device_name(device) if is_here else elsewhere
-    return f"{machine.world_size} rank{'s' * (machine.world_size > 1)} on {name}"
+    if device.type != "cuda":
+        name = "the CPU"
+    elif torch.cuda.is_available():
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = "GPUs that are not here (--device cpu plans for the CPU)"
+    return f"{plural(machine.world_size, 'rank')} on {name}"
 
 
-_SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
+# --- a run on GPUs that are offered ---
 
 
 def describe(
@@ -138,32 +147,21 @@ def describe(
     """The plan in lines of at most 80 columns.
 
     Args:
-        teacher: the pass of another model over the rows, if the run needs one. explain: name the
-            largest things at the peak.
+        teacher: the pass of another model over the rows, if the run needs one.
+        explain: name the largest things at the peak.
     """
-    request = run.request
-    report = PlanReport(run.placed, request.bytes, run.beside_torch)
-    gpu_gib = run.request.gpu.memory_gib
-    billions = count_parameters(run.placed.model.meta.parts)["total"] / 1e9
-    name = f"{run.config.model_name} ({billions:.1f}B), {run.config.train_type}"
-    yield f"{name}, on {request.num_gpus} x {request.gpu.name}"
-    verdict = "does not fit" if not run.fits else "fits" if run.fits_with_margin else "fits barely"
-    share = report.needed / request.bytes
-    yield f"{verdict}: {report.needed / GIB:.1f} of {gpu_gib:g} GiB on each GPU ({share:.0%})"
-    beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
-    yield (f"host memory: {run.host_bytes / GIB:.1f}{beside} GiB") + (
-        "" if run.fits_host else ", too much"
-    )
-    yield from (
-        *report.details(),
-        *_generation_lines(run),
-        *(_teacher_lines(planner, run, teacher) if teacher else ()),
-        "",
-        *report.chart(),
-        "",
-    )
+    report = PlanReport(run.placed, run.request.bytes, run.beside_torch)
+    yield from _verdict_lines(run)
+    yield from report.details()
+    yield from _generation_lines(run)
+    if teacher:
+        yield from _teacher_lines(planner, run, teacher)
+    yield ""
+    yield from report.chart()
+    yield ""
     if explain:
-        yield from (*report.largest(), "")
+        yield from report.largest()
+        yield ""
         if run.config.kind.adapter == "lora":
             yield (
                 f"served: {format_bytes(adapter_bytes(run.placed))} of host memory a rank for "
@@ -172,15 +170,41 @@ def describe(
     yield _speed_line(run)
     if run.fits:
         yield f"  {command_line(run)}"
-    elif way := next(planner.ways_to_fit(), None):
-        yield from ("it would fit with:", f"  {command_line(way)}", _speed_line(way))
-    else:
+        return
+    # The first is the mildest: other variants are not even planned then.
+    way = next(planner.ways_to_fit(), None)
+    if way is None:
         yield "nothing that was tried makes it fit: take more or larger GPUs"
+        return
+    yield "it would fit with:"
+    yield f"  {command_line(way)}"
+    yield _speed_line(way)
+
+
+def _verdict_lines(run: PlannedRun) -> Iterator[str]:
+    """Model and GPUs, whether the run fits, and how much GPU and host memory it takes."""
+    request = run.request
+    gpu = request.gpu
+    billions = count_parameters(run.placed.model.meta.parts)["total"] / 1e9
+    model = f"{run.config.model_name} ({billions:.1f}B), {run.config.train_type}"
+    yield f"{model}, on {request.num_gpus} x {gpu.name}"
+    if not run.fits:
+        verdict = "does not fit"
+    elif run.fits_with_margin:
+        verdict = "fits"
+    else:
+        verdict = "fits barely"
+    share = run.needed / request.bytes
+    yield f"{verdict}: {run.needed / GIB:.1f} of {gpu.memory_gib:g} GiB on each GPU ({share:.0%})"
+    of_host = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
+    too_much = "" if run.fits_host else ", too much"
+    yield f"host memory: {run.host_bytes / GIB:.1f}{of_host} GiB{too_much}"
 
 
 def _generation_lines(run: PlannedRun) -> list[str]:
-    """How the model answers prompts, where a run learns from its own answers. The speed does not
-    count it.
+    """Describe how the model answers prompts, where a run learns from its own answers.
+
+    The speed of the run does not include this time.
     """
     config = run.config
     request = run.request
@@ -188,9 +212,9 @@ def _generation_lines(run: PlannedRun) -> list[str]:
         return []
     answers = run.rows * request.num_gpus
     free = int(request.bytes) - sum(run.beside_torch.values())
-    longest = config.longest_row
-    most_new = config.max_completion_length
-    generation = plan_generation(run.placed, answers, longest, most_new, free, request.gpu)
+    generation = plan_generation(
+        run.placed, answers, config.longest_row, config.max_completion_length, free, request.gpu
+    )
     line = generation.describe(answers // config.answers_per_prompt, config.answers_per_prompt, 0)
     return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
 
@@ -198,6 +222,7 @@ def _generation_lines(run: PlannedRun) -> list[str]:
 def _teacher_lines(planner: Planner, run: PlannedRun, teacher: PlannedRun) -> list[str]:
     """The pass of another model over the rows before training, as it is planned."""
     config = run.config
+    # The teacher sees each row once, however many epochs the student trains: the files are kept.
     tokens = run.tokens / config.num_epochs
     hours = tokens / teacher.tokens_per_second / 3600
     learned = planner.data.train.num_targets.sum() if planner.data else tokens
@@ -217,21 +242,20 @@ def _speed_line(run: PlannedRun) -> str:
 
 
 def command_line(run: PlannedRun) -> str:
-    """The command that trains so, for a shell: the model, the rows, what the options say, and the
-    chosen placement.
-    """
+    """Return the shell command of this run: model, rows, given options and chosen placement."""
     config = run.config
-    chosen = run.placed.placement.options
+    # A table's short name, such as llama-2-70b, is no folder and no name on the hub.
     options: dict[str, Any] = {
         "model_name": trained_name(config.model_name),
         "dataset": config.dataset,
     }
-    options |= {
-        name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)
-    } | options
+    for name, value in vars(config).items():
+        if value != getattr(DEFAULTS, name) and name not in options:
+            options[name] = value
     if config.teacher:
         options["teacher"] = trained_name(config.teacher)
-    options |= {"nproc_per_node": run.request.num_gpus} | chosen
+    options["nproc_per_node"] = run.request.num_gpus
+    options |= run.placed.placement.options
     options.pop("dry_run", None)
     words = [
         f"--{name} {shlex.quote(value_text(value))}"
@@ -265,12 +289,16 @@ def as_json(run: PlannedRun) -> Mapping[str, Any]:
 
 
 def describe_fastest(runs: Sequence[PlannedRun]) -> Iterator[str]:
-    """The fastest three settings that fit with their margins, and why the next three do not."""
+    """The fastest three settings that fit with their margins, and why the next three do not.
+
+    Args:
+        runs: the fastest first, as `Planner.fastest` returns them.
+    """
     fitting = [run for run in runs if run.fits_with_margin]
-    others = [run for run in runs if not run.fits_with_margin]
-    faster = [
-        run for run in others if not fitting or run.tokens_per_second > fitting[0].tokens_per_second
-    ]
+    faster = [run for run in runs if not run.fits_with_margin]
+    if fitting:  # a slower one without a margin is of no use
+        fastest = fitting[0].tokens_per_second
+        faster = [run for run in faster if run.tokens_per_second > fastest]
     for title, group in (
         ("the fastest that fit:", fitting[:3]),
         ("faster, but without a margin:", faster[:3]),
@@ -278,17 +306,18 @@ def describe_fastest(runs: Sequence[PlannedRun]) -> Iterator[str]:
         if group:
             yield title
         for run in group:
-            free = run.request.gpu.memory_gib - run.needed / GIB
-            margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
-            words = ", ".join(
-                f"{name} {value_text(getattr(run.config, name))}" for name in _SEARCHED
-            )
-            rows = f"{run.request.num_gpus} x {run.rows} rows per step"
-            cost = f", ${run.cost:,.2f}" if run.request.price_per_hour else ""
-            yield (
-                f"  {run.tokens_per_second:,.0f} tokens/s, {run.hours:,.1f} hours{cost}, {rows}, "
-                f"{margin}"
-            )
-            yield f"    {words}"
-            if run.config.context_size > 1:
-                yield f"    context_parallel_size {run.config.context_size}"
+            yield from _settings_lines(run)
+
+
+def _settings_lines(run: PlannedRun) -> Iterator[str]:
+    """Speed, time, cost and memory of a run, and below them the settings that were searched."""
+    free = run.request.gpu.memory_gib - run.needed / GIB
+    margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
+    rows = f"{run.request.num_gpus} x {run.rows} rows per step"
+    cost = f", ${run.cost:,.2f}" if run.request.price_per_hour else ""
+    speed = f"{run.tokens_per_second:,.0f} tokens/s, {run.hours:,.1f} hours"
+    yield f"  {speed}{cost}, {rows}, {margin}"
+    settings = [f"{name} {value_text(getattr(run.config, name))}" for name in _SEARCHED]
+    yield f"    {', '.join(settings)}"
+    if run.config.context_size > 1:
+        yield f"    context_parallel_size {run.config.context_size}"

@@ -1,6 +1,4 @@
-"""Plans variants of one run on given GPUs: whether each fits, how fast it is, and which are the
-fastest that fit.
-"""
+"""Plans variants of one run on given GPUs: which of them fit, and which is the fastest."""
 
 import dataclasses
 import json
@@ -34,9 +32,6 @@ from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.machine import host_memory_free
 from fsdp_qlora.utils.text import GIB
-
-# --- variants ---
-
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -120,9 +115,9 @@ class PlannedRun(NamedTuple):
 
     @property
     def fits_host(self) -> bool:
-        most = self.request.host_ram_gib
+        host_ram_gib = self.request.host_ram_gib
         # leaves a tenth to the system and cached files
-        return most is None or self.host_bytes <= 0.9 * most * GIB
+        return host_ram_gib is None or self.host_bytes <= 0.9 * host_ram_gib * GIB
 
     @property
     def fits(self) -> bool:
@@ -130,11 +125,14 @@ class PlannedRun(NamedTuple):
 
     @property
     def needed_with_margin(self) -> float:
-        """Bytes of a GPU if the estimate is too small by its usual error; inf if the host has too
-        few.
+        """Bytes of a GPU if the estimate is too small by its usual error.
+
+        inf if the host has too little memory: no GPU memory makes up for that.
         """
-        beside = sum(self.beside_torch.values())
-        return with_margin(self.placed.memory.reserved) + beside if self.fits_host else math.inf
+        if not self.fits_host:
+            return math.inf
+        # The margin is for the estimate; what torch does not get is known and needs none.
+        return with_margin(self.placed.memory.reserved) + sum(self.beside_torch.values())
 
     @property
     def fits_with_margin(self) -> bool:
@@ -151,16 +149,18 @@ class PlannedRun(NamedTuple):
 
 
 class Planner:
-    """Plans variants of a run: the model is built once, and its blocks are measured once for each
-    micro-batch.
+    """Plans variants of a run.
+
+    The model is built once, and its blocks are measured once for each micro-batch.
 
     Args:
         model: built with options that differ from the variants' in the placement and the
-        micro-batch alone. data: the run's rows; None for as many and as long ones as the options
-        allow. tokens: to train on, if not those
-            of the rows.
+            micro-batch alone.
+        data: the run's rows; None for as many and as long ones as the options allow.
+        tokens: number of tokens to train on, if not those of the rows.
     Attributes:
-        on_operator: as of `measure_blocks`, which takes most of the time.
+        on_operator: called while blocks are measured, as in `measure_blocks`; this takes most of
+            the time.
     """
 
     def __init__(
@@ -182,16 +182,15 @@ class Planner:
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
     def planned(self, **changes: Any) -> PlannedRun:
-        """The run with other options, and where that is auto as few ranks that share
-        rows as fit.
+        """The run with other options; with --context_parallel_size auto as few ranks share rows as
+        fit.
         """
         config = dataclasses.replace(self.config, **changes)
         if config.context_parallel_size == "auto":
-            sizes = self._context_sizes(config)
-            runs = [
-                self.planned(**changes | _shared(config, size))._replace(shares=size)
-                for size in sizes
-            ]
+            runs = []
+            for size in self._context_sizes(config):
+                run = self.planned(**changes | _shared(config, size))
+                runs.append(run._replace(shares=size))
             return first_that_fits(runs, lambda run: run.needed_with_margin, self.request.bytes)
         rows = self.rows(config)
         placed = place(
@@ -204,10 +203,11 @@ class Planner:
         return PlannedRun(config, placed, self.request, self._tokens or rows.tokens, rate)
 
     def as_asked(self) -> PlannedRun:
-        """The run as the options ask for it; with --recompute auto all blocks recompute, since
-        nothing is probed.
-        """
-        return self.planned(**({"recompute": "all"} if self.config.recompute == "auto" else {}))
+        """The run as the options ask for it; with --recompute auto all blocks recompute."""
+        # Only a GPU that is here can be probed for how many blocks have to.
+        if self.config.recompute == "auto":
+            return self.planned(recompute="all")
+        return self.planned()
 
     def rows(self, config: TrainConfig) -> PlannedRows:
         """The rows of the run with other options."""
@@ -215,20 +215,22 @@ class Planner:
         data_size = self.model.machine.data_size(config.context_size)
         key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, data_size)
         if key not in self._rows:
-            self._rows[key] = (
-                RunRows(
-                    config, data, make_schedule(config, data, data_size), self.model.documents
-                ).planned()
-                if data
-                else allowed_rows(config, data_size)
-            )
+            if data:
+                schedule = make_schedule(config, data, data_size)
+                rows = RunRows(config, data, schedule, self.model.documents).planned()
+            else:
+                rows = allowed_rows(config, data_size)
+            self._rows[key] = rows
         return self._rows[key]
 
     def _context_sizes(self, config: TrainConfig) -> list[int]:
-        return [1] if self.data and self.data.have_images else context_sizes(config, self.model)
+        # Rows with images are padded, and ranks share packed rows only.
+        if self.data and self.data.have_images:
+            return [1]
+        return context_sizes(config, self.model)
 
     def _measure(self, lengths: Lengths, shares: int) -> list[BlockBytes]:
-        """Bytes that each block keeps and needs for a micro-batch that so many ranks share."""
+        """Bytes that each block keeps and needs for a micro-batch, shared by `shares` ranks."""
         key = (shares, *lengths.of_documents, *(lengths.shared or ()))
         model = self.model
         if key not in self._blocks:
@@ -249,51 +251,48 @@ class Planner:
         """Settings with which the run fits if it does not, the mildest first."""
         config = self.config
         rows = config.batch_size * config.gradient_accumulation_steps
-        few: dict[str, Any] = {"batch_size": 1, "gradient_accumulation_steps": rows}
-        offloads: dict[str, Any] = {"use_cpu_offload": True, "sharding_strategy": "full_shard"}
-        inputs = {"recompute": "offload"}
-        options: list[dict[str, Any]] = [{}, few, offloads, few | offloads]
+        one_row: dict[str, Any] = {"batch_size": 1, "gradient_accumulation_steps": rows}
+        offload: dict[str, Any] = {"use_cpu_offload": True, "sharding_strategy": "full_shard"}
+        offload_inputs = {"recompute": "offload"}
+        # Each but the last leaves the losses as they are: the rows of a step do not change.
+        variants: list[dict[str, Any]] = [{}, one_row, offload, one_row | offload]
         if config.context_parallel_size == 1 and config.batching != "padded":
-            sizes = self._context_sizes(dataclasses.replace(config, context_parallel_size="auto"))[
-                1:
-            ]
-            shared = [few | _shared(dataclasses.replace(config, **few), size) for size in sizes]
-            options += [changes | more for changes in shared for more in ({}, inputs)]
-        options += [few | inputs, few | offloads | inputs]
+            by_row = dataclasses.replace(config, **one_row)
+            any_size = dataclasses.replace(config, context_parallel_size="auto")
+            for size in self._context_sizes(any_size)[1:]:
+                shared = one_row | _shared(by_row, size)
+                variants += [shared, shared | offload_inputs]
+        variants += [one_row | offload_inputs, one_row | offload | offload_inputs]
         if config.longest_row > 512:
-            options += [options[-1] | {"context_length": config.longest_row // 2}]
-        runs = (self.planned(**{"recompute": "all"} | changes) for changes in options)
+            variants.append(variants[-1] | {"context_length": config.longest_row // 2})
+        # A generator: a variant is only planned when those before it do not fit.
+        runs = (self.planned(**{"recompute": "all"} | changes) for changes in variants)
         return (run for run in runs if run.fits)
 
     # --- the fastest settings ---
 
     def fastest(self, *, keeps_rows: bool = True) -> list[PlannedRun]:
-        """Settings by speed: those that fit with a margin, the fastest first; then the others, the
-        nearest to it first.
+        """Settings by speed: those that fit with a margin, the fastest first; then the others.
 
-        Options that are given are kept, but for the size of a micro-batch. Of blocks that
-        recompute, and of blocks in host memory, as few are taken as fit: memory and time grow with
-        both, so one of them is none or all where it is fastest. The inputs of blocks are kept there
-        if nothing fits otherwise.
+        The others come by the memory that they lack. Options that are given are kept, but for the
+        size of a micro-batch. The numbers of blocks that recompute and of blocks in host memory are
+        as small as fits: time grows with both, so one of them is none or all where it is fastest.
+        The inputs of blocks are kept in host memory if nothing fits otherwise.
 
         Args:
             keeps_rows: keep the rows per step. Otherwise they double as long as that makes a step
                 5% faster: weights that are gathered or come from the host do so once for all rows
                 of a micro-batch.
         """
-        runs = [run for changes in self._micro_batches() for run in self._places(changes)]
-        if not any(run.fits_with_margin for run in runs) and self.config.recompute in (
-            "auto",
-            "all",
-        ):
-            inputs = {"recompute": "offload"}
-            runs += [
-                run for changes in self._micro_batches() for run in self._places(changes | inputs)
-            ]
+        runs = self._placed_runs({})
+        may_offload_inputs = self.config.recompute in ("auto", "all")
+        if may_offload_inputs and not any(run.fits_with_margin for run in runs):
+            runs += self._placed_runs({"recompute": "offload"})
         runs = _by_speed(runs)
         rows = 2 * self.config.batch_size * self.config.gradient_accumulation_steps
         while rows <= self._most_rows and not keeps_rows:
-            more = _by_speed(self._places({"batch_size": rows, "gradient_accumulation_steps": 1}))
+            doubled = {"batch_size": rows, "gradient_accumulation_steps": 1}
+            more = _by_speed(self._places(doubled))
             is_worth_it = more[0].tokens_per_second > _WORTH * runs[0].tokens_per_second
             if not (more[0].fits_with_margin and is_worth_it):
                 break
@@ -301,9 +300,16 @@ class Planner:
             rows = 2 * rows
         return runs
 
+    def _placed_runs(self, changes: dict[str, Any]) -> list[PlannedRun]:
+        """All open placements of each split of a step's rows."""
+        runs: list[PlannedRun] = []
+        for split in self._micro_batches():
+            runs.extend(self._places(split | changes))
+        return runs
+
     @property
     def _most_rows(self) -> int:
-        """In a micro-batch that is tried."""
+        """The largest number of rows of a micro-batch that is tried."""
         most = max(_FEW_ROWS, _FEW_TOKENS // self.config.longest_row)
         if self.data and self.data.prompts:  # each step has prompts of its own
             answers = len(self.data.prompts) * self.config.num_generations
@@ -311,26 +317,24 @@ class Planner:
         return most
 
     def _micro_batches(self) -> Iterator[dict[str, Any]]:
-        """The splits of a step's rows that are tried: the one that is given,
-        and all of few rows.
-        """
+        """The splits of a step's rows that are tried: the given one, and all with few rows."""
         rows = self.config.batch_size * self.config.gradient_accumulation_steps
         for size in sorted({*range(1, self._most_rows + 1), self.config.batch_size}):
             if rows % size == 0:
                 yield {"batch_size": size, "gradient_accumulation_steps": rows // size}
 
     def _places(self, changes: dict[str, Any]) -> Iterator[PlannedRun]:
-        """The placements that the options leave open, and between nothing and all in host memory as
-        few blocks as fit.
+        """The placements that the options leave open, each with as few blocks recomputing as fit.
 
-        That is with recompute of no and of all blocks, else with recompute of as few as fit.
+        Between nothing and all in host memory, also as few blocks in host memory as fit; there
+        none or all blocks recompute.
         """
         config = self.config
         blocks = self._size.blocks
-        recompute_option = changes.get("recompute", config.recompute)
-        recompute = (
-            ["none", *range(1, blocks), "all"] if recompute_option == "auto" else [recompute_option]
-        )
+        recompute: list[Any] = [changes.get("recompute", config.recompute)]
+        if recompute == ["auto"]:
+            recompute = ["none", *range(1, blocks), "all"]
+        # One for each strategy and offload: `place` decides itself how gradients are reduced.
         places = {
             (place.sharding_strategy, place.offload): place
             for place in candidates(config, self.model)
@@ -338,36 +342,33 @@ class Planner:
         for (strategy, offload), chosen in places.items():
             placed = changes | chosen.options
             yield self._first_that_fits("recompute", recompute, placed)
-            if offload.embeddings and (strategy, Offload()) in places:
-                for blocks_recomputed in dict.fromkeys([recompute[0], recompute[-1]]):
-                    yield self._first_that_fits(
-                        "use_cpu_offload",
-                        range(2, max(3, blocks)),
-                        placed | {"recompute": blocks_recomputed},
-                    )
+            if not (offload.embeddings and (strategy, Offload()) in places):
+                continue
+            on_host = range(2, max(3, blocks))
+            for few_or_all in dict.fromkeys([recompute[0], recompute[-1]]):
+                partly = placed | {"recompute": few_or_all}
+                yield self._first_that_fits("use_cpu_offload", on_host, partly)
 
     def _first_that_fits(
         self, option: str, values: Sequence[Any], changes: dict[str, Any]
     ) -> PlannedRun:
-        """The run with the first of an option's values with which it fits, each needing less
-        memory; else the last.
+        """The run with the first value of an option with which it fits; else with the last.
+
+        values: each needs less memory than the one before it.
         """
 
         def planned(value: Any) -> PlannedRun:
             return self.planned(**changes | {option: value})
 
-        return planned(
-            first_that_fits(
-                values,
-                lambda value: planned(value).needed_with_margin,
-                self.request.bytes,
-                falls=True,
-            )
-        )
+        def needed(value: Any) -> float:
+            return planned(value).needed_with_margin
+
+        return planned(first_that_fits(values, needed, self.request.bytes, falls=True))
 
 
 def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
-    """The options with which so many ranks share each micro-batch, with the same rows per step."""
+    """The options with which `size` ranks share each micro-batch, with the same rows per step."""
+    # Ranks that share rows are one reader of the data: there are fewer readers, so each takes more.
     return {
         "context_parallel_size": size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps * size,
@@ -375,9 +376,7 @@ def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
 
 
 def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it
-    first.
-    """
+    """Sort: runs that fit with a margin, the fastest first; then the others by needed memory."""
 
     def order(run: PlannedRun) -> tuple[int, float]:
         return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.needed)
@@ -391,10 +390,9 @@ def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
 def choose_settings(
     config: TrainConfig, model: ModelPlan, data: RunData | None, store: dist.Store | None
 ) -> dict[str, Any]:
-    """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with
-    the least free memory.
+    """The options that --auto or --context_parallel_size auto replaces, the same on all ranks.
 
-    Without --auto those of --context_parallel_size auto. How many blocks recompute is left to
+    Rank 0 searches, for the GPU with the least free memory. How many blocks recompute is left to
     probing, which corrects the plan.
 
     Raises:
@@ -402,9 +400,9 @@ def choose_settings(
     """
     machine = model.machine
     ranks = model.machine.ranks
-    names = _CHOSEN if config.auto else ()
+    names: tuple[str, ...] = _CHOSEN if config.auto else ()
     if config.context_parallel_size == "auto":
-        names = (*dict.fromkeys((*names, *_OF_CONTEXT)),)
+        names = tuple(dict.fromkeys(names + _OF_CONTEXT))
     free = least_free(machine, "the memory for --auto", store)
     if free is None and not config.auto:
         log.info("context_parallel_size: auto is 1, since the memory of no GPU is known.")
@@ -412,35 +410,52 @@ def choose_settings(
     if free is None:
         raise UserError(
             "--auto true chooses settings for the GPUs of this machine, and none is visible: leave "
-            "it out, or plan for "
-            "others with `fsdp-qlora plan --auto --gpu NAME`."
+            "it out, or plan for others with `fsdp-qlora plan --auto --gpu NAME`."
         )
     chosen: dict[str, Any] = {}
-    if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
-        host = host_memory_free(machine.per_node) * machine.world_size
-        card = (
-            torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
-        )
-        gpu = gpu_of(card) if card else nearest_gpu(free / GIB)
-        gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
-        request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=machine.per_node)
-        memory_gib = (free + sum(request.beside_torch().values())) / GIB
-        request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
-        planner = Planner(config, request, model, data)
-        best = planner.fastest()[0] if config.auto else planner.as_asked()
-        chosen = {name: getattr(best.config, name) for name in names}
-        if config.auto and best.config.recompute == "offload":
-            chosen["recompute"] = best.config.recompute
+    if ranks.is_rank_0:
+        chosen = settings_of_run(config, machine.world_size)
+        if not chosen:
+            chosen = _search_settings(config, model, data, names, free)
+    # Free host memory differs from rank to rank and from moment to moment, so each rank's own
+    # search might end elsewhere. The store is used since no process group is open yet.
     if store is not None:
-        chosen = json.loads(
-            all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0]
+        from_ranks = all_gather_via_store(
+            json.dumps(chosen), "the settings of --auto", ranks, store
         )
+        chosen = json.loads(from_ranks[0])
     option = "--auto" if config.auto else "--context_parallel_size auto"
-    log.info(
-        "Settings of %s: %s.",
-        option,
-        ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()),
-    )
+    settings = ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items())
+    log.info("Settings of %s: %s.", option, settings)
+    return chosen
+
+
+def _search_settings(
+    config: TrainConfig, model: ModelPlan, data: RunData | None, names: tuple[str, ...], free: int
+) -> dict[str, Any]:
+    """Search the settings for this machine's GPUs.
+
+    Args:
+        names: options to choose. free: bytes free on the GPU that has least.
+    """
+    machine = model.machine
+    device = machine.ranks.device
+    host = host_memory_free(machine.per_node) * machine.world_size
+    if device.type == "cuda":
+        gpu = gpu_of(torch.cuda.get_device_properties(device))
+    else:  # GPUs that are not here
+        gpu = nearest_gpu(free / GIB)
+    gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
+    request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=machine.per_node)
+    # A planned run subtracts what torch does not get. `free` does not contain it, so it is added.
+    memory_gib = (free + sum(request.beside_torch().values())) / GIB
+    request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
+    planner = Planner(config, request, model, data)
+    best = planner.fastest()[0] if config.auto else planner.as_asked()
+    chosen = {name: getattr(best.config, name) for name in names}
+    # Probing finds how many blocks recompute, but it never moves their inputs to the host.
+    if config.auto and best.config.recompute == "offload":
+        chosen["recompute"] = best.config.recompute
     return chosen
 
 
@@ -448,15 +463,15 @@ def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """The settings of the run in output_dir that --auto chose for as many ranks; none if there is
     no such run.
     """
+    # A run that continues keeps them even if other memory is free now.
     folder = Path(config.output_dir).expanduser()
-    run = {} if config.resume != "auto" else read_run(folder)
-    then = current_options(run.get("options", {}))
-    if not then["auto"] or run["world_size"] != world_size:
+    run = read_run(folder) if config.resume == "auto" else {}
+    before = current_options(run.get("options", {}))
+    if not before["auto"] or run["world_size"] != world_size:
         return {}
-    names = [
-        *dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)),
-        *["recompute"] * (then["recompute"] == "offload"),
-    ]
+    names = list(dict.fromkeys(_CHOSEN + _OF_CONTEXT))
+    if before["recompute"] == "offload":
+        names.append("recompute")
     return {
-        name: then[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"
+        name: before[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"
     }
