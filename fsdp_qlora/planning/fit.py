@@ -43,10 +43,11 @@ _MARGIN = GIB // 2
 # most 1.7% more.
 _MORE_BLOCKS = 0.05
 
-# of the GPU's memory, that a probe leaves free
+# A probe leaves this share of the GPU's memory free, and at least this.
 _FREE_SHARE = 0.04
 _LEAST_FREE = GIB
-_FREE_IN_STEPS = 0.5  # of that, which later steps leave free: their rows are others
+# Later steps, which have other rows, may use half of that before more blocks recompute.
+_FREE_IN_STEPS = 0.5
 
 T = TypeVar("T")
 
@@ -61,6 +62,8 @@ def first_that_fits(
         falls: no setting needs more than the one before it, so that a bisection finds it.
     """
     if falls:
+        # Each probe may plan a whole run: 80 blocks take 7 instead of 80. Without the last setting,
+        # so that it is the answer if none fits.
         index = bisect.bisect_left(
             settings, True, hi=len(settings) - 1, key=lambda setting: memory(setting) <= free
         )
@@ -69,12 +72,12 @@ def first_that_fits(
 
 
 def with_margin(estimate: int) -> int:
-    """Bytes that must be free on a GPU for a step that is estimated to need so many."""
+    """Bytes that must be free on a GPU for a step that is estimated to need `estimate`."""
     return int(estimate * (1 + _MARGIN_SHARE)) + _MARGIN
 
 
 def without_margin(free: int) -> int:
-    """The largest estimate that so many free bytes of a GPU are enough for."""
+    """The largest estimate for which `free` bytes of a GPU are enough."""
     return int((free - _MARGIN) / (1 + _MARGIN_SHARE))
 
 
@@ -82,14 +85,15 @@ def without_margin(free: int) -> int:
 
 
 class Placement(NamedTuple):
-    """sharding_strategy: of SHARDING_STRATEGIES. offload: what is in host memory. accumulates:
-    gradients of a step's micro-batches add up unsharded on each rank and are reduced with the last
-    one's; else they are reduced in each, which is slower.
-    """
+    """How the ranks hold a model and reduce its gradients."""
 
     sharding_strategy: str
+    """One of SHARDING_STRATEGIES."""
     offload: Offload = Offload()
+    """The weights in host memory."""
     accumulates: bool = True
+    """Gradients of a step's micro-batches add up unsharded on each rank and are reduced with the
+    last one's; otherwise they are reduced in each, which is slower."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -107,40 +111,34 @@ class Placement(NamedTuple):
 def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
     """The first placement that fits in `free` bytes; the last if none does.
 
-    If no GPU is known, it is that of a model which is shared, on the GPU if that is left open.
-
     Args:
         needs: bytes that each placement takes of a rank's device, with a margin; the fastest first.
+        free: on the GPU that has least; None if none is known.
     """
     if free is None:
-        return [
-            placement
-            for placement in _fastest(needs)
-            if placement.offload == next(iter(needs)).offload
-        ][-1]
+        # A model that is shared, and offloaded only if that is asked for.
+        offload = next(iter(needs)).offload
+        return [placement for placement in _fastest(needs) if placement.offload == offload][-1]
     return first_that_fits([*needs], needs.__getitem__, free)
 
 
 def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | None:
-    """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which;
-    None if one is given.
+    """One line: the chosen placement with the sizes of all; None if the options leave no choice.
 
-    Args:
-        free: on the GPU that has least; None if none is known.
+    If no GPU is known, the line says how much free memory each placement needs.
     """
-    *faster, slowest = [
-        (placement.describe(), _gib(needs[placement])) for placement in _fastest(needs)
-    ]
-    if not faster:
+    sizes = [(placement.describe(), _gib(needs[placement])) for placement in _fastest(needs)]
+    if len(sizes) == 1:
         return None
     if free is None:
-        sizes = ", ".join(f"{name} if {size} are free" for name, size in faster)
-        return f"Placement, on each GPU: {sizes}, else {slowest[0]} ({slowest[1]})."
+        faster = ", ".join(f"{name} if {size} are free" for name, size in sizes[:-1])
+        slowest, size = sizes[-1]
+        return f"Placement, on each GPU: {faster}, else {slowest} ({size})."
     chosen = choose(needs, free)
-    sizes = ", ".join(f"{name} needs {size}" for name, size in (*faster, slowest))
+    all_sizes = ", ".join(f"{name} needs {size}" for name, size in sizes)
     line = (
-        f"Placement: {chosen.describe()}. With a margin {sizes} on each GPU, and {_gib(free)} are "
-        "free."
+        f"Placement: {chosen.describe()}. With a margin {all_sizes} on each GPU, and "
+        f"{_gib(free)} are free."
     )
     if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
@@ -155,16 +153,14 @@ def describe_reduction(needs: Mapping[Placement, int], free: int | None) -> str 
         return None
     return (
         "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU "
-        "until the last one needs "
-        f"{_gib(more)}, and {_gib(free)} are free."
+        f"until the last one needs {_gib(more)}, and {_gib(free)} are free."
     )
 
 
 def _fastest(needs: Mapping[Placement, int]) -> list[Placement]:
-    """The fastest variant of each placement."""
-    return [
-        placement for placement in needs if placement.accumulates == next(iter(needs)).accumulates
-    ]
+    """The placements without their slower way of reducing gradients, which comes second."""
+    accumulates = next(iter(needs)).accumulates
+    return [placement for placement in needs if placement.accumulates == accumulates]
 
 
 def _gib(count: int) -> str:
@@ -172,11 +168,12 @@ def _gib(count: int) -> str:
 
 
 def memory_settings(config: TrainConfig, placement: Placement, ranks: Ranks) -> str:
-    """The settings that would make the run need less memory, in words, for where nothing is left at
-    auto.
-    """
+    """In words, the settings with which the run would need less memory."""
     config = dataclasses.replace(config, **placement.options)
-    settings = ["--auto false"] * config.auto  # whose settings a resumed run keeps
+    settings = []
+    # A resumed run keeps the settings that --auto chose, so others are obeyed without it.
+    if config.auto:
+        settings.append("--auto false")
     if config.batch_size > 1:
         settings.append(
             "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, "
@@ -185,9 +182,9 @@ def memory_settings(config: TrainConfig, placement: Placement, ranks: Ranks) -> 
     if ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
         settings.append(f"--context_parallel_size {2 * config.context_size}")
     settings.append("a smaller --context_length")
-    if config.recompute not in ("all", "offload") and not (
-        config.recompute == "auto" and ranks.device.type == "cpu"
-    ):
+    # On a CPU nothing is probed, so auto is all.
+    is_all = config.recompute == "auto" and ranks.device.type == "cpu"
+    if config.recompute not in ("all", "offload") and not is_all:
         settings.append("--recompute all")
     if config.sharding_strategy == "ddp":
         settings.append("--sharding_strategy full_shard")
@@ -209,27 +206,29 @@ def fit_recompute(
     block_bytes: int,
     too_few: int | None = None,
 ) -> int:
-    """Set and return the smallest number of blocks with recompute that fits on every rank. Called
-    on every rank.
+    """Set and return the smallest number of blocks with recompute that fits on every rank.
 
-    The peak with recompute of every block, and what one more block keeps, are measured; their sum
-    is an upper bound, so another probe with what fits by it may find more room.
+    Called on every rank. The peak with recompute of every block, and what one more block keeps, are
+    measured; their sum is an upper bound, so another probe with what fits by it may find more room.
 
     Args:
         try_step: runs forward and backward. Returns the bytes allocated between them, and those
             left free beyond what a probe leaves; negative if it used some of that.
-        least: the smallest of the ranks' numbers. block_bytes: about what a block keeps without
-        recompute, for the first probe of one. too_few: blocks that recomputed when an earlier start
-        ran out of memory; now at least half of the rest joins
-            them, so that a few restarts come to all blocks.
+        least: the smallest of the ranks' numbers.
+        block_bytes: about what a block keeps without recompute, for the first probe of one.
+        too_few: blocks that recomputed when an earlier start ran out of memory. Now at least half
+            of the others joins them, so that a few restarts come to all blocks.
     """
     blocks = len(recomputed_blocks(model))
+    # The most that keep their activations first: they are the fastest.
     may_keep = range(blocks if too_few is None else (blocks - too_few) // 2, -1, -1)
 
     def attempt(count: int) -> tuple[int, int]:
         set_recompute(model, blocks - count)
         return try_step()
 
+    # The collectives of a pass, and those of `least`, are the same on all ranks only if all try the
+    # same number of blocks: each decision is made by the least of all ranks.
     without, room = attempt(0)
     keeping = int(least(min(may_keep[0], room >= 2 * block_bytes)))
     for is_last in (False, False, True) if keeping else ():
@@ -241,6 +240,7 @@ def fit_recompute(
         keeping = int(least(first_that_fits(may_keep, memory.__getitem__, room, falls=True)))
         if keeping <= before:
             break
+        # What the third attempt finds is not tried any more, so it is not taken.
         keeping = before if is_last else keeping
     set_recompute(model, blocks - keeping)
     return blocks - keeping
@@ -250,8 +250,8 @@ class MemoryWatch:
     """Adds blocks with recompute when a step has come near the end of the memory.
 
     Args:
-        recomputing: blocks with recompute now. most: GiB that a rank may reserve; the same on every
-        rank.
+        recomputing: blocks with recompute now.
+        most: GiB that a rank may reserve; the same on every rank.
     """
 
     def __init__(self, model: nn.Module, recomputing: int, *, most: float) -> None:
@@ -271,6 +271,7 @@ class MemoryWatch:
             self.blocks, self.recomputing + math.ceil(_MORE_BLOCKS * self.blocks)
         )
         set_recompute(self.model, self.recomputing)
+        # What is reserved never falls by itself: without this each later step would add blocks.
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -287,8 +288,7 @@ class MemoryWatch:
 def fit_on_gpu(
     trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None
 ) -> None:
-    """Let as few blocks recompute as fit on every rank's GPU, and more when a step comes near its
-    end.
+    """Recompute as few blocks as fit on every rank's GPU, and more after a step near its limit.
 
     Called on every rank. Arguments as for `fit_recompute` and `Trainer.try_longest`.
     """
@@ -301,6 +301,7 @@ def fit_on_gpu(
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
 
     def try_step() -> tuple[int, int]:
+        # Otherwise blocks of memory that an earlier probe reserved would count for this one.
         release_cached_memory(device)  # peaks count from here
         held = trainer.try_micro_batch(data.table, *longest)
         return held, reservable() - torch.cuda.max_memory_reserved(device) - left_free

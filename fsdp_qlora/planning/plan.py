@@ -1,6 +1,4 @@
-"""Plans a model before a weight is read: builds it on the meta device as the train type says, and
-checks it.
-"""
+"""Plans a model before a weight is read: builds it on the meta device and checks it."""
 
 import logging
 import os
@@ -58,32 +56,39 @@ _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and bias
 class Machine:
     """The devices that a run computes on.
 
-    device: of its ranks; in a dry run often a GPU that is not here. world_size: ranks of the run.
-    ranks: this process. free: bytes of a GPU that is elsewhere, if it is known.
+    A dry run may plan for other devices than this machine's.
     """
 
     device: torch.device
+    """Of the planned ranks; in a dry run often a GPU that is not here."""
     world_size: int
+    """Ranks of the planned run."""
     ranks: Ranks
+    """This process and the others that are here."""
     free: int | None = None
+    """Bytes of a GPU that is elsewhere, if it is known."""
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: Ranks) -> "Machine":
-        """The machine of a run; of a dry run the one that its options ask for, even if this one
-        lacks the GPUs.
+        """The machine of a run; a dry run's is the one that its options ask for, even if this
+        machine lacks the GPUs.
         """
         if not config.dry_run:
             return cls(ranks.device, ranks.world_size, ranks)
-        launched = int(os.environ.get("WORLD_SIZE") or 1)
-        num_ranks = launched if launched > 1 else config.nproc_per_node
+        # A dry run is one process, which stands for all that torchrun or --nproc_per_node asks for.
+        num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        if num_ranks <= 1:
+            num_ranks = config.nproc_per_node
         if num_ranks < 1:
             num_ranks = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
         is_elsewhere = config.device != "cpu" and ranks.device.type == "cpu"
         return cls(torch.device("cuda") if is_elsewhere else ranks.device, num_ranks, ranks)
 
     def data_size(self, context_size: int) -> int:
-        """Groups of so many ranks that get other rows than each other. Raises UserError if there
-        are none.
+        """The number of groups of `context_size` ranks; each group gets rows of its own.
+
+        Raises:
+            UserError: the ranks cannot be divided into such groups.
         """
         return self.ranks.layout("full_shard", self.world_size, context_size).data_size
 
@@ -98,27 +103,17 @@ class Machine:
 
     @property
     def gpu_memory(self) -> tuple[int, int] | None:
-        """Bytes free and in all of the GPU that is planned for, or is here; None if it is not
-        known.
-        """
+        """Free and total bytes of the GPU that is planned for, or is here; None if unknown."""
         if self.free is not None:
             return self.free, self.free
-        return (
-            torch.cuda.mem_get_info(self.ranks.device) if self.ranks.device.type == "cuda" else None
-        )
+        if self.ranks.device.type != "cuda":
+            return None
+        return torch.cuda.mem_get_info(self.ranks.device)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model before its weights are read.
-
-    Attributes:
-        meta: the model on the meta device, quantized and adapted. documents: attention
-        implementation for rows without padding; None if there is none, or rows are padded. packed:
-        how the weight files are quantized, if they are trained on as they are. stored: the format
-        of weight files that are decoded as they are read. adapter: configuration of the adapter
-        that is saved; None where a whole model is saved.
-    """
+    """The model before its weights are read."""
 
     machine: Machine
     precision: Precision
@@ -126,15 +121,22 @@ class ModelPlan:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     meta: MetaModel
+    """The model on the meta device, quantized and adapted."""
     documents: str | None
+    """Attention implementation for rows without padding; None if there is none, or rows are padded.
+    """
     packed: PackedFormat | None
+    """How the weight files are quantized, if they are trained on as they are."""
     stored: PackedFormat | None
+    """The format of weight files that are decoded as they are read."""
     adapter: LoraConfig | None
+    """Configuration of the saved adapter; None where a whole model is saved."""
 
     @property
     def trains_whole_modules(self) -> bool:
-        """Whether more than an adapter trains. Its gradients do not add up unsharded, and its state
-        is not gathered.
+        """Whether more than an adapter trains.
+
+        Whole modules' gradients do not add up unsharded, and their state is not gathered.
         """
         return self.adapter is None or bool(self.adapter.modules_to_save)
 
@@ -158,28 +160,30 @@ def read_model(
 
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
     """Find the model, build it without weights as the train type says, and describe it."""
-    # Weights are downloaded last, after all checks that do not need them.
+    # Weights are downloaded last, after all checks that do not need them: a wrong option is told
+    # within seconds. One process of a machine downloads; the others wait and find the files.
     once = partial(once_per_machine, machine.ranks, store) if store else None
     folder, model_config, tokenizer = read_model(config, once=once)
     if once:
         fetch_early(config, folder, model_config, once)
     plan = build_plan(config, machine, folder, model_config, tokenizer)
-    if plan.meta.model.generation_config is not None:  # made of config.json alone
-        plan.meta.model.generation_config.eos_token_id = models.end_tokens(
-            plan.folder, plan.tokenizer
-        )
+    # transformers has made it of config.json alone, but generation_config.json and the tokenizer
+    # may name other tokens that end an answer.
+    generation_config = plan.meta.model.generation_config
+    if generation_config is not None:
+        generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
     dtype = plan.precision.compute_dtype
     device = machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in notes_of(config, plan):
         log.info("%s", note)
     log_plan(config, *describe_model(plan.meta, plan.precision), kernel)
-    most = models.most_positions(plan.config)
-    if config.context_length != "auto" and most and config.longest_row > most:
+    max_positions = models.most_positions(plan.config)
+    if config.context_length != "auto" and max_positions and config.longest_row > max_positions:
         log.warning(
             "context_length %d is more than the model's own limit of %d positions.",
             config.longest_row,
-            most,
+            max_positions,
         )
     return plan
 
@@ -187,11 +191,9 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
 def fetch_early(
     config: TrainConfig, folder: Path, model_config: PretrainedConfig, once: hub.Once
 ) -> None:
-    """Download the weights of a model before its plan, where only they tell what is planned.
-
-    They tell whether the model has a head of its own, and which layers are quantized; often an
-    index does, too, which is here already.
-    """
+    """Download the weights of a model before its plan, where only they tell what is planned."""
+    # The names of their tensors say whether the model has a head of its own, and which layers are
+    # quantized. Usually an index says that, too, and it is here already.
     tell_layers = is_quantized(model_config, folder) and tensor_names(folder) is None
     if tell_layers or needs_weights(
         model_config, folder, trust_remote_code=config.trust_remote_code
@@ -204,8 +206,9 @@ def fetch_early(
 
 
 def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
-    """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with
-    verbose all.
+    """Log what is planned: all of it in a dry run, else the first line, cut to the screen.
+
+    The details are then logged with --verbose only.
     """
     log.info("%s", first if config.dry_run or config.verbose else fit_line(first))
     for line in filter(None, details):
@@ -213,24 +216,24 @@ def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
 
 
 def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
-    """Architecture, parameters, quantized and trainable ones, precision; and attention and the
-    quantized blocks.
-    """
+    """Two lines: architecture, parameters and precision; then attention and quantized blocks."""
     counts = count_parameters(meta.parts)
-    # there are none where all trains
-    share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)
-    kind = "DoRA" if magnitudes(meta.model) else "LoRA"
-    experts = (
-        (f" and {len(meta.target_parameters)} expert parameters") if meta.target_parameters else ""
-    )
-    adapted = f" ({kind} on {len(meta.targets)} layers{experts})" if meta.targets else ""
-    quantized = 100 * counts["quantized"] / counts["total"]
+    # in_blocks is 0 where all weights train.
+    share_in_blocks = 100 * counts["quantized"] / max(counts["in_blocks"], 1)
+    share = 100 * counts["quantized"] / counts["total"]
+    adapted = ""
+    if meta.targets:
+        kind = "DoRA" if magnitudes(meta.model) else "LoRA"
+        adapted = f"{kind} on {len(meta.targets)} layers"
+        if meta.target_parameters:
+            adapted += f" and {len(meta.target_parameters)} expert parameters"
+        adapted = f" ({adapted})"
     return [
         f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, "
-        f"{quantized:.1f}% quantized; "
+        f"{share:.1f}% quantized; "
         f"{format_count(counts['trainable'])} train{adapted}, {precision.name}",
-        f"  attention {meta.model.config._attn_implementation}; {share:.1f}% of the decoder blocks "
-        "quantized",
+        f"  attention {meta.model.config._attn_implementation}; "
+        f"{share_in_blocks:.1f}% of the decoder blocks quantized",
     ]
 
 
@@ -244,11 +247,11 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
             quant_type=config.quant_type, double_quant=config.double_quant
         )
     for reason in dict.fromkeys(meta.left_out.values()):
-        counts = Counter(
-            re.sub(r"^.*\.\d+\.", "", path) for path, why in meta.left_out.items() if why == reason
-        )
-        named = ", ".join(f"{name} ({count})" for name, count in counts.items())
-        yield f"Neither quantized nor adapted, since {reason}: {named}."
+        paths = [path for path, why in meta.left_out.items() if why == reason]
+        # The same module of all blocks is named once, without the blocks' numbers.
+        counts = Counter(re.sub(r"^.*\.\d+\.", "", path) for path in paths)
+        modules = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        yield f"Neither quantized nor adapted, since {reason}: {modules}."
     missing = " ".join(missing_kernels(meta.model))
     if missing:
         yield (
@@ -257,6 +260,7 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         )
     for path, (module, rows) in with_token_rows(meta.model).items():
         count = len(rows.indices)
+        # value, gradient and two moments in float32
         needs = format_bytes(16 * rows.trainable_tokens_delta.numel())
         yield (
             f"New tokens: {count} of the {len(module.weight):,} rows of {path} train ({needs} "
@@ -264,14 +268,10 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         )
     towers = meta.parts.towers
     if towers:
-        size = sum(
-            parameter.nbytes for tower in towers.values() for parameter in tower.parameters()
-        )
-        named = ", ".join(towers)
-        yield (
-            f"The parts for images are sharded as they are and do not train ({named}: "
-            f"{format_bytes(size)})."
-        )
+        parameters = [each for tower in towers.values() for each in tower.parameters()]
+        size = format_bytes(sum(parameter.nbytes for parameter in parameters))
+        names = ", ".join(towers)
+        yield f"The parts for images are sharded as they are and do not train ({names}: {size})."
 
 
 def build_plan(
@@ -288,11 +288,9 @@ def build_plan(
     """
     train_type = config.kind
     device = machine.ranks.device
-    # GPUs that are elsewhere are taken for newer ones.
-    wanted_precision = (
-        "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
-    )
-    precision = PRECISIONS[choose_precision(wanted_precision, device)]
+    precision = _precision_of(config, machine)
+    # Before the model is built: transformers would build modules of the files' quantizer, and a
+    # head as config.json says, whatever the files have.
     packed, stored = take_formats(config, model_config, folder)
     was_tied = settle_head(
         model_config, folder, stored, packed=packed, trust_remote_code=config.trust_remote_code
@@ -318,21 +316,6 @@ def build_plan(
         check_fits(start, meta.model, model_name=name, declared_base=config.base_name)
     if train_type.quantizer:
         check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
-    adapter = None
-    if train_type.adapter:
-        adapter = peft_config(
-            meta.modules,
-            meta.targets,
-            meta.target_parameters,
-            train_type.adapter,
-            layers.lora,
-            base_model=config.base_name or hub.public_name(config.model_name),
-            model_config=model_config,
-        )
-        if new_tokens:
-            adapter.trainable_token_indices = {
-                path: [*new_tokens.ids] for path in with_token_rows(meta.model)
-            }
     kernel = choose(
         meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation
     )
@@ -347,23 +330,57 @@ def build_plan(
         documents=None if config.batching == "padded" else kernel,
         packed=packed,
         stored=stored,
-        adapter=adapter,
+        adapter=_adapter_config(config, model_config, meta, layers.lora, new_tokens),
     )
+
+
+def _precision_of(config: TrainConfig, machine: Machine) -> Precision:
+    """The number formats of the planned devices."""
+    # GPUs that are elsewhere cannot be asked. All since Ampere (2020) compute in bf16.
+    if machine.is_elsewhere and config.precision == "auto":
+        return PRECISIONS[choose_precision("bf16", machine.ranks.device)]
+    return PRECISIONS[choose_precision(config.precision, machine.ranks.device)]
+
+
+def _adapter_config(
+    config: TrainConfig,
+    model_config: PretrainedConfig,
+    meta: MetaModel,
+    lora: LoraOptions,
+    new_tokens: NewTokens | None,
+) -> LoraConfig | None:
+    """PEFT's configuration of the adapter that the run saves; None where a whole model is saved."""
+    if not config.kind.adapter:
+        return None
+    adapter = peft_config(
+        meta.modules,
+        meta.targets,
+        meta.target_parameters,
+        config.kind.adapter,
+        lora,
+        base_model=config.base_name or hub.public_name(config.model_name),
+        model_config=model_config,
+    )
+    if new_tokens:
+        # PEFT trains these rows of each module, and saves no other rows.
+        adapter.trainable_token_indices = {
+            path: [*new_tokens.ids] for path in with_token_rows(meta.model)
+        }
+    return adapter
 
 
 def _ties_rows(name: str) -> UserError:
     return UserError(
         f"--add_tokens: {name} has a head of its own, and its config.json ties it to the "
-        "embeddings, so PEFT would "
-        "load one set of rows for both. Set tie_word_embeddings to false in config.json."
+        "embeddings, so PEFT would load one set of rows for both. "
+        "Set tie_word_embeddings to false in config.json."
     )
 
 
 def take_formats(
     config: TrainConfig, model_config: PretrainedConfig, folder: Path
 ) -> tuple[PackedFormat | None, PackedFormat | None]:
-    """Remove the quantization of a model's weight files from its configuration, and say how they
-    are used.
+    """Take the quantization of a model's weight files out of its configuration.
 
     Returns:
         The format of files that are trained on as they are, and that of files that are decoded as
@@ -378,8 +395,8 @@ def take_formats(
     if kind.quantizer != BITSANDBYTES or kind.trains_new_blocks:
         raise UserError(
             f"model_name {config.model_name} is quantized to 4 bits, which train_type "
-            f"{config.train_type} cannot "
-            "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
+            f"{config.train_type} cannot train. Use --train_type qlora, or give the model "
+            "with 16- or 32-bit weights."
         )
     return packed, None
 
@@ -387,18 +404,21 @@ def take_formats(
 def with_new_tokens(
     config: TrainConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedTokenizerBase, NewTokens | None]:
-    """The tokenizer with the tokens of --add_tokens or of --adapter, and these, which the
-    configuration grows by.
+    """The tokenizer with the tokens of --add_tokens or of --adapter, and these tokens.
+
+    The configuration's vocabulary grows by them.
     """
     folder = Path(config.adapter or "").expanduser()
     tokens = None
-    if config.adapter and (ids := token_ids(folder, read_config(folder))):
+    adapter_ids = token_ids(folder, read_config(folder)) if config.adapter else None
+    if adapter_ids:
+        # The adapter's rows belong to the ids of its own tokenizer.
         if (folder / "tokenizer_config.json").is_file():
             tokenizer = models.load_tokenizer(
                 folder, str(folder), trust_remote_code=config.trust_remote_code
             )
-        tokens = NewTokens(ids)
-        if not {*add_tokens(tokenizer, config.add_tokens, 0)[1].ids} <= {*ids}:
+        tokens = NewTokens(adapter_ids)
+        if not {*add_tokens(tokenizer, config.add_tokens, 0)[1].ids} <= {*adapter_ids}:
             raise UserError(
                 f"--adapter {folder} has other new tokens than --add_tokens: leave that out."
             )
@@ -414,8 +434,10 @@ def with_new_tokens(
 def layer_options(
     config: TrainConfig, model_config: PretrainedConfig, packed: PackedFormat | None = None
 ) -> LayerOptions:
-    """How layers are quantized and adapted. packed: the format of weight files that are trained on
-    as they are.
+    """How layers are quantized and adapted.
+
+    Args:
+        packed: the format of weight files that are trained on as they are.
     """
     train_type = config.kind
     return LayerOptions(
@@ -437,16 +459,18 @@ def layer_options(
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
     """The quantizer's own options."""
     options = {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
-    return options | ({"quant_type": "nf4"} if options.get("quant_type") == "auto" else {})
+    # auto is the type of quantized weight files, where there are some; other weights become nf4.
+    if options.get("quant_type") == "auto":
+        options["quant_type"] = "nf4"
+    return options
 
 
 def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
-    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not
-    count.
+    """Refuse a quantized base if too much of its decoder blocks would stay in 16 bits.
 
     Raises:
         UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not
-        allowed.
+            allowed.
     """
     counts = count_parameters(parts)
     share = counts["quantized"] / counts["in_blocks"]

@@ -34,86 +34,84 @@ _PRODUCT_SECONDS = 3e-5
 
 
 class Work(NamedTuple):
-    """The work of a rank in a micro-batch.
-
-    operations: floating-point operations of matrix products. memory: bytes read and written in GPU
-    memory. link, host: bytes received from other ranks, and from host memory. products: matrix
-    products with one expert each. blocks: passes through a block, whether forward, recomputed or
-    backward.
-    """
+    """The work of a rank in a micro-batch."""
 
     operations: float
+    """Floating-point operations of matrix products."""
     memory: float
+    """Bytes read and written in GPU memory."""
     link: float
+    """Bytes received from other ranks."""
     host: float
+    """Bytes received from host memory."""
     products: float = 0
+    """Matrix products with one expert each."""
     blocks: float = 0
+    """Passes through a block, whether forward, recomputed or backward."""
 
 
 class MicroBatchSize(NamedTuple):
-    """The micro-batches of all ranks. The longest decides how long they take.
-
-    tokens: tokens of the longest one, padding included. squares: sum of the squared lengths of its
-    documents. useful: tokens of all ranks' rows, without padding.
-    """
+    """The micro-batches of all ranks. The longest decides how long they take."""
 
     tokens: float
+    """Tokens of the longest micro-batch, padding included."""
     squares: float
+    """Sum of the squared lengths of its documents."""
     useful: float
+    """Tokens of all ranks' rows, without padding."""
 
     def seen(self, window: int | None) -> float:
         """Twice the pairs of tokens of which one sees the other."""
-        return min(self.squares, 2 * self.tokens * window) if window else self.squares
+        if window:
+            return min(self.squares, 2 * self.tokens * window)
+        return self.squares
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, of which each token chooses some.
-
-    parameters: number of 3-D parameters of all blocks. weights: number of their weights that work
-    on a token.
-    """
+    """The experts of a layer, of which each token chooses some."""
 
     experts: int
+    """Number of experts in a layer."""
     chosen: int
+    """Number of experts that work on a token."""
     parameters: int
+    """Number of 3-D parameters of all blocks."""
     weights: int
+    """Number of their weights that work on a token."""
 
     def hit(self, tokens: float) -> float:
-        """Experts of a layer that are chosen, at most."""
+        """The maximum number of experts in a layer that get tokens."""
         return min(self.experts, tokens * self.chosen)
 
 
 class Size(NamedTuple):
-    """The sizes that a model's time depends on.
-
-    linear, head, adapter: numbers of weights that work on a token, in the blocks' matrices, the
-    head and the adapters. stored: bytes of the base. decoding: bytes moved to decode a weight once,
-    0 if the base is not quantized. trains: False for a forward pass alone.
-    """
+    """The sizes that a model's time depends on."""
 
     blocks: int
     shapes: tuple[BlockShape, ...]
     linear: int
+    """Number of weights that work on a token in the blocks' matrices."""
     head: int
+    """Number of weights of the head."""
     adapter: int
+    """Number of weights of the adapters."""
     stored: int
+    """Bytes of the base."""
     decoding: float
+    """Bytes moved to decode a weight once; 0 if the base is not quantized."""
     trains_all: bool = False
     trains: bool = True
+    """False for a forward pass alone."""
     experts: Experts = Experts(0, 1, 0, 0)
 
     def decoded(self, tokens: float) -> float:
-        """Weights of the blocks that a pass decodes: each expert that is hit, however many tokens
-        it gets.
-        """
-        return self.linear + self.experts.weights * (
-            self.experts.hit(tokens) / self.experts.chosen - 1
-        )
+        """Number of weights of the blocks that a pass decodes."""
+        # An expert is decoded once for all of its tokens. `linear` has the experts of one token.
+        more = self.experts.hit(tokens) / self.experts.chosen - 1
+        return self.linear + self.experts.weights * more
 
     def products(self, tokens: float) -> float:
-        """Products that the host launches for the experts of a pass, one by one where they are
-        quantized.
-        """
+        """Products that the host launches one by one for the experts of a pass, if quantized."""
         return self.experts.hit(tokens) * self.experts.parameters * (self.decoding > 0)
 
 
@@ -130,13 +128,16 @@ def count_work(
     """The work of a micro-batch.
 
     Args:
-        recomputed_share: of the blocks. host_share: of the base, that comes from the host.
+        recomputed_share: share of the blocks that recompute.
+        host_share: share of the base that comes from the host.
+        frees_blocks: whether a block's gathered weights are freed after its forward pass.
         references: forward passes without adapters.
     """
     again = recomputed_share + references
     trains = size.trains
     # forward, again, gradients of inputs, and of weights
     passes = 1 + again + trains * (1 + size.trains_all)
+    # An adapter's weights always train, and it is off in a reference. The head does not recompute.
     of_adapter = 1 + 2 * trains + recomputed_share
     of_head = 1 + trains + references
     per_token = 2 * (passes * size.linear + of_adapter * size.adapter + of_head * size.head)
@@ -144,33 +145,28 @@ def count_work(
     pairs = 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
     attention = (1 + 2.5 * trains + again) * pairs
     decoding = passes * size.decoding * size.decoded(micro_batch.tokens)
-    elementwise = (
-        micro_batch.tokens
-        * size.blocks
-        * size.shapes[0].hidden
-        * 2
-        * _PASSES
-        * (1 + 2 * trains + again)
-        / 4
-    )
+    # _PASSES counts a forward, a recomputed and a backward pass, which is two; in 16 bits.
+    hidden_states = micro_batch.tokens * size.blocks * size.shapes[0].hidden
+    elementwise = hidden_states * 2 * _PASSES * (1 + 2 * trains + again) / 4
+    # A ring's all-gather brings each rank all shards but its own.
     gathers = 2 if frees_blocks and trains else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = (1 + trains) * host_share * size.stored / num_shards
     products = passes * size.products(micro_batch.tokens)
     operations = micro_batch.tokens * per_token + attention
     memory = decoding + elementwise
-    return Work(
-        operations, memory, gathered, from_host, products, (1 + trains + again) * size.blocks
-    )
+    block_passes = (1 + trains + again) * size.blocks
+    return Work(operations, memory, gathered, from_host, products, block_passes)
 
 
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
-    """Bytes that a rank sends for the attention of all blocks, forward or backward: of its tokens,
-    to the other ranks.
+    """Bytes that a rank sends to the others for the attention of all blocks, in one direction.
 
-    Queries and outputs of all heads, keys and values of as many as the ranks need
-    (distributed/context.py), in 16 bits.
+    Args:
+        tokens: those of a rank.
     """
+    # Queries and outputs of all heads, keys and values of as many as the ranks need: fewer heads
+    # than ranks are repeated (distributed/context.py). All in 16 bits.
     heads = sum(
         shape.attended + math.lcm(shape.groups, num_ranks) * shape.head_dim for shape in size.shapes
     )
@@ -178,11 +174,14 @@ def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
 
 
 def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float:
-    """Time of a micro-batch on a GPU. block_seconds: of the host for a block and pass, less with
-    other programs.
+    """Time of a micro-batch on a GPU.
+
+    Args:
+        block_seconds: the host's time for a block and pass; less for other programs.
     """
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    # The host launches ahead of the GPU, so the slower of them decides.
     computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * block_seconds)
     communicating = (work.link + work.host) / (gpu.link * 1e9)
     return computing + communicating - _OVERLAP * min(computing, communicating)
@@ -195,6 +194,7 @@ def tokens_per_second(
     ranks = plan.layout.context_size
     references = plan.step.passes - 1
     again = plan.memory.recomputing / size.blocks * size.trains
+    # Ranks that share a row have equal parts of its tokens and, in attention, of its heads.
     share = micro_batch._replace(
         tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks
     )
@@ -213,26 +213,28 @@ def tokens_per_second(
 
 
 def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool) -> float:
-    """Time in which a rank's model generates a token of so many completions; all ranks work at the
-    same time.
+    """Time in which a rank's model generates one token of each of its completions.
 
-    gathered: whether weights stay gathered from pass to pass.
+    All ranks work at the same time.
+
+    Args:
+        tokens: number of completions, of each of which a pass computes a token.
+        gathered: whether weights stay gathered from pass to pass.
     """
     size = size_of(plan.model.meta.parts)
     num_shards = plan.layout.num_shards
+    # Matrix products of a few tokens take less time than reading the weights: 2 bytes in 16 bits.
     memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
     host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
-    moved = (
-        0
-        if gathered or not plan.layout.frees_blocks
-        else size.stored * (num_shards - 1) / num_shards
-    )
+    moved = 0.0
+    if plan.layout.frees_blocks and not gathered:
+        moved = size.stored * (num_shards - 1) / num_shards
     moved += size.stored / num_shards * plan.placement.offload.blocks / size.blocks
     return max(host, memory, moved / (gpu.link * 1e9))
 
 
 def size_of(parts: ModelParts) -> Size:
-    """The size of a built model; of a mixture's experts those that work on a token."""
+    """The size of a built model; experts count as far as they work on a token."""
     kinds = [item for block in parts.blocks for item in parts.kinds(block).items()]
     shapes = block_shapes(parts.model.config)
     active = max(shape.chosen for shape in shapes)
