@@ -224,7 +224,7 @@ def on_ranks(
 def _train(argv: list[str], logits_file: Path | None) -> int:
     import train
     from fsdp_qlora.export import save_results as saving
-    from fsdp_qlora.model.adapters.first_values import LiveValues
+    from fsdp_qlora.export.values import LiveValues
 
     if logits_file is not None:
         save = saving.save_adapter

@@ -37,7 +37,7 @@ from fsdp_qlora.distributed.shards import (
     shard_rank,
     shard_size,
 )
-from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
+from fsdp_qlora.model.architecture.structure import canonical_name, persistent_buffers
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import FileRecord
@@ -313,7 +313,7 @@ class TrainState:
 
 class StoredValues:
     """The trained values in a checkpoint, for a model without weights. Implements
-    `first_values.Values`.
+    `values.Values`.
 
     Args:
         description: returned by `TrainState.contents`. read_frozen: reads a tensor that does not

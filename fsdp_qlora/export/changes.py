@@ -26,7 +26,7 @@ from fsdp_qlora.model.adapters.peft_folder import (
     weights_file,
 )
 from fsdp_qlora.model.adapters.token_rows import NewTokens, TokenRows
-from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 

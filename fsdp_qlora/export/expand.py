@@ -3,7 +3,7 @@ until trained.
 
 A new block is a copy of the block before it with zeros in the output projections of attention and
 MLP. It adds nothing to the residual stream, so the expanded model computes the same function. The
-indices of the new blocks are recorded in config.json (models.NEW_BLOCKS).
+indices of the new blocks are recorded in config.json (NEW_BLOCKS).
 """
 
 import json
@@ -24,7 +24,7 @@ from fsdp_qlora.export.model_folder import (
     new_weights,
     read_pieces,
 )
-from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.config import NEW_BLOCKS, load_config
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.experts import loops_over_experts
 from fsdp_qlora.model.quantizers.packed import take_packed
@@ -46,7 +46,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     """
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True)
-    config = models.load_config(folder, model_name)
+    config = load_config(folder, model_name)
     packed = take_packed(config, model_name, folder)
     if packed and packed.scaled != set():  # else its settings are left over
         raise UserError(
@@ -56,7 +56,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
     model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))
-    added: list[int] = getattr(expanded_config, models.NEW_BLOCKS)
+    added: list[int] = getattr(expanded_config, NEW_BLOCKS)
     zeros = {index: _output_weights(find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
     copies, empty = _plan_copies(model, expanded, weight_files, origins, zeros)
@@ -109,7 +109,7 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
         ):
             inside[name] = [value[origin] for origin in origins]
     inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
-    content[models.NEW_BLOCKS] = [
+    content[NEW_BLOCKS] = [
         index for index in range(1, len(origins)) if origins[index] == origins[index - 1]
     ]
     # _name_or_path is a local path, of no use to others.

@@ -33,9 +33,9 @@ from fsdp_qlora.export.model_folder import build_plain_model, new_model_folder, 
 from fsdp_qlora.model.adapters import peft_folder
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.adapters.token_rows import NewTokens
-from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.models import has_tied_embeddings
+from fsdp_qlora.model.architecture.config import load_config
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
+from fsdp_qlora.model.architecture.structure import has_tied_embeddings, persistent_buffers
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
@@ -282,7 +282,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     name = run.model_name
     with_code = run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
-    config = models.load_config(folder, name, trust_remote_code=with_code)
+    config = load_config(folder, name, trust_remote_code=with_code)
     found = take_packed(config, name, folder)
     packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
     settle_head(config, folder, stored, packed=packed, trust_remote_code=with_code)
@@ -314,7 +314,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         log.warning("%s", line)
     if changes.changes_any(weights.copies.values()):
         names = [name for name in names if name not in weights.copies]
-    kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}
+    kept = {name for name, _ in (*model.named_parameters(), *persistent_buffers(model))}
     # statistics of packed weights
     parts = {source for name, source in weights.sources.items() if name not in kept}
     shapes = {

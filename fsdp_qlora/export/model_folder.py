@@ -18,7 +18,8 @@ from tqdm import tqdm
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.config.train_types import QUANT_TYPES
-from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.config import load_config
+from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.experts import quantizable_weights, route_experts
 from fsdp_qlora.model.quantizers.base import packed_forms
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
@@ -64,7 +65,7 @@ def build_plain_model(
     config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model on the meta device, with plain layers and experts; its buffers are on the CPU."""
-    model = models.build_meta_model(
+    model = build_meta_model(
         config,
         attn_implementation="auto",
         dtype=dtype,
@@ -163,7 +164,7 @@ def quantize_model(
     """Write a model folder with the weights quantized that a qlora run would quantize."""
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
-    config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
+    config = load_config(folder, model_name, trust_remote_code=trust_remote_code)
     stored = take_packed(config, model_name, folder)
     if stored and stored.quantizer == BITSANDBYTES:
         raise UserError(

@@ -1,7 +1,7 @@
 """Saves a run's result: a PEFT adapter, or a whole model for transformers.
 
 The values come from a model in training, gathered from all ranks, or from a checkpoint
-(first_values.Values). An upload to the Hugging Face hub that fails does not change the result on
+(values.Values). An upload to the Hugging Face hub that fails does not change the result on
 disk.
 """
 
@@ -37,14 +37,11 @@ from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.card import Base, documents, training_record
-from fsdp_qlora.model.adapters.first_values import LiveValues, Values, saved_parameters
+from fsdp_qlora.export.values import LiveValues, Values, saved_parameters
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import PREFIX
-from fsdp_qlora.model.architecture.models import (
-    canonical_name,
-    generation_config_with,
-    persistent_buffers,
-)
+from fsdp_qlora.model.architecture.structure import canonical_name, persistent_buffers
+from fsdp_qlora.model.architecture.tokenizer import generation_config_with
 from fsdp_qlora.model.experts import expert_parameters
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.heads import with_own_head

@@ -15,17 +15,18 @@ from fsdp_qlora.model.adapters.insert import (
     LoraOptions,
     add_adapters,
     add_experts_lora,
-    check_fits_peft,
     check_patterns,
     keep_start,
     select_parameters,
     select_targets,
     train_in_full,
 )
-from fsdp_qlora.model.architecture.attention import compute_rope_by_row
+from fsdp_qlora.model.adapters.peft_config import check_fits_peft
 from fsdp_qlora.model.architecture.fused import fuse_modules
-from fsdp_qlora.model.architecture.models import block_linears, build_meta_model, read_directly
+from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.architecture.rope import compute_rope_by_row
+from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.model_parts import ModelParts

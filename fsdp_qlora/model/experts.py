@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.model.architecture.decoder import find_blocks
-from fsdp_qlora.model.architecture.models import block_linears, read_directly
+from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.quantizers.routed import (
     GROUP_BYTES,
     all_tokens_forward,

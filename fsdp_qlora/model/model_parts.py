@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.distributed.shards import shard_bounds
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.architecture.decoder import TOKENS, find_blocks, find_towers, looked_up
-from fsdp_qlora.model.architecture.models import has_tied_embeddings
+from fsdp_qlora.model.architecture.structure import has_tied_embeddings
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 
 

@@ -2,7 +2,8 @@
 
 import math
 
-from fsdp_qlora.model.architecture.attention import can_share, changing_rope, packing_blocker
+from fsdp_qlora.model.architecture.attention import can_share, packing_blocker
+from fsdp_qlora.model.architecture.rope import changing_rope
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.architecture.token_mixers import can_continue, has_convolution
 from fsdp_qlora.model.model_parts import ModelParts

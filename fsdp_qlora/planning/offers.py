@@ -11,7 +11,8 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
-from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
+from fsdp_qlora.model.architecture.config import at_most_positions, load_config
+from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.planning.known_models import hub_name, known_sizes, names_near
 from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner

@@ -21,7 +21,8 @@ from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import once_per_machine
-from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
+from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes
+from fsdp_qlora.model.adapters.peft_config import peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter, read_config, token_ids
 from fsdp_qlora.model.adapters.token_rows import (
     NewTokens,
@@ -29,10 +30,12 @@ from fsdp_qlora.model.adapters.token_rows import (
     add_tokens,
     with_token_rows,
 )
-from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import choose, describe_kernel
+from fsdp_qlora.model.architecture.config import load_config, most_positions, new_blocks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.architecture.token_mixers import missing_kernels
+from fsdp_qlora.model.architecture.tokenizer import end_tokens, load_tokenizer
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
@@ -60,7 +63,7 @@ class Machine:
     """
 
     device: torch.device
-    """Of the planned ranks; in a dry run often a GPU that is not here."""
+    """The machine of the planned ranks; in a dry run often a GPU that is not here."""
     world_size: int
     """Ranks of the planned run."""
     ranks: Ranks
@@ -154,8 +157,8 @@ def read_model(
     folder = hub.find_model_folder(
         name, with_weights=with_weights, with_code=trusted, is_preview=config.is_preview, once=once
     )
-    model_config = models.load_config(folder, name, trust_remote_code=trusted)
-    return folder, model_config, models.load_tokenizer(folder, name, trust_remote_code=trusted)
+    model_config = load_config(folder, name, trust_remote_code=trusted)
+    return folder, model_config, load_tokenizer(folder, name, trust_remote_code=trusted)
 
 
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
@@ -171,14 +174,14 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     # may name other tokens that end an answer.
     generation_config = plan.meta.model.generation_config
     if generation_config is not None:
-        generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
+        generation_config.eos_token_id = end_tokens(plan.folder, plan.tokenizer)
     dtype = plan.precision.compute_dtype
     device = machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in notes_of(config, plan):
         log.info("%s", note)
     log_plan(config, *describe_model(plan.meta, plan.precision), kernel)
-    max_positions = models.most_positions(plan.config)
+    max_positions = most_positions(plan.config)
     if config.context_length != "auto" and max_positions and config.longest_row > max_positions:
         log.warning(
             "context_length %d is more than the model's own limit of %d positions.",
@@ -414,7 +417,7 @@ def with_new_tokens(
     if adapter_ids:
         # The adapter's rows belong to the ids of its own tokenizer.
         if (folder / "tokenizer_config.json").is_file():
-            tokenizer = models.load_tokenizer(
+            tokenizer = load_tokenizer(
                 folder, str(folder), trust_remote_code=config.trust_remote_code
             )
         tokens = NewTokens(adapter_ids)
@@ -450,7 +453,7 @@ def layer_options(
         ),
         quantizer=quantizer_options(config, train_type.quantizer),
         prequantized=packed,
-        new_blocks=models.new_blocks(model_config, config.model_name)
+        new_blocks=new_blocks(model_config, config.model_name)
         if train_type.trains_new_blocks
         else (),
     )
@@ -477,7 +480,7 @@ def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None
     if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
         return
     plain = {
-        models.canonical_name(f"{path}.{name}"): parameter.numel()
+        canonical_name(f"{path}.{name}"): parameter.numel()
         for path, module in parts.blocks[-1].named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if not isinstance(module, QuantizedWeight) and not parameter.requires_grad

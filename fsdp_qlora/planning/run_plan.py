@@ -34,8 +34,9 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
-from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.attention import changing_rope
+from fsdp_qlora.model.architecture.config import most_positions
+from fsdp_qlora.model.architecture.rope import changing_rope
+from fsdp_qlora.model.architecture.tokenizer import is_made_for_chats
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.observability.metric_log import refuse_sinks
 from fsdp_qlora.planning.gpus import gpu_of
@@ -287,7 +288,7 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     """
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     options = data_options(config, model.folder, model.tokenizer)
-    longest = models.most_positions(model.config)
+    longest = most_positions(model.config)
     if not model.meta.parts.towers:
         options = dataclasses.replace(
             options, text=dataclasses.replace(options.text, image_processor=None)
@@ -367,11 +368,7 @@ def data_options(
     is_plain = any(
         (record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in own
     )
-    if (
-        config.prompt_template is None
-        and not is_plain
-        and models.is_made_for_chats(folder, tokenizer)
-    ):
+    if config.prompt_template is None and not is_plain and is_made_for_chats(folder, tokenizer):
         return dataclasses.replace(
             options, text=dataclasses.replace(options.text, prompt_template=CHAT)
         )

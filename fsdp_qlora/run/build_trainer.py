@@ -26,7 +26,7 @@ from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
-from fsdp_qlora.model.adapters.first_values import LiveValues
+from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.plan import quantizer_options

@@ -26,7 +26,7 @@ from fsdp_qlora.distributed.process_group import (
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import exits
-from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.load_model import fetch_weights, load_model
@@ -60,7 +60,7 @@ def load_trained(
     with kept_until_all_connect(store, ranks):
         plan = plan_model(config, Machine.of(config, ranks), store)
         if folder is not None and (folder / "tokenizer_config.json").is_file():
-            tokenizer = models.load_tokenizer(
+            tokenizer = load_tokenizer(
                 folder, str(folder), trust_remote_code=config.trust_remote_code
             )
             plan = dataclasses.replace(plan, tokenizer=tokenizer)

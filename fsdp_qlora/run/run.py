@@ -40,7 +40,7 @@ from fsdp_qlora.distributed.supervision import clock, exits, restarts
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import check_uploads, leave_result, push_result, save_result
-from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.planning.fit import fit_on_gpu, memory_settings
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.placement import check_resources
@@ -170,7 +170,7 @@ def show_samples(config: TrainConfig) -> str:
     folder, model_config, tokenizer = read_model(config)
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     options = data_options(config, folder, tokenizer)
-    longest = models.most_positions(model_config)
+    longest = most_positions(model_config)
     data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     sides = ("student", "teacher") if config.objective == "distill" else ()
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -39,7 +39,7 @@ from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
-from fsdp_qlora.model.architecture.models import at_most_positions
+from fsdp_qlora.model.architecture.config import at_most_positions
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.planning.placement import (
     PlacedModel,

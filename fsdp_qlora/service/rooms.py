@@ -33,7 +33,8 @@ from fsdp_qlora.checkpoint.checkpoint import (
 from fsdp_qlora.distributed.process_group import gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, store_rows
 from fsdp_qlora.export.save_results import ResultForm
-from fsdp_qlora.model.adapters.first_values import LiveValues, first_adapter_value
+from fsdp_qlora.export.values import LiveValues
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, adapter_parameters
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS

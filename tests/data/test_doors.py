@@ -112,8 +112,8 @@ OTHERWISE = {
         data.text.image_processor:ImageProcessor.model_ids export.changes:open_adapter
         export.merge:write_merged export.model_folder:new_model_folder
         export.save_results:write_sidecar model.adapters.peft_folder:read_header
-        model.architecture.models:_as_in_file model.architecture.models:load_config
-        model.architecture.models:load_tokenizer run.open_model:load_trained
+        model.architecture.tokenizer:_as_in_file model.architecture.config:load_config
+        model.architecture.tokenizer:load_tokenizer run.open_model:load_trained
         sharding.loading.first_adapters:fill_from
     """,
     "a dataset of the hub": "data.sources.source:hub_source",

@@ -14,7 +14,7 @@ from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.data.content import Segment
 from fsdp_qlora.data.text.formats import FORMATS, Format
-from fsdp_qlora.model.architecture.models import load_tokenizer
+from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import ROWS, make_tokenizer, render_alpaca, write_jsonl
 from tests.tiny import spelled_tokenizer

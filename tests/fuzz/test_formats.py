@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from fsdp_qlora.model.architecture.models import load_config
+from fsdp_qlora.model.architecture.config import load_config
 from fsdp_qlora.model.quantizers import patterns
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import INTEGERS

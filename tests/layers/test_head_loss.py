@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdp_qlora.data.batches.micro_batch import learned_rows
-from fsdp_qlora.model.architecture.models import has_tied_embeddings
+from fsdp_qlora.model.architecture.structure import has_tied_embeddings
 from fsdp_qlora.model.model_parts import is_plain_lookup
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training import head_loss

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.adapters.lora import LoraExperts
-from fsdp_qlora.model.architecture.models import canonical_name
 from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.model.quantizers.base import QuantizedWeight

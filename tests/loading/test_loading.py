@@ -61,7 +61,7 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora.distributed.shards import build_mesh
     from fsdp_qlora.model import model_parts
     from fsdp_qlora.model.adapters.insert import LoraOptions
-    from fsdp_qlora.model.architecture import models
+    from fsdp_qlora.model.architecture.config import load_config
     from fsdp_qlora.model.architecture.precision import PRECISIONS
     from fsdp_qlora.model.build_model import LayerOptions, build_model
     from fsdp_qlora.sharding import parallelize
@@ -70,7 +70,7 @@ def _load(folder: Path, result: Path) -> int:
     ranks = read_ranks()
     precision = PRECISIONS["bf16"]
     meta = build_model(
-        models.load_config(folder, "big"),
+        load_config(folder, "big"),
         TRAIN_TYPES["qlora"],
         precision,
         ranks.device,

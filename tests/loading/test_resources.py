@@ -214,14 +214,14 @@ def _shards(folder: Path) -> int:
     from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
     from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.distributed.shards import build_mesh, local_part
-    from fsdp_qlora.model.architecture import models
+    from fsdp_qlora.model.architecture.config import load_config
     from fsdp_qlora.sharding import parallelize
 
     ranks = read_ranks()
     start_process_group(ranks)
     mesh = build_mesh(ranks, sharding_strategy="full_shard")
     for train_type in ("qlora", "full"):
-        config = models.load_config(folder, "tiny")
+        config = load_config(folder, "tiny")
         bf16 = PRECISIONS["bf16"]
         layers = LayerOptions(**LAYERS)
         meta = build_model(

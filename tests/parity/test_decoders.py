@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.architecture.decoder import find_blocks, find_towers
-from fsdp_qlora.model.architecture.models import build_meta_model
+from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.model_parts import ModelParts
 from tests.parity.test_train_types import train_ours
 from tests.reference import encode, load_base, train_peft

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.model.architecture.models import read_directly
+from fsdp_qlora.model.architecture.structure import read_directly
 from tests.parity.test_hybrids import HYBRIDS
 from tests.tiny import PROBE, SIZES
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.export import save_results as saving
-from fsdp_qlora.model.adapters.first_values import LiveValues
+from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.experts import expert_parameters, route_experts, router_linears
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils import safetensors_files

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Group
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
-from fsdp_qlora.model.architecture.models import is_linear
+from fsdp_qlora.model.architecture.structure import is_linear
 from fsdp_qlora.model.experts import expert_parameters, route_experts
 from tests.parity.test_train_types import train_ours
 from tests.reference import decode, encode, load_adapter, load_base, train_peft

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from fsdp_qlora.model.architecture import models as architectures
+from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.precision import choose_precision
 from fsdp_qlora.training.trainer import LossScale
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
@@ -139,7 +139,7 @@ def test_rotary_tables_are_in_fp32_whatever_the_weights_are(
     config = AutoConfig.from_pretrained(models(family))
 
     def tables(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        model: nn.Module = architectures.build_meta_model(
+        model: nn.Module = build_meta_model(
             config,
             attn_implementation="eager",
             dtype=dtype,

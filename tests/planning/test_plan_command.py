@@ -19,7 +19,7 @@ from fsdp_qlora.checkpoint.run_folder import RUN_KEYS
 from fsdp_qlora.commands import plan
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
-from fsdp_qlora.model.architecture.models import build_meta_model
+from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
 from fsdp_qlora.planning.offers import find_model, known_config, make_planner
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run

@@ -174,7 +174,7 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
 
 def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]]) -> None:
     from fsdp_qlora.data.batches.schedule import StepRows
-    from fsdp_qlora.model.adapters.first_values import LiveValues, saved_parameters
+    from fsdp_qlora.export.values import LiveValues, saved_parameters
     from fsdp_qlora.training.forward import token_logprobs
 
     records = []

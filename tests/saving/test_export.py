@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.export import save_results as saving
-from fsdp_qlora.model.adapters.first_values import LiveValues
+from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import safetensors_files
 from fsdp_qlora.utils.errors import TrainingError, UserError

@@ -6,22 +6,19 @@ factor of B A in the adapted layer.
 
 import logging
 import math
-from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.distributed.ranks import derive_seed
-from fsdp_qlora.distributed.shards import gather_rows, own_rows, store_rows, whole_weights
+from fsdp_qlora.distributed.shards import own_rows, store_rows, whole_weights
 from fsdp_qlora.model.adapters.dora import DoraLinear
-from fsdp_qlora.model.adapters.insert import adapter_parameters, full_parameters
+from fsdp_qlora.model.adapters.insert import adapter_parameters
 from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.architecture.decoder import find_blocks
-from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -80,40 +77,6 @@ def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> Non
         if "magnitude" not in name:
             first, last = own_rows(parameter, mesh)
             store_rows(parameter, first_adapter_value(name, parameter.shape, seed=seed)[first:last])
-
-
-class Values(Protocol):
-    """The trained values to save, from a model in training or from a checkpoint."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this rank keeps and writes the values.
-
-        Other ranks only take part in gathering.
-        """
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole value of a parameter or buffer of the model. Collective."""
-
-
-class LiveValues:
-    """The values of a model in training, gathered from its shards."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        self.keeps = keeps
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        if not isinstance(tensor, DTensor):
-            return tensor
-        return gather_rows(tensor.to_local(), tensor.shape[0], tensor.device_mesh)
-
-
-@torch.no_grad()
-def saved_parameters(model: nn.Module, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in PEFT's file, whole value) of the adapter. Collective."""
-    for name, parameter in (*adapter_parameters(model), *full_parameters(model)):
-        yield name, values.whole(parameter)
 
 
 def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AddedToken, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.distributed.shards import local_part, own_rows, store_rows
-from fsdp_qlora.model.architecture.models import has_tied_embeddings
+from fsdp_qlora.model.architecture.structure import has_tied_embeddings
 from fsdp_qlora.utils.errors import UserError
 
 _PIECE = 2**12  # rows added up at a time

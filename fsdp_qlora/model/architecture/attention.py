@@ -11,10 +11,9 @@ heads of queries and G of keys and values; what a kernel here returns is [T, H, 
 """
 
 import contextlib
-import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -402,55 +401,6 @@ def _eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         return F.dropout(shares, p=call.dropout, training=call.dropout > 0) @ value
 
     return _each(attend, query, key, value, call)
-
-
-def changing_rope(config: PretrainedConfig) -> tuple[str, int] | None:
-    """A rope type whose frequencies depend on a row's length, and the length up to which they do
-    not.
-    """
-    text = config.get_text_config()
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one, or one of each kind of layers
-        if isinstance(rope, Mapping) and (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
-            return kind, rope.get(
-                "original_max_position_embeddings"
-            ) or text.max_position_embeddings
-    return None
-
-
-def compute_rope_by_row(model: PreTrainedModel) -> None:
-    """Let such frequencies follow from each row's own length: transformers takes that of the
-    longest row in the batch, and for `dynamic` also that of batches before.
-    """
-    rope = changing_rope(model.config)
-    if rope:
-        for module in model.modules():
-            if hasattr(module, "rope_type"):
-                module.register_forward_hook(
-                    partial(_rope_of_rows, copy.deepcopy(module), rope[1]), with_kwargs=True
-                )
-
-
-def _rope_of_rows(
-    module: nn.Module, length: int, _: nn.Module, args: Any, kwargs: Any, tables: Any
-) -> Any:
-    """The tables of cosines and sines, [B, T, D], of rows. module: as at the start, which is not
-    called itself.
-    """
-    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    positions = given.pop("position_ids")
-    if positions.dim() != 2 or positions.is_meta:
-        return tables
-    rows = [positions]
-    dim = 1
-    if positions.max() >= length and len(positions) > 1:
-        rows = positions.split(1)
-        dim = 0
-    elif positions.max() >= length:
-        rows = positions.tensor_split((positions[0] == 0).nonzero().flatten()[1:].cpu(), dim=1)
-    shared = {id(module.config): module.config}  # and not copied
-    parts = [copy.deepcopy(module, shared.copy())(**given, position_ids=row) for row in rows]
-    return tuple(torch.cat(table, dim) for table in zip(*parts, strict=True))
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 function.
 
 A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate
-is down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (pieces.py).
+is down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (chunking.py).
 
 The elementwise functions keep their inputs alone, and their output is computed again where it is
 needed: a function that takes it, and would keep it, can ask for it again in the backward pass

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.structure import canonical_name
 
 
 class ModelNames:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
 
-from fsdp_qlora.model.architecture.models import canonical_name
 from fsdp_qlora.model.architecture.names import ModelNames
+from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 
 

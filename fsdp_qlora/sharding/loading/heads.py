@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from fsdp_qlora.model.architecture.models import build_meta_model
+from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.names import ModelNames, shared_names
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles

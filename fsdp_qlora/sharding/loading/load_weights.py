@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
-from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.model.architecture.names import ModelNames, shared_names
+from fsdp_qlora.model.architecture.structure import canonical_name, persistent_buffers
 from fsdp_qlora.model.quantizers.base import (
     NOT_FINITE,
     QuantizedExperts,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from fsdp_qlora.model.adapters.lora import LoraLinear
-from fsdp_qlora.model.architecture import chunking as pieces
+from fsdp_qlora.model.architecture import chunking
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.fused import (
     FORMS,
@@ -74,7 +74,7 @@ def test_chunking_changes_no_value_gradient_or_dropout_mask(
 ) -> None:
     block = Block("16 or 32 bits" if autocast else "nf4", dropout)
     x = torch.randn(3, TOKENS // 3, IN, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
     found = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for in_pieces in (False, True):
@@ -91,7 +91,7 @@ def test_chunking_supports_inputs_without_gradient(monkeypatch: pytest.MonkeyPat
     x = torch.randn(TOKENS, IN)
     y = block(x)
     expected = torch.autograd.grad(y.sum(), block.mlp.up.lora.lora_A.weight)
-    monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
     y = checkpoint(block, x, use_reentrant=False)
     assert_near([*torch.autograd.grad(y.sum(), block.mlp.up.lora.lora_A.weight)], [*expected])
 
@@ -118,7 +118,7 @@ def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.M
     x = torch.randn(TOKENS, IN)
     found = []
     for size in (TOKENS, PIECE):
-        monkeypatch.setattr(pieces, "PIECE_TOKENS", size)
+        monkeypatch.setattr(chunking, "PIECE_TOKENS", size)
         with Counts() as plain:
             step(Block("16 or 32 bits"), x, checkpointed=True)
         with Counts() as quantized:
@@ -154,7 +154,7 @@ def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
         and mlp.inner >= 48
         and [name for name, _ in model.named_parameters()] == names
     )
-    monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
     assert_near([model(ids).logits], [expected], 2e-6)
 
 
@@ -195,7 +195,7 @@ def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
 
 
 def test_blocks_that_keep_activations_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
     block = Block()
     calls = Counter[str]()
     assert isinstance(block.mlp.down, LoraLinear)
