@@ -1,6 +1,4 @@
-"""The training loop: the remaining optimizer steps of a run, its evaluations and its checkpoints,
-in their order.
-"""
+"""The training loop: the remaining steps of a run, its evaluations and checkpoints, in order."""
 
 import contextlib
 import gc
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from fsdp_qlora.checkpoint.progress import Progress
-from fsdp_qlora.data.batches.schedule import RowSource
+from fsdp_qlora.data.batches.schedule import RowSource, StepRows
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.idle import IdleSteps
@@ -18,7 +16,9 @@ from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped, Trainin
 
 log = logging.getLogger("fsdp_qlora")
 
-_MIN_SKIPPED = 10  # so many steps, or a hundredth of all if that is more, may be skipped
+# So many steps, or a hundredth of all if that is more, may be skipped for numbers that are not
+# finite.
+_MIN_SKIPPED = 10
 
 
 class Observer(Protocol):
@@ -34,8 +34,9 @@ class Observer(Protocol):
         """Whether a checkpoint is due after this step."""
 
     def save(self, progress: Progress, *, wait: bool = True) -> None:
-        """Save a checkpoint of this step, unless there is one already. wait: until it is on the
-        disk.
+        """Save a checkpoint of this step, unless there is one already.
+
+        wait: return when it is on the disk.
         """
 
     def describe_saved(self) -> str:
@@ -44,8 +45,10 @@ class Observer(Protocol):
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Let Python's garbage collector pass over what is there now: model, libraries and data stay
-    until the end.
+    """Hide the objects that exist now from Python's garbage collector.
+
+    Model, libraries and data stay until the end. A collection in the middle of a step would walk
+    them all, on each rank at another time, and the other ranks would wait.
     """
     gc.collect()
     gc.freeze()
@@ -59,8 +62,9 @@ def gc_frozen() -> Iterator[None]:
 def train(
     trainer: Trainer, data: RunData, source: RowSource, progress: Progress, observer: Observer
 ) -> None:
-    """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after
-    the last.
+    """Run the remaining optimizer steps, with their evaluations and checkpoints.
+
+    Evaluates before the first step, every `eval_steps` and after the last one.
 
     Args:
         data: the rows to evaluate on. source: of those to train on. progress: where to start;
@@ -70,18 +74,14 @@ def train(
         TrainingError: the run cannot continue.
     """
     schedule = trainer.schedule
-    control = trainer.control
-    most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
-    if progress.loss_scale:
-        trainer.loss_scale.load_state(progress.loss_scale)
-    idle = IdleSteps(schedule.total_steps, trainer.objective.settings.max_completion_length)
-    idle.load_state(progress.idle)
+    idle = _restore(trainer, progress)
+    # A resumed run may have evaluated here before it was stopped.
     if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
         _evaluate(trainer, data, progress, observer)
-        _stop_if_asked(control, progress, observer)
+        _stop_if_asked(trainer.control, progress, observer)
     try:
         for rows in source.steps(schedule, first=progress.step, position=progress.stream):
-            # also where the previous start was killed at its end
+            # Asked before the step, so that it also ends a run that was killed in saving this end.
             if _is_no_longer_improving(trainer, progress):
                 break
             record = trainer.train_step(rows)
@@ -93,32 +93,56 @@ def train(
                 log.warning("%s", warning)
             progress.idle = idle.state()
             observer.stepped(progress, record)
-            if usual_loss is not None and not rows.metrics:  # of sampled answers it is near 0
-                log.warning(
-                    "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the "
-                    "dataset.",
-                    progress.step,
-                    record["loss"],
-                    usual_loss,
-                    rows.table.describe_numbers(rows.rows),
-                )
-            if progress.num_skipped > most_skipped:
-                raise TrainingError(
-                    f"{progress.num_skipped} steps were skipped because their loss or gradient was "
-                    "not finite; at most "
-                    f"{most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
-                )
-            is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
-            is_best = is_best and _evaluate(trainer, data, progress, observer)
-            _stop_if_asked(control, progress, observer)
-            if is_best or control.save or observer.is_save_due(progress.step):
+            _warn_of_jump(rows, record["loss"], usual_loss, progress.step)
+            _check_skipped(progress, schedule.total_steps)
+
+            # A run that is asked to stop does so at once, without the evaluation that is due.
+            is_best = False
+            if not trainer.control.stop and _is_eval_due(trainer, data, progress.step):
+                is_best = _evaluate(trainer, data, progress, observer)
+            _stop_if_asked(trainer.control, progress, observer)
+            if is_best or trainer.control.save or observer.is_save_due(progress.step):
                 observer.save(progress, wait=False)
             trainer.heartbeat.beat(progress.step, "rows")
-    # no fault of the weights: the previous step is not lost
     except (NotFinite, RolloutError, RunStopped):
+        # The weights are those of the previous step, and worth keeping.
         observer.save(progress)
         raise
     observer.save(progress)
+
+
+def _restore(trainer: Trainer, progress: Progress) -> IdleSteps:
+    """Take up what a checkpoint has of the loop: the loss scale, and the steps without learning."""
+    if progress.loss_scale:
+        trainer.loss_scale.load_state(progress.loss_scale)
+    longest = trainer.objective.settings.max_completion_length
+    idle = IdleSteps(trainer.schedule.total_steps, longest)
+    idle.load_state(progress.idle)
+    return idle
+
+
+def _warn_of_jump(rows: StepRows, loss: float, usual_loss: float | None, step: int) -> None:
+    """Name the samples of a step whose loss is far above the usual one, if there is one."""
+    # A policy's loss on answers that it has sampled is near 0, whatever the rows are.
+    if usual_loss is None or rows.metrics:
+        return
+    log.warning(
+        "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
+        step,
+        loss,
+        usual_loss,
+        rows.table.describe_numbers(rows.rows),
+    )
+
+
+def _check_skipped(progress: Progress, total_steps: int) -> None:
+    """Raise TrainingError if too many steps were skipped."""
+    most_skipped = max(_MIN_SKIPPED, total_steps // 100)
+    if progress.num_skipped > most_skipped:
+        raise TrainingError(
+            f"{progress.num_skipped} steps were skipped because their loss or gradient was not "
+            f"finite; at most {most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
+        )
 
 
 def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:
@@ -137,16 +161,17 @@ def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:
 
 
 def _is_eval_due(trainer: Trainer, data: RunData, step: int) -> bool:
+    if not len(data.eval_rows):
+        return False
     every = trainer.options.eval_steps
     is_at_an_end = step in (0, trainer.schedule.total_steps)
-    return len(data.eval_rows) > 0 and (is_at_an_end or (every > 0 and step % every == 0))
+    return is_at_an_end or (every > 0 and step % every == 0)
 
 
 def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> bool:
-    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to
-    stop instead.
+    """Evaluate; returns whether the result is the best so far.
 
-    Of several sets the first one counts.
+    Of several sets the first one counts. False if all ranks have agreed to stop instead.
     """
     results = {}
     for name, rows in data.eval_sets.items():
@@ -154,12 +179,15 @@ def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Obs
         if result is None:
             return False
         results[name] = result
-    first, *others = results.values()
-    record = {
+    first = next(iter(results.values()))
+    record: dict[str, Any] = {
         "step": progress.step,
         "epoch": progress.step / trainer.schedule.steps_per_epoch,
-    } | first
-    observer.evaluated(progress, record | ({"eval_sets": results} if others else {}))
+    }
+    record |= first
+    if len(results) > 1:
+        record["eval_sets"] = results
+    observer.evaluated(progress, record)
     return progress.add_evaluation(progress.step, first["eval_loss"])
 
 

@@ -1,5 +1,6 @@
-"""One optimizer step and one evaluation of a sharded model, for all train types. The loop is in
-loop.py.
+"""One optimizer step and one evaluation of a sharded model, for all train types.
+
+The loop over steps is in loop.py.
 """
 
 import logging
@@ -8,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +28,13 @@ from fsdp_qlora.utils.errors import NotFinite
 
 log = logging.getLogger("fsdp_qlora")
 
-_FIRST_SCALE = 2.0**16  # of the loss in fp16; this and the next: defaults of torch.amp.GradScaler
-_SCALE_GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale is doubled
-_SMALLEST_SCALE = 1.0  # no scaling: an overflow is then the model's own
+# The loss scale in fp16. The first scale, and the steps without an overflow after which it is
+# doubled, are the defaults of torch.amp.GradScaler.
+_FIRST_SCALE = 2.0**16
+_SCALE_GROWTH_INTERVAL = 2000
+# At 1 nothing is scaled, so an overflow is the model's own.
+_SMALLEST_SCALE = 1.0
+
 # name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -40,26 +45,27 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """Options of the training steps.
-
-    learning_rate: after the warm-up. lr_scheduler: of SCHEDULES. total_steps: with those of the
-    warm-up. max_grad_norm: gradients are clipped to it, inf for no clipping. num_replicas: copies
-    of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
-    if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps
-    between evaluations, 0 for none. early_stopping: evaluations in a row without a lower loss that
-    end the run, 0 for no end.
-    """
+    """Options of the training steps."""
 
     learning_rate: float
+    """The peak, after the warm-up."""
     lr_scheduler: str
+    """A name in SCHEDULES."""
     warmup_steps: int
     total_steps: int
+    """Steps of the run, those of the warm-up included."""
     max_grad_norm: float
+    """Gradients are clipped to this norm; inf for no clipping."""
     num_replicas: int
+    """Copies of the model among the ranks."""
     sync_every_micro_batch: bool
+    """Reduce gradients after each micro-batch, if they are too large to accumulate unsharded."""
     on_nonfinite: str
+    """halt or skip."""
     eval_steps: int
+    """Steps between two evaluations; 0 for none."""
     early_stopping: int
+    """End the run after so many evaluations in a row without a lower loss; 0 for no end."""
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: linear warm-up, then the schedule."""
@@ -67,6 +73,18 @@ class TrainerOptions:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         return self.learning_rate * SCHEDULES[self.lr_scheduler](progress)
+
+
+class _Exchanged(NamedTuple):
+    """Numbers of a step that every rank has after the exchange.
+
+    sums: the loss and the objective's metrics, summed over all ranks. grad_norm: of the whole
+    model's gradient, without the loss scale. memory: each rank's figures in GiB, [ranks, values].
+    """
+
+    sums: list[float]
+    grad_norm: float
+    memory: torch.Tensor
 
 
 class Trainer:
@@ -90,18 +108,20 @@ class Trainer:
         self.collator = forward.collator
         self.schedule = self.collator.schedule
         self.heartbeat = control.heartbeat
-        self.gradient_sync = True  # FSDP2's initial state
+        # FSDP2 reduces gradients in every backward pass until it is told otherwise.
+        self.gradient_sync = True
+        # bf16 has the exponent of float32, so only fp16 gradients can become zero.
         self.loss_scale = LossScale(enabled=forward.precision.compute_dtype == torch.float16)
-        # (GiB reserved) -> blocks that recompute
+        # (GiB reserved) -> number of blocks that recompute; set by planning/fit.py
         self.watch_memory: Callable[[float], int] | None = None
 
     def train_step(self, data: StepRows) -> dict[str, Any]:
-        """One optimizer step over the rows of all ranks; returns its metrics. In fp16 a step may
-        update no weight.
+        """Run one optimizer step over the rows of all ranks; returns its metrics.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all
         ranks, so it does not depend on how the rows are split over ranks and micro-batches.
-        Afterwards `control` says whether all ranks stop or save now.
+        In fp16 a step may update no weight. Afterwards `control` says whether all ranks stop or
+        save now.
 
         Raises:
             NotFinite: the loss or the gradient is not finite and the run halts; the weights are
@@ -112,21 +132,99 @@ class Trainer:
         self.heartbeat.beat(step, "rows")
         batches = self.collator.lay_out_step(data.table, data.rows)
         totals = self.objective.totals(batches, self.forward)
-        measured = list[torch.Tensor]()
+
+        measured = self._forward_backward(step, batches, totals)
+        self.optimizer.take_gradients()
+        exchanged = self._exchange(step, measured)
+
+        self.heartbeat.beat(step, "update")
         scale = self.loss_scale.scale
+        is_finite = self._is_finite(step, batches, measured, exchanged)
+        self._update(self.options.lr_at(step), exchanged.grad_norm, is_finite=is_finite)
+
+        record = self._record(data, batches, totals, exchanged, started)
+        if not is_finite:
+            record["skipped"] = True
+        if self.loss_scale.enabled:
+            record["loss_scale"] = scale
+        if self.watch_memory:
+            reserved_gib = exchanged.memory[:, -1].max().item()
+            record["recompute"] = self.watch_memory(reserved_gib)
+        return record
+
+    def _forward_backward(self, step: int, batches: Batches, totals: Totals) -> list[torch.Tensor]:
+        """Accumulate the gradients of this rank's micro-batches.
+
+        Returns:
+            The loss and the metrics of each, as `_loss`, still on the device.
+        """
+        # FSDP2 averages gradients over ranks, where the loss is a sum over all of them: world_size
+        # turns the average into a sum, and the divisor the sum into a mean over the step's tokens.
+        factor = self.loss_scale.scale * self.ranks.world_size / totals.divisor
+        measured = list[torch.Tensor]()
         self.model.train()
         with self.forward.attending():
+            # Every rank has the same number of micro-batches, since each forward and backward pass
+            # has collectives. A rank without rows for a round computes tokens without a target.
             for index, micro_batch in enumerate(batches):
                 self.prepare(step, index, is_last=index == len(batches) - 1)
                 numbers = self._loss(micro_batch, totals)
-                # FSDP2 averages gradients over ranks; the factor turns that into a sum.
-                (numbers[0] * (scale * self.ranks.world_size / totals.divisor)).backward()
+                (numbers[0] * factor).backward()
+                # Reading a value here would make the host wait for the device in each micro-batch.
                 measured.append(numbers.detach())
-        self.optimizer.take_gradients()
-        sums, grad_norm, memory = self._exchange(step, measured)
-        self.heartbeat.beat(step, "update")
-        lr = self.options.lr_at(step)
-        is_finite = self._is_finite(step, batches, measured, sums[0], grad_norm)
+        return measured
+
+    def _loss(self, micro_batch: MicroBatch, totals: Totals) -> torch.Tensor:
+        """Compute a micro-batch's part of the loss, and the objective's metrics of it.
+
+        Returns:
+            float32 [1 + metrics]: the loss, then the metrics without gradient.
+        """
+        losses, on_device = self.forward.token_losses(
+            micro_batch, reduction=self.objective.reduction
+        )
+        return self.objective.measure(losses, on_device, totals)
+
+    def prepare(self, step: int, index: int, *, is_last: bool) -> None:
+        """Make ready for this rank's next micro-batch: heartbeat, gradient sync and random seed."""
+        self.heartbeat.beat(step, "compute")
+        # Gradients accumulate unsharded on each rank, and are reduced once, after the last one.
+        self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
+        # The seed depends on the micro-batch alone, and on nothing that was drawn before: a resumed
+        # run draws the same dropout masks.
+        global_index = index * self.schedule.data_size + self.collator.data_rank
+        # Ranks that share a micro-batch have other tokens of it, and need other masks.
+        context_rank = self.forward.context.rank
+        part = (context_rank,) if context_rank else ()
+        torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
+
+    def _exchange(self, step: int, measured: list[torch.Tensor]) -> _Exchanged:
+        """Share the step's numbers: its only communication besides FSDP2's.
+
+        It also carries the flags by which the ranks of `control` agree whether to stop or save.
+        Only at its end does the host wait for the device, once in a step.
+        """
+        self.heartbeat.beat(step, "exchange")
+        # In float64, rounding stays so small that the split over micro-batches and ranks does not
+        # show in the float32 digits of the sums.
+        sums = torch.stack(measured, dim=1).double().sum(dim=1)
+        # Squares add up over shards and over devices; norms do not.
+        squared_norm = sum(self.optimizer.squared_norms())
+        local = [*sums, squared_norm, *self.control.flags(step), *self._memory_gib()]
+        numbers = gather_numbers(local, self.ranks.device)
+        # Columns: the sums, the squared norm, the flags, and memory.
+        first_flag = len(sums) + 1
+        first_memory = first_flag + NUM_FLAGS
+        self.control.agree(numbers[:, first_flag:first_memory])
+        *totals, total_squared_norm = numbers[:, :first_flag].sum(dim=0).tolist()
+        # With replicas, each shard of the gradient is on so many ranks, and was counted as often.
+        grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas)
+        return _Exchanged(totals, grad_norm / self.loss_scale.scale, numbers[:, first_memory:])
+
+    def _update(self, lr: float, grad_norm: float, *, is_finite: bool) -> None:
+        """Update the weights, unless the gradient is not finite, and free the gradients."""
+        # An overflow in fp16 counts as finite for the run: the step is left out, and the loss scale
+        # falls.
         if is_finite and math.isfinite(grad_norm):
             self.clip_and_unscale(grad_norm, self.options.max_grad_norm)
             self.optimizer.step(lr)
@@ -135,82 +233,47 @@ class Trainer:
         self.optimizer.zero_grad()
         if is_finite:
             self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
-        sizes = batches.sizes()
-        seconds = time.perf_counter() - started
-        record: dict[str, Any] = {
-            "step": step + 1,
-            "epoch": (step + 1) / self.schedule.steps_per_epoch,
-            "loss": sums[0] / totals.divisor,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "num_target_tokens": batches.num_targets,
-        }
-        record |= data.metrics
-        record |= self.objective.means(sums, totals)
-        record |= sizes
-        record["tokens_per_second"] = sizes["num_tokens"] / seconds
-        record["step_seconds"] = seconds
-        record["memory_gib"] = self._memory_record(memory)
-        if not is_finite:
-            record["skipped"] = True
-        if self.loss_scale.enabled:
-            record["loss_scale"] = scale
-        if self.watch_memory:
-            record["recompute"] = self.watch_memory(memory[:, -1].max().item())
-        return record
-
-    def _loss(self, micro_batch: MicroBatch, totals: Totals) -> torch.Tensor:
-        """The micro-batch's part of the loss, followed by the objective's metrics without gradient;
-        float32.
-        """
-        losses, on_device = self.forward.token_losses(
-            micro_batch, reduction=self.objective.reduction
-        )
-        return self.objective.measure(losses, on_device, totals)
-
-    def prepare(self, step: int, index: int, *, is_last: bool) -> None:
-        """Before this rank's micro-batch: signs of life,
-        gradient synchronization and randomness.
-        """
-        self.heartbeat.beat(step, "compute")
-        self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-        # Randomness depends on the micro-batch alone, so that a run can be resumed.
-        global_index = index * self.schedule.data_size + self.collator.data_rank
-        # of the micro-batch
-        part = (self.forward.context.rank,) if self.forward.context.rank else ()
-        torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
 
     def clip_and_unscale(self, grad_norm: float, limit: float) -> None:
         """Take the loss scale out of the gradients, and clip their norm to a limit above 0."""
-        factor = (limit / grad_norm if grad_norm > limit > 0 else 1.0) / self.loss_scale.scale
+        clipping = limit / grad_norm if grad_norm > limit > 0 else 1.0
+        # One factor for both, so that the gradients are read and written once.
+        factor = clipping / self.loss_scale.scale
         if factor != 1.0:
             self.optimizer.scale_gradients(factor)
 
-    def _exchange(
-        self, step: int, measured: list[torch.Tensor]
-    ) -> tuple[list[float], float, torch.Tensor]:
-        """The step's only communication besides FSDP2's: the sums of what was measured, the
-        gradient norm, and memory.
+    def _record(
+        self,
+        data: StepRows,
+        batches: Batches,
+        totals: Totals,
+        exchanged: _Exchanged,
+        started: float,
+    ) -> dict[str, Any]:
+        """The metrics of a step, in the order of metrics.jsonl.
 
-        It also carries the flags by which the ranks of `control` agree whether to stop or save.
-        Only at its end does the host wait for the device, once in a step.
+        started: when the step began.
         """
-        self.heartbeat.beat(step, "exchange")
-        sums = torch.stack(measured, dim=1).double().sum(dim=1)
-        squared_norm = sum(self.optimizer.squared_norms())
-        local = [*sums, squared_norm, *self.control.flags(step), *self._memory_gib()]
-        numbers = gather_numbers(local, self.ranks.device)
-        flags = len(sums) + 1
-        self.control.agree(numbers[:, flags : flags + NUM_FLAGS])
-        *totals, total_squared_norm = numbers[:, :flags].sum(dim=0).tolist()
-        grad_norm = (
-            math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
-        )
-        return totals, grad_norm, numbers[:, flags + NUM_FLAGS :]
+        sizes = batches.sizes()
+        seconds = time.perf_counter() - started
+        record: dict[str, Any] = {
+            "step": data.step + 1,
+            "epoch": (data.step + 1) / self.schedule.steps_per_epoch,
+            "loss": exchanged.sums[0] / totals.divisor,
+            "grad_norm": exchanged.grad_norm,
+            "lr": self.options.lr_at(data.step),
+            "num_target_tokens": batches.num_targets,
+        }
+        record |= data.metrics
+        record |= self.objective.means(exchanged.sums, totals)
+        record |= sizes
+        record["tokens_per_second"] = sizes["num_tokens"] / seconds
+        record["step_seconds"] = seconds
+        record["memory_gib"] = self._memory_record(exchanged.memory)
+        return record
 
     def try_longest(self, data: RowsInMemory) -> None:
-        """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows
-        now.
+        """Run the longest micro-batch forward and backward, so that a lack of memory shows now.
 
         Every rank runs it, and no step is taken. Memory for the optimizer's state is allocated
         meanwhile, and gradients are accumulated if the run does so. The run's numbers do not
@@ -222,9 +285,9 @@ class Trainer:
         self.try_micro_batch(data.table, *self.longest(data))
 
     def longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
-        """The run's longest micro-batch, and the most rounds of a step.
+        """Find the run's longest micro-batch, and the most rounds of a step.
 
-        Goes through the whole run.
+        Goes through the schedule of the whole run.
         """
         computed = data.table.num_learned_from(shares_prompts=self.collator.shares_prompts)
         return self.schedule.longest_micro_batch(data.rows, data.table.lengths, computed)
@@ -232,33 +295,38 @@ class Trainer:
     def try_micro_batch(
         self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int
     ) -> int:
-        """As `try_longest`; returns the most bytes that were allocated between a forward and a
-        backward pass.
+        """Run a micro-batch as `try_longest` does.
+
+        Returns:
+            The most bytes that were allocated on the GPU between a forward and a backward pass,
+            when all activations are kept; 0 on a CPU.
         """
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
+        # The second of two rounds computes beside the first one's accumulated gradients; a third
+        # would need no more memory.
         batches = self.collator.repeated(table, micro_batch, min(2, num_rounds))
-        held = 0
+        most_bytes = 0
         for index, batch in enumerate(batches):
-            self._set_gradient_sync(
-                index == len(batches) - 1 or self.options.sync_every_micro_batch
-            )
+            is_last = index == len(batches) - 1
+            self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self.forward.attending():
                 loss = self._loss(batch, self.objective.totals(batches))[0]
-                held = max(held, torch.cuda.memory_allocated())
+                if self.ranks.device.type == "cuda":
+                    most_bytes = max(most_bytes, torch.cuda.memory_allocated())
                 loss.backward()
         del state
         self.optimizer.zero_grad()
-        return held
+        return most_bytes
 
     @torch.no_grad()
     def evaluate(self, step: int, table: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
-        """Mean loss over the target tokens of `rows`, in nats, and its exponential, the perplexity;
-        of pairs the mean over pairs and the objective's metrics. None if all ranks have agreed to
-        stop instead.
+        """Compute the mean loss of rows without an update. Called on every rank.
 
-        Called on every rank.
+        Returns:
+            The mean over target tokens, in nats, and its exponential, the perplexity; for pairs the
+            mean over pairs and the objective's metrics. None if all ranks have agreed to stop.
         """
         self.model.eval()
         batches = self.collator.lay_out_evaluation(table, rows)
@@ -268,27 +336,27 @@ class Trainer:
             for micro_batch in batches:
                 self.heartbeat.beat(step, "evaluate")
                 measured.append(self._loss(micro_batch, totals).double())
+                # An evaluation may take long. All ranks decide together, so none waits in a
+                # collective for one that has left.
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
+        # FSDP2 keeps the root's weights gathered until the backward pass, and here is none.
         reshard_all(self.model)
         if self.control.stop:
             return None
-        sums = (
-            gather_numbers([*torch.stack(measured, dim=1).sum(dim=1)], self.ranks.device)
-            .sum(dim=0)
-            .tolist()
-        )
+        local_sums = torch.stack(measured, dim=1).sum(dim=1)
+        sums = gather_numbers([*local_sums], self.ranks.device).sum(dim=0).tolist()
         mean_loss = sums[0] / totals.divisor
-        return (
-            {"eval_loss": mean_loss}
-            | self.objective.describe_loss(mean_loss)
-            | self.objective.means(sums, totals)
-            | {"num_target_tokens": batches.num_targets}
-        )
+        record: dict[str, Any] = {"eval_loss": mean_loss}
+        record |= self.objective.describe_loss(mean_loss)
+        record |= self.objective.means(sums, totals)
+        record["num_target_tokens"] = batches.num_targets
+        return record
 
     def _set_gradient_sync(self, enabled: bool) -> None:
-        if enabled != self.gradient_sync:  # it walks all modules
+        # FSDP2's setter walks all modules, so it is called for a change alone.
+        if enabled != self.gradient_sync:
             set_gradient_sync(self.model, enabled)
             self.gradient_sync = enabled
 
@@ -297,17 +365,19 @@ class Trainer:
         step: int,
         batches: Batches,
         measured: list[torch.Tensor],
-        loss_sum: float,
-        grad_norm: float,
+        exchanged: _Exchanged,
     ) -> bool:
-        """Whether the step's numbers are finite; a gradient's overflow that a smaller loss scale
-        avoids is no fault.
+        """Whether the step's numbers are finite. Called on every rank.
 
-        Called on every rank.
+        A gradient's overflow that a smaller loss scale avoids is no fault.
 
         Raises:
             NotFinite: they are not, and the run halts; the samples are named.
         """
+        loss_sum = exchanged.sums[0]
+        grad_norm = exchanged.grad_norm
+        # Every rank has the same numbers, so all take the same branch, and all or none of them
+        # take part in the gathering below.
         if math.isfinite(loss_sum) and math.isfinite(grad_norm):
             return True
         if math.isfinite(loss_sum) and self.loss_scale.can_fall:
@@ -318,45 +388,46 @@ class Trainer:
                 scale,
             )
             return True
+        # [ranks, micro-batches]
         losses = gather_numbers([numbers[0] for numbers in measured], self.ranks.device)
         bad = [(index, rank) for rank, index in (~losses.isfinite()).nonzero().tolist()]
+        fault = "loss" if bad else "gradient"
         message = (
-            f"Step {step + 1}: the {'loss' if bad else 'gradient'} is not finite (gradient norm "
+            f"Step {step + 1}: the {fault} is not finite (gradient norm "
             f"{grad_norm}), with samples {batches.describe_samples(bad)} of the dataset. No weight "
             "was updated in this step."
         )
         if self.options.on_nonfinite == "halt":
             raise NotFinite(
                 f"{message} Look at these rows. A lower --lr or --precision bf16/fp32 may help; "
-                "--on_nonfinite skip "
-                "skips such steps."
+                "--on_nonfinite skip skips such steps."
             )
         log.warning("%s It is skipped.", message)
         return False
 
     def _memory_gib(self) -> list[float]:
-        """This rank's peak so far: allocated and reserved GPU memory, or resident memory on the
-        CPU.
-        """
+        """This rank's peaks so far: allocated and reserved GPU memory, or resident CPU memory."""
         if self.ranks.device.type == "cuda":
             return [
                 torch.cuda.max_memory_allocated() / 2**30,
                 torch.cuda.max_memory_reserved() / 2**30,
             ]
+        # Linux gives kilobytes here.
         return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
 
     def _memory_record(self, gathered: torch.Tensor) -> dict[str, list[float]]:
-        names = ("allocated", "reserved") if self.ranks.device.type == "cuda" else ("peak_rss",)
+        is_gpu = self.ranks.device.type == "cuda"
+        names = ("allocated", "reserved") if is_gpu else ("peak_rss",)
         return {
-            name: [round(value, 3) for value in gathered[:, i].tolist()]
-            for i, name in enumerate(names)
+            name: [round(value, 3) for value in gathered[:, column].tolist()]
+            for column, name in enumerate(names)
         }
 
 
 class LossScale:
-    """The factor on the loss in fp16 (Micikevicius et al. 2018), which keeps small gradients from
-    becoming zero.
+    """The factor on the loss in fp16, which keeps small gradients from becoming zero.
 
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     It is halved when gradients overflow, and doubled after many steps without an overflow. Every
     rank computes it from the same gradient norms, so all agree. Without scaling it stays 1.
     """
