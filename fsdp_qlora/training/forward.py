@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,50 +34,55 @@ from fsdp_qlora.sharding.parallelize import gathered, reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
+from fsdp_qlora.training.attach_loss import HeadLoss
 from fsdp_qlora.training.divergence import Likeliest, Teacher
-from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
+from fsdp_qlora.training.head_loss import Reduction
+from fsdp_qlora.training.whole_logits import loss_of_logits
 
-_REDUCED = 2**14  # tokens of which the ranks' values are on the device at once
+# Tokens of which the ranks' values are on the device at once.
+_REDUCED = 2**14
 
 
 @dataclass(eq=False)
 class ForwardPass:
-    """Computes the losses of micro-batches.
-
-    collator: makes them. attention: the implementation for documents, as of the model's plan; None
-    if rows are padded. reference: computes what the policy is compared with in the same pass.
-    temperature: that logits are divided by. context: the ranks that share this one's micro-batches.
-    towers: the parts that compute images. neftune_alpha: of noise on the embeddings in training
-    (Jain et al. 2023).
-    """
+    """Computes the losses of micro-batches."""
 
     model: PreTrainedModel
     ranks: Ranks
     collator: Collator
+    """Makes the micro-batches."""
     precision: Precision
     attention: str | None = None
+    """The attention implementation for documents, as the plan says; None if rows are padded."""
     reference: ReferencePass | None = None
+    """Computes what the policy is compared with in the same pass."""
     temperature: float = 1.0
+    """Logits are divided by it."""
     context: ContextGroup = field(default_factory=ContextGroup)
+    """The ranks that share this one's micro-batches."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     towers: Sequence[nn.Module] = ()
+    """The parts of the model that compute images."""
     neftune_alpha: float = 0.0
+    """Scale of the noise on the embeddings in training (Jain et al. 2023)."""
 
     def __post_init__(self) -> None:
         self.loss_of_tokens: HeadLoss = partial(
             loss_of_logits, self.model, temperature=self.temperature
         )
-        self._lengths: torch.Tensor | int = 1  # of each token's row, [1, T, 1], or of all
+        # The length of each token's row, [1, T, 1], or of all rows.
+        self._lengths: torch.Tensor | int = 1
         if self.neftune_alpha:
             self.model.get_input_embeddings().register_forward_hook(self._add_noise)
 
     def _add_noise(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         if not self.model.training:
             return output
-        noise = torch.empty_like(output).uniform_(-1, 1)  # of the micro-batch's own seed
-        return output + (
-            noise * (self.neftune_alpha * (self._lengths * output.shape[-1]) ** -0.5)
-        ).to(output.dtype)
+        # `Trainer.prepare` has seeded torch for the micro-batch, so a resumed run draws it again.
+        noise = torch.empty_like(output).uniform_(-1, 1)
+        # alpha / sqrt(L * d), with L tokens of the row and d its embedding size, as in the paper.
+        scale = self.neftune_alpha * (self._lengths * output.shape[-1]) ** -0.5
+        return output + (noise * scale).to(output.dtype)
 
     def probe(self) -> None:
         """Find how the loss can be computed, with a few tokens. Called on every rank.
@@ -85,18 +91,20 @@ class ForwardPass:
             UserError: a reference cannot pass through the model beside the policy.
         """
         input_ids = probes.few_tokens(self.model)
-        documents = (
-            {} if self.collator.schedule.padding else describe_documents([input_ids.shape[1]])
-        )
+        documents: dict[str, Any] = {}
+        if not self.collator.schedule.padding:
+            documents = describe_documents([input_ids.shape[1]])
         # Every rank has all of these tokens, and shares none of them.
         attention = attending(self.model, self.attention)
         with attention, self.precision.autocasting(self.ranks.device):
             inputs = to_device({"input_ids": input_ids} | documents, self.ranks.device)
             if self.reference:
-                beside = (
-                    inputs_with_teacher(inputs, inputs) if self.collator.has_teacher else inputs
-                )
-                probes.check_reference(self.model, self.reference, inputs, beside)
+                # A teacher reads its own prompt, so its tokens follow the student's. Another
+                # reference reads the policy's tokens.
+                both = inputs
+                if self.collator.has_teacher:
+                    both = inputs_with_teacher(inputs, inputs)
+                probes.check_reference(self.model, self.reference, inputs, both)
             with same_tokens(self.model, input_ids):
                 head_loss = probes.probe_head_loss(self.model, inputs, self.temperature)
             self.loss_of_tokens = head_loss or self.loss_of_tokens
@@ -112,62 +120,79 @@ class ForwardPass:
             alone: without the reference.
         """
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
-        reference = (
-            self.reference.beside_policy()
-            if self.reference and not alone
-            else contextlib.nullcontext()
-        )
-        looked_up = tokens_known(
-            self.model,
-            batch.tokens_of_ranks,
-            first=batch.input_ids.numel(),
-            has_images=batch.calls_towers,
-        )
-        towers = (
-            gathered(self.towers, is_used=bool(batch.images))
-            if batch.calls_towers
-            else contextlib.nullcontext()
-        )
-        self._lengths = batch.input_ids.shape[1]
-        if self.neftune_alpha and (ends := on_device.documents.get("cu_seq_lens_q")) is not None:
-            of_rows = ends.diff()
-            self._lengths = of_rows.repeat_interleave(of_rows, output_size=self._lengths)[
-                :, None
-            ].to(torch.float32)
-        inputs = on_device.model_inputs | (
-            {"context_group": self.context} if self.context.size > 1 else {}
-        )
+        inputs = on_device.model_inputs
+        if self.context.size > 1:
+            inputs["context_group"] = self.context
+        if self.neftune_alpha:
+            self._lengths = _lengths_of_rows(on_device)
         if isinstance(reduction, Teacher):
-            ids, logps = (on_device.answers.get(f"teacher_{name}") for name in ("ids", "logps"))
-            reduction = reduction._replace(ids=ids, logps=logps)
+            reduction = reduction._replace(
+                ids=on_device.answers.get("teacher_ids"),
+                logps=on_device.answers.get("teacher_logps"),
+            )
         if reduction == "sum" and "weights" in on_device.answers:
             reduction = on_device.answers["weights"]
-        with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.precision.autocasting(self.ranks.device))
+            if self.reference and not alone:
+                stack.enter_context(self.reference.beside_policy())
+            stack.enter_context(
+                tokens_known(
+                    self.model,
+                    batch.tokens_of_ranks,
+                    first=batch.input_ids.numel(),
+                    has_images=batch.calls_towers,
+                )
+            )
+            if batch.calls_towers:
+                # Gathering is collective: a rank without images takes part if another one has some.
+                stack.enter_context(gathered(self.towers, is_used=bool(batch.images)))
             losses = self.loss_of_tokens(
                 inputs, on_device.target_rows, on_device.targets, reduction=reduction
             )
         return losses, on_device
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
-        """Attention that does not cross rows, in forward and in backward passes, which may
-        recompute.
+        """In this block attention does not cross rows.
+
+        Backward passes must be in it, too: they compute blocks again that recompute.
         """
         return attending(self.model, self.attention)
 
 
-def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup) -> LogProbs:
-    """Log-probabilities of a micro-batch's documents, on the device, from its tokens' losses, [1,
-    N] or [2, N].
+def _lengths_of_rows(batch: MicroBatch) -> torch.Tensor | int:
+    """The length of each token's row, float32 [1, T, 1]; one number where rows are padded."""
+    length = batch.input_ids.shape[1]
+    ends = batch.documents.get("cu_seq_lens_q")
+    if ends is None:
+        return length
+    lengths = ends.diff()
+    # Without its size, the host would wait for the device to know it.
+    return lengths.repeat_interleave(lengths, output_size=length)[:, None].to(torch.float32)
 
-    context: the ranks that share the micro-batch, each with the losses of its own tokens.
+
+def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup) -> LogProbs:
+    """Log-probabilities of a micro-batch's documents, on the device.
+
+    Args:
+        losses: of its tokens, [1, N], or [2, N] with the reference's.
+        context: the ranks that share the micro-batch, each with the losses of its own tokens.
     """
-    documents = losses.split([*batch.num_targets, losses.shape[1] - sum(batch.num_targets)], dim=1)[
-        :-1
-    ]
-    sums = [-part.sum(dim=1) for part in documents]
-    policy, *beside = context.summed(torch.stack(sums, dim=1)) if sums else losses[:, :0]
-    precomputed = batch.reference if len(batch.reference) else torch.zeros_like(policy)
-    return LogProbs(policy, beside[0].detach() if beside else precomputed, batch.target_counts)
+    # Behind the documents' targets are those that count nothing (`MicroBatch.beside`).
+    sizes = [*batch.num_targets, losses.shape[1] - sum(batch.num_targets)]
+    documents = losses.split(sizes, dim=1)[:-1]
+    if documents:
+        sums = torch.stack([-part.sum(dim=1) for part in documents], dim=1)
+        policy, *beside = context.summed(sums)
+    else:
+        policy, *beside = losses[:, :0]
+    if beside:
+        reference = beside[0].detach()
+    elif len(batch.reference):
+        reference = batch.reference
+    else:
+        reference = torch.zeros_like(policy)
+    return LogProbs(policy, reference, batch.target_counts)
 
 
 @torch.no_grad()
@@ -181,11 +206,12 @@ def document_logprobs(forward: ForwardPass, batches: Iterable[MicroBatch]) -> It
 
 
 def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
-    """Log-probability of each document under the current weights, float32 [documents]. Called on
-    every rank.
+    """Log-probability of each document under the current weights, float32 [documents].
+
+    Called on every rank, with the same rows.
     """
     logps = torch.zeros(len(table.document_targets), device=forward.ranks.device)
-    # both documents of a row with a label
+    # A row with a label has two documents, of which a step learns the first alone. Here both count.
     rows_of = table.as_documents if len(table.desired) else table
     batches = forward.collator.lay_out_evaluation(rows_of, np.arange(len(rows_of)))
     shown = tqdm(batches, "Reference", unit=" micro-batches", disable=not forward.ranks.is_rank_0)
@@ -193,7 +219,7 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
         documents = rows_of.documents(rows[forward.collator.data_rank])
         logps[torch.from_numpy(documents).to(logps.device)] = answers.policy
     reshard_all(forward.model)
-    # a document has its value on the ranks that share it, and is 0 on the others
+    # A document has its value on the ranks that share it, and is 0 on the others.
     dist.all_reduce(logps)
     return (logps / forward.context.size).cpu().numpy()
 
@@ -209,30 +235,33 @@ def likeliest_of_rows(
     first = int(table.num_targets[: rows[0]].sum())
     count = int(table.num_targets[rows].sum())
     batches = forward.collator.lay_out_evaluation(table, rows)
-    return _by_target(
-        forward, batches, wanted, np.zeros((count, 2 * wanted.k + 1), np.float32), first
-    )
+    empty = np.zeros((count, 2 * wanted.k + 1), np.float32)
+    return _by_target(forward, batches, wanted, empty, first)
 
 
 def token_logprobs(
     forward: ForwardPass, table: TokenizedRows, *, at_start: bool = False
 ) -> np.ndarray:
-    """Log-probability of each learned token under the current weights or the first, float32
-    [tokens], 0 of others.
+    """Log-probability of each learned token, float32 [tokens]; 0 for other tokens.
 
     Called on every rank, with the same rows.
+
+    at_start: under the weights before the first step, not the current ones.
     """
     with as_at_start(adapted_layers(forward.model) if at_start else ()):
+        # 0 - x and no -x: a token that is not learned gets 0, not -0.
         return 0 - _by_token(forward, table, "none", width=1)[:, 0]
 
 
 def likeliest_of_tokens(
     forward: ForwardPass, table: TokenizedRows, wanted: Likeliest
 ) -> np.ndarray:
-    """The likeliest tokens in the place of each learned token: `divergence.likeliest` of [tokens],
-    0 of others.
+    """The likeliest tokens in the place of each learned token, as `divergence.likeliest`.
 
     Called on every rank, with the same rows.
+
+    Returns:
+        float32 [tokens, 2 * k + 1]; 0 for tokens that are not learned.
     """
     return _by_token(forward, table, wanted, width=2 * wanted.k + 1)
 
@@ -240,35 +269,37 @@ def likeliest_of_tokens(
 def _by_token(
     forward: ForwardPass, table: TokenizedRows, reduction: Reduction, *, width: int
 ) -> np.ndarray:
+    # With advantages the collator numbers the targets.
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
     # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds
     # differently.
     batches = forward.collator.lay_out_step(table, np.arange(len(table)))
-    return _by_target(
-        forward, batches, reduction, np.zeros((len(table.input_ids), width), np.float32)
-    )
+    empty = np.zeros((len(table.input_ids), width), np.float32)
+    return _by_target(forward, batches, reduction, empty)
 
 
 @torch.no_grad()
 def _by_target(
     forward: ForwardPass, batches: Batches, reduction: Reduction, empty: np.ndarray, first: int = 0
 ) -> np.ndarray:
-    """Values of all ranks' targets, which the collator numbers from `first` on, in the rows of
-    `empty`.
+    """Fill `empty` with the values of all ranks' targets.
+
+    first: the number of the target in its first row; the collator numbers targets.
     """
-    found = torch.from_numpy(empty)  # on the host: a teacher's of 256 rows are large
+    # On the host, in the array's own memory: a teacher's values of 256 rows are large.
+    by_target = torch.from_numpy(empty)
     forward.model.eval()
     with forward.attending():
         for batch in batches:
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             values, on_device = forward.token_losses(batch, reduction=reduction, alone=True)
             is_target = on_device.targets >= 0
-            found[(on_device.answers["table_indices"][is_target] - first).cpu()] = values.T[
-                is_target
-            ].cpu()
+            places = (on_device.answers["table_indices"][is_target] - first).cpu()
+            by_target[places] = values.T[is_target].cpu()
     reshard_all(forward.model)
-    for part in found.split(_REDUCED):
-        here = part.to(forward.ranks.device)
-        dist.all_reduce(here)  # a token is a target on one rank
-        part.copy_(here)
+    # A token is a target on one rank, and 0 on the others: their sum is its value, exactly.
+    for part in by_target.split(_REDUCED):
+        on_device_part = part.to(forward.ranks.device)
+        dist.all_reduce(on_device_part)
+        part.copy_(on_device_part)
     return empty

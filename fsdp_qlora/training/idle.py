@@ -1,12 +1,14 @@
-"""Notices a run that does not learn: steps in a row without a gradient, or whose answers tell it
-nothing.
+"""Notices a run that does not learn.
+
+Such as steps in a row without a gradient, or with answers from which nothing can be learned.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-# steps in a row, or all of a shorter run: where rewards are rare, one without any is usual
+# So many steps in a row are a reason to warn, or all steps of a shorter run. Where rewards are
+# rare, a single step without any is usual.
 _FEW = 5
 
 
@@ -21,8 +23,10 @@ class IdleSteps:
         self._few = min(_FEW, total_steps)
         self._longest = longest
         self._num_idle = 0
-        self._num_cut = 0  # steps of which every answer was cut, where there are no rewards
-        self._share_cut = 0.0  # of the answers of the idle steps, their sum over these
+        # Steps of which every answer was cut, where there are no rewards.
+        self._num_cut = 0
+        # The share of answers that were cut, summed over the idle steps.
+        self._share_cut = 0.0
         self._has_told = False
 
     def state(self) -> dict[str, float]:
@@ -44,22 +48,23 @@ class IdleSteps:
     def add(self, record: Mapping[str, Any]) -> str | None:
         """Count a step by its record; returns the warning that is due, else None."""
         if self._has_told or record.get("skipped") or math.isnan(record.get("reward", 0.0)):
-            return None  # what is not finite, or has no reward, is said elsewhere
+            # Numbers that are not finite, and a step without rewards, have messages of their own.
+            return None
         share_cut = record.get("completions/clipped_ratio", 0.0)
+        # Equal rewards give advantages of 0. A gradient may be left, of the reference's penalty.
         are_equal = record.get("frac_reward_zero_std") == 1
         is_idle = record["grad_norm"] == 0 or are_equal
         self._num_idle = self._num_idle + 1 if is_idle else 0
         self._share_cut = self._share_cut + share_cut if is_idle else 0.0
+        # Without rewards, only the tokens of answers are learned: not an end that none of them has.
         is_cut = share_cut == 1 and "reward" not in record
         self._num_cut = self._num_cut + 1 if is_cut else 0
         if max(self._num_idle, self._num_cut) < self._few:
             return None
         self._has_told = True
-        return (
-            self._of_idle(record, are_equal=are_equal)
-            if self._num_idle >= self._few
-            else self._of_cut()
-        )
+        if self._num_idle >= self._few:
+            return self._of_idle(record, are_equal=are_equal)
+        return self._of_cut()
 
     def _of_idle(self, record: Mapping[str, Any], *, are_equal: bool) -> str:
         """The sentences about steps without a gradient, or with rewards that do not differ."""
@@ -72,10 +77,10 @@ class IdleSteps:
             )
             advice = (
                 "Easier prompts, rewards between right and wrong, more --num_generations or a "
-                "higher --temperature "
-                "make them differ"
+                "higher --temperature make them differ"
             )
         cut = self._share_cut / self._num_idle
+        # A smaller share would be shown as 0%.
         if cut >= 0.005:
             advice = (
                 f"{cut:.0%} of the answers were cut at --max_completion_length "
@@ -88,8 +93,8 @@ class IdleSteps:
     def _of_cut(self) -> str:
         return (
             f"100% of the answers of the last {_steps(self._num_cut)} were cut at "
-            "--max_completion_length "
-            f"{self._longest}: how an answer ends is not learned. Raise it if answers are to end."
+            f"--max_completion_length {self._longest}: how an answer ends is not learned. Raise it "
+            "if answers are to end."
         )
 
 

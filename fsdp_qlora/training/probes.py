@@ -23,12 +23,8 @@ from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
-from fsdp_qlora.training.head_loss import (
-    HeadLoss,
-    LogitForm,
-    attach_head_loss,
-    free_head_before_backward,
-)
+from fsdp_qlora.training.attach_loss import HeadLoss, attach_head_loss, free_head_before_backward
+from fsdp_qlora.training.head_loss import LogitForm
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
 

@@ -16,7 +16,7 @@ from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pa
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.model.architecture.attention import choose, packing_blocker
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
-from fsdp_qlora.training.head_loss import loss_of_logits
+from fsdp_qlora.training.whole_logits import loss_of_logits
 from tests.parity.test_hybrids import HYBRIDS, WITHOUT_PADDING
 from tests.rounding import SGD, rounding
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows

@@ -69,7 +69,7 @@ def test_the_likeliest_tokens_and_the_rest_are_read(
     teacher.ask([PROMPT], [COMPLETION], 0)
     never = torch.tensor(1e-30).log().item()
     expected = [[7, 5, HALF, QUARTER, QUARTER], [5, -1, HALF, never, HALF]]
-    torch.testing.assert_close(teacher._told, torch.tensor(expected))
+    torch.testing.assert_close(teacher._values, torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

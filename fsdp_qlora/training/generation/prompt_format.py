@@ -33,6 +33,7 @@ from fsdp_qlora.data.text.templates import TEMPLATES, find_template
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_named
 
+# For rows with a context: the formats with a context call the question an instruction.
 _AS_INSTRUCTION = RequestedFormat(renames={"prompt": "instruction"})
 
 
@@ -60,13 +61,14 @@ class PromptFormat:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
     def ids(self, question: PromptContent) -> list[int]:
-        """The token ids before the answer. Raises UserError if the chat template refuses the
-        conversation.
+        """The token ids before the answer.
+
+        Raises:
+            UserError: the chat template refuses the conversation.
         """
         try:
-            return encode_prompt(
-                self._renderer.prompt(_of_kind(question, self._kind)), self._tokenizer
-            )
+            rendered = self._renderer.prompt(_of_kind(question, self._kind))
+            return encode_prompt(rendered, self._tokenizer)
         except BadRow as reason:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
@@ -76,17 +78,19 @@ class PromptFormat:
 
 
 def _of_kind(row: PromptContent, kind: str) -> PromptContent:
-    """The question in the form of the rows that a model was trained on, whatever form it was given
-    in.
-    """
+    """The question in the form of the rows that a model was trained on."""
     if kind == TEXT and isinstance(row, Fields | Chat):
-        texts = (
-            [row.system, row.instruction, row.context] if isinstance(row, Fields) else _texts(row)
-        )
+        if isinstance(row, Fields):
+            texts = [row.system, row.instruction, row.context]
+        else:
+            texts = _texts(row)
         return Rendered([Segment("\n".join(filter(None, texts)), learned=False)], "text")
+    # A template has one place for the question: the earlier turns of a chat have none.
     if kind == TEMPLATE and isinstance(row, Chat):
         return Fields(prompt_text(row), "", system="".join(_texts(row, "system")))
-    return Fields(prompt_text(row), "") if kind != TEXT and isinstance(row, Rendered) else row
+    if kind != TEXT and isinstance(row, Rendered):
+        return Fields(prompt_text(row), "")
+    return row
 
 
 def _texts(chat: Chat, role: str = "") -> list[str]:
@@ -99,8 +103,9 @@ def _texts(chat: Chat, role: str = "") -> list[str]:
 def chosen_format(
     dataset_format: str, prompt_template: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The format by the options, for a model without a record of its training: a chat if the
-    tokenizer has a template.
+    """The format by the options, for a model without a record of its training.
+
+    Without a format or a template among the options it is a chat if the tokenizer has a template.
 
     Raises:
         UserError: there is no such template.
@@ -112,38 +117,30 @@ def chosen_format(
 
 
 def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
-    """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a
-    prompt in each line.
+    """Read a file of prompts.
 
+    Args:
+        path: .jsonl with an object or a text in each line, or text with a prompt in each line.
     Returns:
-        (the row, its question) of each.
+        Each row with its question.
     Raises:
         UserError: it cannot be read, or a row has no question.
     """
     try:
-        # splitlines() would split within strings of JSON
+        # splitlines() would also split at U+2028 and others, which may be in strings of JSON.
         lines = read_named(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})."
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read ({reason}).") from error
     questions = []
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line) if path.suffix in (".jsonl", ".json") else line
-            row = {"prompt": row} if isinstance(row, str) else row
-            if not isinstance(row, dict):
-                raise BadRow("not an object or a text")
-            has_context = bool(row.get("input") or row.get("context"))
-            is_instruction = has_context and row.keys() & {"instruction", "question", "prompt"} == {
-                "prompt"
-            }
-            requested = _AS_INSTRUCTION if is_instruction else RequestedFormat()
-            questions.append((row, requested.prompt(row)[1]))
+            questions.append(_question(line, is_json=path.suffix in (".jsonl", ".json")))
         except BadRow as reason:
-            why = str(reason).partition("; --columns")[0]  # an option of training
+            # --columns is an option of training, and there is none for prompts.
+            why = str(reason).partition("; --columns")[0]
             raise UserError(
                 f"{path}:{line_number} has no question that can be asked: {why}."
             ) from reason
@@ -154,3 +151,16 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
     if not questions:
         raise UserError(f"{path} has no prompts.")
     return questions
+
+
+def _question(line: str, *, is_json: bool) -> tuple[dict[str, Any], PromptContent]:
+    """The row of a line, and its question. Raises BadRow or ValueError if there is none."""
+    row = json.loads(line) if is_json else line
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise BadRow("not an object or a text")
+    has_context = bool(row.get("input") or row.get("context"))
+    names = row.keys() & {"instruction", "question", "prompt"}
+    requested = _AS_INSTRUCTION if has_context and names == {"prompt"} else RequestedFormat()
+    return row, requested.prompt(row)[1]

@@ -16,12 +16,14 @@ from fsdp_qlora.utils.run_files import SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
 
-SAMPLE_TOKENS = 128  # of each answer of a training run, at most
+# The most tokens of an answer: samples are to be read, and each token is a forward pass of the run.
+SAMPLE_TOKENS = 128
 
 
 class Samples:
-    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a
-    file of its folder.
+    """Answers the same prompts at each evaluation of a training run.
+
+    The answers are kept in a file of the run's folder.
     """
 
     def __init__(
@@ -41,29 +43,33 @@ class Samples:
 
         Called on every rank. beat: called for each token.
         """
-        # at a time: the memory is that of the training
-        said = self._generator.answer_all(self._prompts, 1, beat)
+        # One prompt at a time on each rank: its cache of keys and values must fit into the memory
+        # of the training.
+        completions = self._generator.answer_all(self._prompts, 1, beat)
         records = [
             {
                 "step": step,
                 "prompt": prompt_text(question),
                 "text": self._generator.stops.text_of(completion.token_ids),
             }
-            for question, completion in zip(self._questions, said, strict=True)
+            for question, completion in zip(self._questions, completions, strict=True)
         ]
         if self._generator.ranks.is_rank_0:
             self._keep(step, redact_values(records))
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Write the records after those of earlier steps. Those of later steps, which a killed
-        start wrote, go.
+        """Write the records after those of earlier steps.
+
+        Records of this step and later ones, which a killed start has written, go.
         """
         try:
             earlier = [record for record in read_records(self._path) if record["step"] < step]
+            lines = [
+                json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)
+            ]
+            # Written beside the file and renamed: a kill in between leaves the old samples.
             with staged_file(self._path) as partial:
-                lines = [
-                    json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)
-                ]
                 partial.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
+            # Samples are for reading alone: without them the run goes on.
             log.warning("%s cannot be written (%s).", self._path.name, error.strerror or error)

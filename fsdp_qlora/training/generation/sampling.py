@@ -17,21 +17,21 @@ from transformers import (
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options that choose a token from a model's predictions.
-
-    temperature: 0 takes the most likely token. top_p: only the most likely tokens with this
-    probability together are drawn from (Holtzman et al. 2020). seed: of the draws; those of a
-    prompt depend on it and the prompt's number only. top_k: only so many tokens are drawn from, 0
-    for all. plain_logps: log-probabilities are the model's own, whatever the temperature and which
-    tokens are drawn from.
-    """
+    """Options that choose a token from a model's predictions."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
+    """0 takes the most likely token."""
     top_p: float = 1.0
+    """Draw only from the most likely tokens that have this probability together (Holtzman et al.
+    2020).
+    """
     seed: int = 0
+    """The draws of a prompt depend on this seed and on the prompt's number only."""
     top_k: int = 0
+    """Draw only from so many of the most likely tokens; 0 for all."""
     plain_logps: bool = False
+    """Log-probabilities are the model's own, without the temperature and limits above."""
 
 
 class Draws:
@@ -50,13 +50,18 @@ class Draws:
         self._seeds = seeds
         self._is_plain = options.plain_logps
         temperature = float(options.temperature)
-        self._warpers: list[LogitsProcessor] = (
-            [TemperatureLogitsWarper(temperature)] if temperature else []
-        )
-        top_k = options.top_k if temperature else 1  # the likeliest
-        self._warpers += [TopKLogitsWarper(top_k)] if top_k else []
-        # it sorts
-        self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []
+        # The order of transformers' own `generate`: top_p counts what temperature and top_k leave.
+        self._warpers: list[LogitsProcessor] = []
+        if temperature:
+            self._warpers.append(TemperatureLogitsWarper(temperature))
+        # At temperature 0 the likeliest token is the only one to draw.
+        top_k = options.top_k if temperature else 1
+        if top_k:
+            self._warpers.append(TopKLogitsWarper(top_k))
+        # This warper sorts the whole vocabulary, so it is left out where it changes nothing.
+        if options.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(float(options.top_p)))
+        # Made at the first call, which shows the device of the logits.
         self._sources: list[torch.Generator] = []
         self.logps: list[torch.Tensor] = []
 
@@ -64,32 +69,35 @@ class Draws:
         plain = scores
         for warper in self._warpers:
             scores = warper(input_ids, scores)
-        self._sources = self._sources or [
-            torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds
-        ]
+        if not self._sources:
+            self._sources = [
+                torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds
+            ]
+        # A generator for each prompt, so that its draws do not depend on the batch that it is in.
         noise = torch.empty_like(scores, dtype=torch.float32)
-        for row, own in zip(noise, self._sources, strict=True):
-            row.exponential_(generator=own)
+        for row, source in zip(noise, self._sources, strict=True):
+            row.exponential_(generator=source)
         # The first of exponential variables whose rates are the probabilities, as in
         # torch.multinomial.
         probabilities = scores.float().softmax(dim=-1)
         drawn = (probabilities / noise).argmax(dim=-1, keepdim=True)
-        logps = plain.float().log_softmax(dim=-1).gather(1, drawn) if self._is_plain else None
-        self.logps.append(probabilities.gather(1, drawn).log() if logps is None else logps)
+        if self._is_plain:
+            self.logps.append(plain.float().log_softmax(dim=-1).gather(1, drawn))
+        else:
+            self.logps.append(probabilities.gather(1, drawn).log())
+        # `generate` takes the largest score, and only the drawn token has a finite one.
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
 class Completion(NamedTuple):
-    """The answer that a model writes to a prompt.
-
-    token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was
-    cut at the most tokens. logps: the engine's own log-probability of each token, where it was
-    drawn.
-    """
+    """The answer that a model writes to a prompt."""
 
     token_ids: list[int]
+    """With the end token, if the answer ended by itself."""
     is_done: bool
+    """Whether it ended by itself; otherwise it was cut at the most tokens."""
     logps: list[float] | None = None
+    """The engine's own log-probability of each token, where tokens are drawn."""
 
     @property
     def finish(self) -> str:
@@ -98,40 +106,40 @@ class Completion(NamedTuple):
 
 
 class Stops:
-    """When an answer ends: at a token, or where its text has come to an end that a template gives
-    it.
-    """
+    """When an answer ends: at an end token, or at the text with which a template ends answers."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str
     ) -> None:
-        named = getattr(model.generation_config, "eos_token_id", None)
-        ends = named if isinstance(named, list) else [named]
-        # of "<|end|>\n<|eos|>"
-        first = tokenizer(text, add_special_tokens=False)["input_ids"][:1] if text else []
-        marks = [token for token in first if token in tokenizer.added_tokens_decoder]
-        self.tokens = {
-            token for token in (tokenizer.eos_token_id, *ends, *marks) if token is not None
-        }
+        end_ids = getattr(model.generation_config, "eos_token_id", None)
+        tokens = {tokenizer.eos_token_id}
+        tokens.update(end_ids if isinstance(end_ids, list) else [end_ids])
+        if text:
+            # The first token of an end such as "<|end|>\n<|eos|>" ends an answer if it is an added
+            # token of the tokenizer; ordinary text may have any other one.
+            first = tokenizer(text, add_special_tokens=False)["input_ids"][:1]
+            tokens.update(token for token in first if token in tokenizer.added_tokens_decoder)
+        self.tokens: set[int] = {token for token in tokens if token is not None}
         self._tokenizer = tokenizer
         self.text = text
 
     def ends(self, tokens: list[int]) -> bool:
+        """Whether an answer of these tokens has ended with the last one."""
         if tokens[-1] in self.tokens:
             return True
-        return bool(self.text) and self.text in self._tokenizer.decode(
-            tokens[-len(self.text) - 1 :]
-        )
+        if not self.text:
+            return False
+        # So many tokens hold the text, since each has a character or more. To decode all tokens at
+        # each one of them would be quadratic.
+        last = tokens[-len(self.text) - 1 :]
+        return self.text in self._tokenizer.decode(last)
 
     def text_of(self, token_ids: list[int]) -> str:
         """The text of a completion, without what ended it."""
         text = str(self._tokenizer.decode(token_ids))
         if self.text and self.text in text:
             return text.partition(self.text)[0]
-        # perhaps by one that is not special
-        has_ended = bool(token_ids) and token_ids[-1] in self.tokens
-        return str(
-            self._tokenizer.decode(
-                token_ids[:-1] if has_ended else token_ids, skip_special_tokens=True
-            )
-        )
+        # An end token that is not special would stay in the text.
+        if token_ids and token_ids[-1] in self.tokens:
+            token_ids = token_ids[:-1]
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -1,10 +1,11 @@
-"""Measures tasks of lm-eval on a sharded model: --eval_tasks of a training run, and `fsdp-qlora
-evaluate --tasks`.
+"""Measures tasks of lm-eval on a sharded model.
+
+For --eval_tasks of a training run, and for `fsdp-qlora evaluate --tasks`.
 """
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from fsdp_qlora.utils.text import first_line
 
 
 class Tasks:
-    """Tasks of lm-eval (names, or YAML files) with their rows: loaded once, and measured as often
-    as asked.
+    """Tasks of lm-eval, by name or as YAML files, with their rows.
+
+    They are loaded once, and measured as often as asked.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -32,18 +34,20 @@ class Tasks:
             raise UserError(
                 f"lm-eval cannot load the task {special[0]}: it is a pipe, a device or a socket."
             )
+        # lm-eval is an optional dependency, and its import takes seconds.
         from lm_eval.tasks import TaskManager
 
-        # takes 15 s
-        self._manager = TaskManager(
-            include_defaults=not all(Path(name).is_file() for name in names)
-        )
+        # Reading the library's own tasks takes 15 s, and is left out where all are files.
+        needs_library = not all(Path(name).is_file() for name in names)
+        self._manager = TaskManager(include_defaults=needs_library)
         try:
             loaded = self._manager.load(list(names))
-        except Exception as error:  # what it raises is not documented
+        # What it raises is not documented.
+        except Exception as error:
             raise UserError(
                 f"lm-eval cannot load the tasks {', '.join(names)}: {first_line(error)}."
             ) from error
+        # A group measures its own tasks: they would be measured twice.
         inner = {name for children in loaded["group_map"].values() for name in children}
         self._loaded = [
             task for name, task in (loaded["tasks"] | loaded["groups"]).items() if name not in inner
@@ -67,58 +71,75 @@ class Tasks:
             options: as for lm-eval.
         """
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-
-        class ShardedLM(HFLM):  # type: ignore[misc]  # the library has no types
-            """Every rank gets all requests, and all call the model equally often, each for as many
-            requests.
-            """
-
-            def _loglikelihood_tokens(
-                self, requests: list[Any], disable_tqdm: bool = False, **more: Any
-            ) -> list[Any]:
-                dealt = [*requests, *requests[:1] * (-len(requests) % ranks.world_size)][
-                    ranks.rank :: ranks.world_size
-                ]
-                own = super()._loglikelihood_tokens(dealt, disable_tqdm=not ranks.is_rank_0, **more)
-                parts = map(json.loads, all_gather_strings(json.dumps(own), torch.device("cpu")))
-                return [
-                    tuple(answer) for answers in zip(*parts, strict=True) for answer in answers
-                ][: len(requests)]
 
         beating = model.register_forward_pre_hook(lambda *_: beat())
-        autocast = precision.compute_dtype if precision.autocast else None
-        dtypes = {"softmax_dtype": torch.float32, "mixed_precision_dtype": autocast}
-        own_tokenizer = copy.deepcopy(tokenizer)  # it gets a pad token, and the run saves its own
-        # A cache of logits would make the number of batches depend on a rank's requests.
-        lm = ShardedLM(
-            model,
-            "causal",
-            tokenizer=own_tokenizer,
-            batch_size=batch_size,
-            logits_cache=False,
-            **dtypes,
-        )
-        lm._device = ranks.device  # offloaded weights are elsewhere
-        # all ranks write all answers, which may differ by rounding
-        until_all_end = {"synced_gpus": True}
-        options |= {
-            "task_manager": self._manager,
-            "gen_kwargs": until_all_end,
-            "log_samples": False,
-        }
+        options["task_manager"] = self._manager
+        # A rank whose answers have all ended goes on until those of all ranks have.
+        options["gen_kwargs"] = {"synced_gpus": True}
+        # All ranks would write all answers, which may differ by rounding.
+        options["log_samples"] = False
         try:
+            lm = _sharded_lm(model, tokenizer, precision, ranks, batch_size)
             results = simple_evaluate(lm, tasks=self._loaded, **options)
         finally:
             beating.remove()
             reshard_all(model)
-        return {
-            task: {
-                name.removesuffix(",none"): value
-                for name, value in metrics.items()
-                if isinstance(value, float)
-            }
-            for task, metrics in (
-                (results["results"] | results.get("groups", {})) if results else {}
-            ).items()
-        }
+        # lm-eval returns None on all ranks but rank 0.
+        if not results:
+            return {}
+        metrics_of_task = dict(results["results"]) | results.get("groups", {})
+        return {task: _numbers(metrics) for task, metrics in metrics_of_task.items()}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The values among a task's metrics. Their names end with a filter, which is mostly none."""
+    return {
+        name.removesuffix(",none"): value
+        for name, value in metrics.items()
+        if isinstance(value, float)
+    }
+
+
+def _sharded_lm(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: Precision,
+    ranks: Ranks,
+    batch_size: int,
+) -> Any:
+    """The model as lm-eval calls it: requests are dealt to the ranks."""
+    from lm_eval.models.huggingface import HFLM
+
+    class ShardedLM(HFLM):  # type: ignore[misc]  # the library has no types
+        """Every rank gets all requests, and computes its share of them.
+
+        All ranks call the model equally often, since each of its forward passes is collective.
+        """
+
+        def _loglikelihood_tokens(
+            self, requests: list[Any], disable_tqdm: bool = False, **more: Any
+        ) -> list[Any]:
+            # The first request fills up, so that every rank has as many.
+            missing = -len(requests) % ranks.world_size
+            dealt = [*requests, *requests[:1] * missing][ranks.rank :: ranks.world_size]
+            local = super()._loglikelihood_tokens(dealt, disable_tqdm=not ranks.is_rank_0, **more)
+            gathered = all_gather_strings(json.dumps(local), torch.device("cpu"))
+            answers = []
+            for answers_of_ranks in zip(*map(json.loads, gathered), strict=True):
+                answers += [tuple(answer) for answer in answers_of_ranks]
+            return answers[: len(requests)]
+
+    lm = ShardedLM(
+        model,
+        "causal",
+        # lm-eval gives it a pad token, and the run saves its own.
+        tokenizer=copy.deepcopy(tokenizer),
+        batch_size=batch_size,
+        # A cache of logits would make the number of batches depend on a rank's requests.
+        logits_cache=False,
+        softmax_dtype=torch.float32,
+        mixed_precision_dtype=precision.compute_dtype if precision.autocast else None,
+    )
+    # lm-eval asks the model, whose offloaded weights are elsewhere.
+    lm._device = ranks.device
+    return lm

@@ -1,4 +1,8 @@
-"""A client of a server with OpenAI's completions API, as vLLM's."""
+"""A client of a server with OpenAI's completions API, such as vLLM's.
+
+A server may start later than the run, be restarted in the middle of it, or be busy: requests are
+repeated until it has not answered for too long. Only a refusal ends the run at once.
+"""
 
 import contextlib
 import json
@@ -31,20 +35,26 @@ COMPLETIONS = "/v1/completions"
 # and the JSON around them is far shorter than 512 bytes.
 MOST_BYTES = 2**20
 BYTES_PER_TOKEN = 512
-_START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
-_LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
-_PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
+# For a server that starts together with the run, as TRL waits.
+_START_SECONDS = 240.0
+# For an adapter that the server refuses: a network disk may show it late.
+_LOAD_SECONDS = 60.0
+# Between two tries, the first and the longest.
+_PAUSE_SECONDS = (0.5, 10.0)
 _MODELS = "/v1/models"
 _HEADERS = {"Content-Type": "application/json"}
 # HTTP statuses after which the same request may succeed: timeouts, rate limits, a restart.
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
-_LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
-_IN_FLIGHT = 128  # requests at a time, which the server batches
+# Until a line says how many answers there are, and then twice as long each time.
+_LINE_SECONDS = 60.0
+# Requests at a time, which the server batches.
+_IN_FLIGHT = 128
 
 
 class RequestFailed(Exception):
-    """A request has failed. status: of HTTP, 0 without an answer. seconds: to wait, if it is not
-    the usual time.
+    """A request has failed, and may be repeated.
+
+    status: of HTTP, 0 without an answer. seconds: how long to wait, if not the usual time.
     """
 
     def __init__(self, reason: str, status: int = 0, seconds: float | None = None) -> None:
@@ -57,8 +67,8 @@ class Server:
     """Asks a server, and waits for one that does not answer now.
 
     Args:
-        bases: names of the base model, of which the server must know one. patience: seconds to wait
-        for any answer.
+        bases: names of the base model, of which the server must know one.
+        patience: seconds to wait for any answer.
     """
 
     def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
@@ -67,15 +77,17 @@ class Server:
         self._bases = [base for base in bases if base]
         self._answered_at = awake()
         self._away_since = 0.0
-        self._said = ""
+        # The reason that was logged last, so that the threads log it once; empty after an answer.
+        self._logged_reason = ""
         self._noting = threading.Lock()
         self._loading = threading.Lock()
-        # threads that still ask end, where the process goes on, as in a notebook
+        # Threads that still ask end by this, where the process goes on, as in a notebook.
         self.is_closed = False
 
     def ask(self, path: str, body: object = None, most_bytes: int = MOST_BYTES) -> bytes:
-        """Send one request, a POST if it has a body. No redirect is followed, and no proxy of the
-        environment used.
+        """Send one request, a POST if it has a body.
+
+        No redirect is followed, and no proxy of the environment is used.
 
         Raises:
             RequestFailed: it is refused, or not answered in full within the patience.
@@ -83,32 +95,35 @@ class Server:
         """
         url = urlsplit(f"{self.url}{path}")
         began = awake()
-        method, sent = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        method = "GET" if body is None else "POST"
+        content = None if body is None else json.dumps(body).encode()
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        with contextlib.ExitStack() as ended:
+        with contextlib.ExitStack() as stack:
             try:
-                connection = ended.enter_context(
+                connection = stack.enter_context(
                     contextlib.closing(kind(url.netloc, timeout=self._patience))
                 )
                 connection.connect()
-                # its own timeout is that of each byte
+                # The connection's own timeout is that of each byte: a server that sends one now and
+                # then would never be too late. The timer ends the whole request.
                 late = threading.Timer(self._patience, _end, [connection.sock])
-                ended.callback(late.cancel)
+                stack.callback(late.cancel)
                 late.start()
-                connection.request(method, url.path, sent, _HEADERS)
+                connection.request(method, url.path, content, _HEADERS)
                 response = connection.getresponse()
+                # One byte more than allowed shows that there are too many, whatever headers say.
                 answer = response.read(most_bytes + 1)
                 reason = response.getheader("Location") or response.reason
-                if awake() - began >= self._patience or (
-                    response.length and len(answer) <= most_bytes
-                ):
+                # A connection that is cut in the middle ends a read without an error.
+                is_cut = bool(response.length) and len(answer) <= most_bytes
+                if is_cut or awake() - began >= self._patience:
                     raise IncompleteRead(answer)
             except (OSError, HTTPException, ValueError) as error:
                 is_late = awake() - began >= self._patience
-                raise RequestFailed(
-                    "timed out" if is_late else str(error) or type(error).__name__
-                ) from error
+                described = "timed out" if is_late else str(error) or type(error).__name__
+                raise RequestFailed(described) from error
         if response.status >= 300:
+            # OpenAI's form of an error; other servers have their own, or HTML.
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 reason = json.loads(answer)["error"]["message"]
             raise RequestFailed(shortened(reason), response.status)
@@ -125,7 +140,7 @@ class Server:
             RolloutError: the server refuses the request, or has answered no other one for too long.
         """
         began = awake()
-        (pause, longest) = _PAUSE_SECONDS
+        pause, longest = _PAUSE_SECONDS
         while True:
             try:
                 if self.is_closed:
@@ -138,6 +153,8 @@ class Server:
                     ) from error
                 limit = min(error.seconds or self._patience, self._patience)
                 self._note(str(error), limit)
+                # Measured from the last answer to any thread: a server that answers others is busy
+                # and not lost.
                 if awake() - max(began, self._answered_at) + pause > limit:
                     raise RolloutError(
                         f"The server {self.url} was waited for, {limit:.3g} s: {error}."
@@ -149,29 +166,36 @@ class Server:
             pause = min(2 * pause, longest)
 
     def all_answers(self, count: int, ask: Callable[[int], T]) -> list[T]:
-        """Call `ask` `patiently` for each of so many requests, in threads. Raises RolloutError as
-        that does.
+        """Call `ask` `patiently` for each of so many requests, in threads.
+
+        Raises:
+            RolloutError: as `patiently`.
         """
         places = range(count)
         answers = dict[int, T]()
 
-        def some(first: int) -> None:
+        def ask_every(first: int) -> None:
+            # Each thread has its own places, and assigning to a dict is atomic: no lock is needed.
             for place in places[first::_IN_FLIGHT]:
                 answers[place] = self.patiently(partial(ask, place))
 
-        left = {begun(partial(some, first)) for first in places[:_IN_FLIGHT]}
+        tasks = {begun(partial(ask_every, first)) for first in places[:_IN_FLIGHT]}
         seconds = _LINE_SECONDS
-        while left:
-            done, left = wait(left, seconds, FIRST_EXCEPTION)
+        while tasks:
+            done, tasks = wait(tasks, seconds, FIRST_EXCEPTION)
+            # Raises the error of a thread.
             for task in done:
                 task.result()
-            if left:
+            if tasks:
                 log.info("The server has given %d of %d answers.", len(answers), len(places))
                 seconds *= 2
         return [answers[place] for place in places]
 
     def answer_of(self, work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
-        """`run_on_rank_0` of work that asks this server; after an error no thread of it asks on."""
+        """Run work that asks this server by `run_on_rank_0`.
+
+        After an error none of its threads asks on.
+        """
         try:
             return run_on_rank_0(work, control, ranks, step)
         except (RolloutError, RunStopped):
@@ -181,18 +205,22 @@ class Server:
     def _note(self, reason: str, limit: float = 0.0) -> None:
         """Say why the server does not answer, or, without a reason, that it answers again."""
         with self._noting:
-            if reason and reason != self._said:
+            if reason and reason != self._logged_reason:
                 log.warning(
                     "Waiting for the server %s, %.3g s at most: %s.", self.url, limit, reason
                 )
-                self._away_since = self._away_since if self._said else awake()
-            elif self._said and not reason:
+                # With another reason it is still away since the first one.
+                if not self._logged_reason:
+                    self._away_since = awake()
+            elif self._logged_reason and not reason:
                 log.info(
                     "The server %s answers again after %.0f s.",
                     self.url,
                     awake() - self._away_since,
                 )
-            self._said, self._answered_at = reason, self._answered_at if reason else awake()
+            self._logged_reason = reason
+            if not reason:
+                self._answered_at = awake()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -203,8 +231,10 @@ class Server:
             raise RolloutError(f"The server {self.url} {error}.") from error
 
     def names(self) -> list[str]:
-        """The names of its base model and adapters. Raises RolloutError if it has another base, and
-        RequestFailed.
+        """The names of its base model and adapters.
+
+        Raises:
+            RolloutError: it has another base. RequestFailed.
         """
         with self.reading():
             reply = Reply(_MODELS, self.ask(_MODELS))
@@ -212,25 +242,31 @@ class Server:
             names: list[str] = [
                 reply.get("data", place, "id", kind=str) for place in range(len(cards))
             ]
-            base = next((card for card in cards if not card.get("parent")), None)
-            if base is None:
+            # vLLM gives an adapter its base as the parent.
+            bases = [card for card in cards if not card.get("parent")]
+            if not bases:
                 raise Unusable(f"answers {_MODELS} without a base model")
-        if not {Path(str(base.get(key))).name for key in ("id", "root")} & {
-            Path(name).name for name in self._bases
-        }:
+        base = bases[0]
+        # Folders may be mounted elsewhere on the server: the last part of a path must be the same.
+        served_names = {Path(str(base.get(key))).name for key in ("id", "root")}
+        if served_names.isdisjoint(Path(name).name for name in self._bases):
             raise RolloutError(
                 f"The server {self.url} has the model {shortened(base['id'])}, and the run trains "
-                f"{self._bases[0]}. If they "
-                f"are the same weights, say so to the server: --served-model-name {self._bases[0]}."
+                f"{self._bases[0]}. If they are the same weights, say so to the server: "
+                f"--served-model-name {self._bases[0]}."
             )
         return names
 
     def load(self, name: str, folder: Path) -> None:
-        """Have this adapter loaded, and no other one of its run. Raises RequestFailed or
-        RolloutError.
+        """Have this adapter loaded, and no other one of its run.
+
+        Raises:
+            RequestFailed or RolloutError.
         """
+        # Many threads notice at once that a restarted server has lost the adapter.
         with self._loading:
             loaded = self.names()
+            # Names are RUN-vVERSION-HASH. Old versions go first: a server may have one place only.
             run = name.partition("-v")[0]
             for other in loaded:
                 if other != name and other.startswith(f"{run}-v"):
@@ -260,20 +296,23 @@ def _end(connection: socket.socket) -> None:
 
 
 def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_url") -> None:
-    """For rank 0: raise RankError if it does not answer, has another base, or takes no adapters for
-    rollouts.
+    """Ask a server before the run begins. Called on rank 0.
+
+    Raises:
+        RankError: it does not answer, has another base, or takes no adapters for rollouts.
     """
     server = Server(url, bases, _START_SECONDS)
     try:
         server.patiently(server.names)
+        # A request without a name and a path loads nothing, and shows whether the route exists.
         if option == "rollout_url":
             server.ask("/v1/load_lora_adapter", {})
     except RolloutError as error:
         raise RankError(f"--{option}: {error}") from error
     except RequestFailed as error:
-        if error.status in (404, 405, 501):  # others find the request wrong, as it is
+        # Another status says that the request is wrong, as it is.
+        if error.status in (404, 405, 501):
             raise RankError(
                 f"--rollout_url: the server {server.url} takes no adapters at run time. Start vLLM "
-                "with --enable-lora, "
-                "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+                "with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
             ) from error

@@ -1,5 +1,6 @@
-"""Reads what a server of completions answers. An answer that cannot be used is refused in words
-that say why.
+"""Reads what a server of completions answers.
+
+An answer that cannot be used is refused in words that say why.
 """
 
 import json
@@ -9,23 +10,24 @@ from typing import Any
 from fsdp_qlora.training.divergence import LEAST, LEAST_LOGP
 from fsdp_qlora.utils.text import printable
 
-_LARGEST = 3e38  # number in float32
-_ROUNDING = 0.01  # a log-probability may be so far above 0, and the sum of probabilities above 1
-# a teacher with a small vocabulary names all tokens, and these are fewer than k
+# Numbers up to this one are finite in float32.
+_LARGEST = 3e38
+# A log-probability may be so far above 0, and the sum of probabilities above 1, by a server's
+# rounding.
+_ROUNDING = 0.01
+# Fewer than k tokens are accepted if they have this probability together: a teacher with a small
+# vocabulary names all of its tokens.
 _ALMOST_ALL = 0.999
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 _WEIGHED = (
     "gives no log-probability of each token, by which tokens are weighed, but {}. It must answer "
-    "`logprobs: 0` with a "
-    "number for each token in choices[0].logprobs.token_logprobs, as vLLM does: "
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
-    "vllm serve MODEL --enable-lora"
+    "`logprobs: 0` with a number for each token in choices[0].logprobs.token_logprobs, as vLLM "
+    "does: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora"
 )
 _TAUGHT = (
     "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` "
-    "with the likeliest "
-    "tokens of each place in choices[0].prompt_logprobs, as vLLM does: vllm serve MODEL "
-    "--max-logprobs {}"
+    "with the likeliest tokens of each place in choices[0].prompt_logprobs, as vLLM does: "
+    "vllm serve MODEL --max-logprobs {}"
 )
 
 
@@ -54,24 +56,33 @@ class Reply:
             ) from error
 
     def get(self, *place: str | int, kind: type) -> Any:
-        """The value at a place, of names and indices. Raises Unusable if it is missing, or of
-        another type.
+        """The value at a place.
+
+        Args:
+            place: names and indices, from the outside in.
+            kind: the value's type.
+        Raises:
+            Unusable: it is missing, or of another type.
         """
-        found = self._content
+        value = self._content
         where = ""
         for key in place:
-            holds = isinstance(found, list) if isinstance(key, int) else isinstance(found, dict)
-            has_key = holds and (key < len(found) if isinstance(key, int) else key in found)
-            where += f"[{key}]" if isinstance(key, int) else f".{key}"
+            if isinstance(key, int):
+                has_key = isinstance(value, list) and key < len(value)
+                where += f"[{key}]"
+            else:
+                has_key = isinstance(value, dict) and key in value
+                where += f".{key}"
             if not has_key:
                 raise Unusable(f"answers {self.path} without {where.lstrip('.')}")
-            found = found[key]
-        if type(found) is not kind:
+            value = value[key]
+        # type() and not isinstance: JSON's true would be a number.
+        if type(value) is not kind:
             raise Unusable(
-                f"answers {self.path} with {_said(found)} as {where.lstrip('.')}, which "
+                f"answers {self.path} with {_shown(value)} as {where.lstrip('.')}, which "
                 f"is {_NAMES[kind]}"
             )
-        return found
+        return value
 
     def token_logps(self, count: int) -> list[float]:
         """The log-probabilities of a completion's tokens. Raises Unusable."""
@@ -83,12 +94,13 @@ class Reply:
             raise Unusable(_WEIGHED.format(f"{len(logps)} for {count} tokens"))
         for logp in logps:
             if not (_is_logp(logp) and logp > -_LARGEST):
-                raise Unusable(_WEIGHED.format(f"{_said(logp)} for one"))
+                raise Unusable(_WEIGHED.format(f"{_shown(logp)} for one"))
         return logps
 
     def likeliest(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
-        """A teacher's ids and log-probabilities, then that of all others, of each token from place
-        `first` of `count`.
+        """A teacher's likeliest tokens in the place of each token from `first` of `count`.
+
+        Each has k ids, k log-probabilities, and the log-probability of all other tokens.
 
         Args:
             vocab_size: ids from this one on are unknown to the student.
@@ -96,21 +108,24 @@ class Reply:
             Unusable: it cannot be learned from.
         """
         try:
-            found = self.get("choices", 0, "prompt_logprobs", kind=list)
-            if len(found) != count:
-                raise Unusable(f"{len(found)} for {count} tokens")
-            return [_of_token(of_token, k, vocab_size) for of_token in found[first:]]
+            logps_of_tokens = self.get("choices", 0, "prompt_logprobs", kind=list)
+            if len(logps_of_tokens) != count:
+                raise Unusable(f"{len(logps_of_tokens)} for {count} tokens")
+            return [_likeliest_of(logps, k, vocab_size) for logps in logps_of_tokens[first:]]
         except Unusable as error:
             raise Unusable(_TAUGHT.format(str(error).removeprefix("answers "), k, k)) from error
 
 
-def _of_token(told: Any, k: int, vocab_size: int) -> list[float]:
-    """Ids, log-probabilities and that of all others, of a token's answer, which may name more
-    tokens than asked.
+def _likeliest_of(logps: Any, k: int, vocab_size: int) -> list[float]:
+    """Ids, log-probabilities and that of all others, from the answer for one place.
+
+    The answer may name more tokens than asked: vLLM adds the prompt's own token.
     """
-    if not isinstance(told, dict):
-        raise Unusable(f"{_said(told)} for one token")
-    named = sorted((-_logp_of(token, of), int(token)) for token, of in told.items())
+    if not isinstance(logps, dict):
+        raise Unusable(f"{_shown(logps)} for one token")
+    # Equally likely tokens are in the order of their ids, whatever the order of the answer.
+    named = sorted((-_logp_of(token, value), int(token)) for token, value in logps.items())
+    # fsum rounds once, so the rest of a sum near 1 is as exact as its terms.
     total = math.fsum(math.exp(-negative) for negative, _ in named)
     if total > 1 + _ROUNDING:
         raise Unusable(f"tokens whose probabilities add up to {total:.4g}")
@@ -121,32 +136,32 @@ def _of_token(told: Any, k: int, vocab_size: int) -> list[float]:
     # A teacher with more tokens may name too few of the student's. A token that nobody has counts
     # nothing.
     known += [(-1, LEAST_LOGP)] * (k - len(known))
-    return [
-        *(token for token, _ in known),
-        *(logp for _, logp in known),
-        math.log(max(others, LEAST)),
-    ]
+    ids: list[float] = [token for token, _ in known]
+    return [*ids, *(logp for _, logp in known), math.log(max(others, LEAST))]
 
 
-def _logp_of(token: str, told: Any) -> float:
-    """The log-probability of one of the tokens that are named in a place,
-    at least that of `LEAST`.
-    """
+def _logp_of(token: str, value: Any) -> float:
+    """The log-probability of a token that is named in a place, at least that of `LEAST`."""
+    # isdigit() also takes digits of other scripts, and int() of a long text takes very long.
     is_id = token.isascii() and token.isdigit() and len(token) <= 10 and str(int(token)) == token
     if not is_id:
-        raise Unusable(f"a token with the id {_said(token)}")
-    logp: Any = told.get("logprob") if isinstance(told, dict) else None
+        raise Unusable(f"a token with the id {_shown(token)}")
+    logp: Any = value.get("logprob") if isinstance(value, dict) else None
     if not _is_logp(logp):
-        raise Unusable(f"{_said(logp)} as the log-probability of the token {token}")
+        raise Unusable(f"{_shown(logp)} as the log-probability of the token {token}")
     return float(max(logp, LEAST_LOGP))
 
 
 def _is_logp(value: Any) -> bool:
-    """Whether a value is a number of 0 or less, apart from rounding. NaN is not."""
+    """Whether a value is a number of 0 or less, apart from rounding. NaN is not.
+
+    -inf is, which is the logarithm of a probability of 0.
+    """
     return type(value) in (int, float) and bool(value <= _ROUNDING)
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value of JSON in a message."""
-    text = json.dumps(value) if value is None or type(value) in (bool, str) else f"{value!r:.60}"
+    is_like_json = value is None or type(value) in (bool, str)
+    text = json.dumps(value) if is_like_json else f"{value!r:.60}"
     return printable(text[:60])

@@ -37,14 +37,13 @@ _WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_pena
 
 @dataclass(eq=False)
 class ServerEngine:
-    """Has a server answer prompts, as `Engine` says.
-
-    save: the adapter into a folder, on every rank. prefix: of these folders, with the run's name.
-    """
+    """Has a server answer prompts, as `Engine` says."""
 
     server: Server
     save: Callable[[Path], object]
+    """Saves the adapter into a folder; called on every rank."""
     prefix: Path
+    """Begins the paths of these folders, with the run's name."""
     ranks: Ranks
     control: Control
     stops: Stops
@@ -54,13 +53,14 @@ class ServerEngine:
     def complete(
         self, prompts: Sequence[Sequence[int]], generation: int, version: int
     ) -> list[Completion]:
+        """Save the adapter, and have the server answer with it."""
         folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
         with raise_on_all_ranks(TrainingError, self.ranks.device):
-            if self.ranks.is_rank_0:  # the newest one may still be read
-                for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[
-                    :-1
-                ]:
-                    shutil.rmtree(path, ignore_errors=True)
+            if self.ranks.is_rank_0:
+                folders = sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)
+                # The server may still read the newest one.
+                for old in folders[:-1]:
+                    shutil.rmtree(old, ignore_errors=True)
             self.save(folder)
         answers = partial(self._answers, folder, prompts, generation)
         text = self.server.answer_of(answers, self.control, self.ranks, version)
@@ -68,10 +68,14 @@ class ServerEngine:
 
     def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
         """All answers as JSON, each as the values of a Completion."""
+        # With the hash, so that a server cannot answer by other weights of the same version, such
+        # as those of a run that was resumed from an earlier checkpoint.
         name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
         load = partial(self.server.load, name, folder)
         self.server.patiently(load)
 
+        # The seed follows from the prompt's place: an answer that is asked for again, after a fault
+        # or by a resumed run, has the same one.
         def answer(place: int) -> Completion:
             seed = derive_seed("rollouts", self.options.seed, generation, place)
             return self._answer(self._request(name, prompts[place], seed), load)
@@ -79,22 +83,22 @@ class ServerEngine:
         return json.dumps(self.server.all_answers(len(prompts), answer))
 
     def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
-        return (
-            {
-                "model": name,
-                "prompt": list(prompt),
-                "max_tokens": self.options.max_new_tokens,
-                "seed": seed % 2**31,
-                "temperature": self.options.temperature,
-            }
-            | _WHOLE_DISTRIBUTION
-            | {
-                "stop_token_ids": sorted(self.stops.tokens),
-                "stop": [self.stops.text] if self.stops.text else [],
-                "return_token_ids": True,
-                "logprobs": 0,
-            }
-        )
+        """The body of a request for one answer."""
+        return {
+            "model": name,
+            "prompt": list(prompt),
+            "max_tokens": self.options.max_new_tokens,
+            # Every server takes a seed of 31 bits.
+            "seed": seed % 2**31,
+            "temperature": self.options.temperature,
+            **_WHOLE_DISTRIBUTION,
+            "stop_token_ids": sorted(self.stops.tokens),
+            "stop": [self.stops.text] if self.stops.text else [],
+            # Text alone cannot be learned from: tokenized again, it may have other tokens.
+            "return_token_ids": True,
+            # The log-probability of the drawn token, and of no other one.
+            "logprobs": 0,
+        }
 
     def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
         """Ask for one answer.
@@ -105,6 +109,7 @@ class ServerEngine:
             longest = MOST_BYTES + BYTES_PER_TOKEN * self.options.max_new_tokens
             content = self.server.ask(COMPLETIONS, request, longest)
         except RequestFailed as error:
+            # vLLM answers so where it does not know the adapter, as after a restart.
             if error.status != 404:
                 raise
             load()
@@ -112,7 +117,8 @@ class ServerEngine:
         with self.server.reading():
             reply = Reply(COMPLETIONS, content)
             finish: str = reply.get("choices", 0, "finish_reason", kind=str)
-            if finish not in ("stop", "length"):  # vLLM's abort, when it ends
+            # vLLM ends answers with "abort" when it is stopped itself.
+            if finish not in ("stop", "length"):
                 raise RequestFailed(f"an answer ended with {shortened(finish)!r}")
             model: str = reply.get("model", kind=str)
             if model != request["model"]:
@@ -130,14 +136,13 @@ class ServerEngine:
         """Why an answer's tokens cannot be learned from; None if they can."""
         if not isinstance(tokens, list) or not tokens:
             return "returns text alone, without the token ids that vLLM gives for return_token_ids"
-        outside = [
-            token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)
-        ]
-        if outside:
-            return (
-                f"returns the token {outside[0]!r:.100}, and the model's vocabulary has "
-                f"{self.vocab_size}"
-            )
+        for token in tokens:
+            # type() and not isinstance: JSON's true would be the token 1.
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                return (
+                    f"returns the token {token!r:.100}, and the model's vocabulary has "
+                    f"{self.vocab_size}"
+                )
         most = self.options.max_new_tokens
         if len(tokens) > most or not (is_done or len(tokens) == most):
             return f"returns {len(tokens):,} tokens, cut, where {most:,} are asked"

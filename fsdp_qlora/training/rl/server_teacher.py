@@ -17,8 +17,9 @@ from fsdp_qlora.training.rl.replies import Reply
 
 @dataclass(eq=False)
 class ServerTeacher:
-    """Has a server give the k likeliest tokens of a teacher for each token, of the student's
-    vocabulary.
+    """Has a server give a teacher's k likeliest tokens in the place of each token.
+
+    They are of the student's vocabulary.
     """
 
     server: Server
@@ -28,15 +29,18 @@ class ServerTeacher:
     control: Control
 
     def __post_init__(self) -> None:
-        # of the last completions' tokens, as `divergence.likeliest`
-        self._told = torch.zeros(1, 2 * self.k + 1)
+        # For each token of the completions that were asked about last, as `divergence.likeliest`.
+        self._values = torch.zeros(1, 2 * self.k + 1)
 
     def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """As `TaughtRows.of_targets`, for the completions that were asked about last; others get
-        any values.
+        """As `TaughtRows.of_targets`, for the completions that were asked about last.
+
+        Other rows get any values.
         """
-        numbers = target_numbers(table, rows)["table_indices"] % len(self._told)
-        ids, logps = self._told[numbers].tensor_split([self.k], dim=1)
+        # Rows that nobody has asked about, such as a probe's, may have more targets: the remainder
+        # keeps their numbers in range.
+        numbers = target_numbers(table, rows)["table_indices"] % len(self._values)
+        ids, logps = self._values[numbers].tensor_split([self.k], dim=1)
         return {"teacher_ids": ids.long(), "teacher_logps": logps}
 
     def ask(
@@ -45,30 +49,35 @@ class ServerTeacher:
         """Ask about the tokens of completions. Called on every rank, with all of them.
 
         Raises:
-            RunStopped: on every rank. RolloutError: the server fails; the same on every rank.
+            RunStopped: on every rank.
+            RolloutError: the server fails; the same on every rank.
         """
 
         def ask() -> str:
             name = self.server.patiently(self.server.names)[0]
-            found = self.server.all_answers(
-                len(prompts), lambda i: self._answer(name, prompts[i], completions[i])
+            answers = self.server.all_answers(
+                len(prompts),
+                lambda place: self._answer(name, prompts[place], completions[place]),
             )
-            return b64encode(np.concatenate(found).tobytes()).decode()
+            # Ranks share a text, and base64 keeps every bit of the float32 numbers.
+            return b64encode(np.concatenate(answers).tobytes()).decode()
 
         content = b64decode(self.server.answer_of(ask, self.control, self.ranks, version))
-        self._told = torch.frombuffer(bytearray(content), dtype=torch.float32).view(
-            -1, 2 * self.k + 1
-        )
+        values = torch.frombuffer(bytearray(content), dtype=torch.float32)
+        self._values = values.view(-1, 2 * self.k + 1)
 
     def _answer(self, name: str, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
-        """Ask about one completion. Raises RequestFailed, or RolloutError if it cannot be learned
-        from.
+        """Ask about one completion: float32 [tokens, 2 * k + 1].
+
+        Raises:
+            RequestFailed: it may be asked again.
+            RolloutError: the answer cannot be learned from.
         """
         ids = [*prompt, *completion]
+        # One token is generated, since vLLM allows no fewer, and thrown away.
         request = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.k}
         longest = MOST_BYTES + BYTES_PER_TOKEN * (self.k + 1) * len(ids)
         with self.server.reading():
             reply = Reply(COMPLETIONS, self.server.ask(COMPLETIONS, request, longest))
-            return np.array(
-                reply.likeliest(len(prompt), len(ids), self.k, self.vocab_size), np.float32
-            )
+            likeliest = reply.likeliest(len(prompt), len(ids), self.k, self.vocab_size)
+            return np.array(likeliest, np.float32)

@@ -15,14 +15,16 @@ from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.utils.errors import RolloutError, RunStopped
 
-# ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy
+# Ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy.
 _BY_GLOO = torch.device("cpu")
-_PULSE_SECONDS = 0.5  # between two signs of life
+# Between two signs of life of a rank.
+_PULSE_SECONDS = 0.5
 
 
 def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
-    """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0
-    `is_done`.
+    """Show that this rank lives, and stop all ranks if one is asked to.
+
+    Called on every rank. Returns whether rank 0 `is_done`.
 
     Raises:
         RunStopped: on every rank.
@@ -37,16 +39,20 @@ def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = Fal
 
 
 def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
-    """Run `work` in a thread of rank 0, and return its text on every rank; meanwhile all ranks
-    `check_stop`.
+    """Run `work` in a thread of rank 0, and return its text on every rank.
+
+    Called on every rank. Meanwhile all ranks `check_stop`.
 
     Raises:
         RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
     """
     text = ""
     task = begun(work) if ranks.is_rank_0 else None
+    # All ranks make the same number of calls: rank 0's flag, which all of them get, ends the loop.
     while not check_stop(control, ranks, step, is_done=task is not None and task.done()):
+        # Without a task this returns at once, and the other ranks wait for rank 0 in check_stop.
         wait([task] if task else [], _PULSE_SECONDS)
+    # An error of rank 0 alone would leave the others waiting for its text.
     with raise_on_all_ranks(RolloutError, _BY_GLOO):
         if task:
             text = task.result()
