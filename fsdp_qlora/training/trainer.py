@@ -158,8 +158,8 @@ class Trainer:
         Returns:
             The loss and the metrics of each, as `_loss`, still on the device.
         """
-        # FSDP2 averages gradients over ranks, where the loss is a sum over all of them: world_size
-        # turns the average into a sum, and the divisor the sum into a mean over the step's tokens.
+        # FSDP2 averages gradients over ranks, where the loss is a sum over all of them: the number
+        # of ranks turns the average into a sum, and the divisor that into a mean over the step.
         factor = self.loss_scale.scale * self.ranks.world_size / totals.divisor
         measured = list[torch.Tensor]()
         self.model.train()
