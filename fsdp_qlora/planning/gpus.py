@@ -26,7 +26,7 @@ _P2P_CHANNELS = {True: 32, False: 2}
 # channels, 24 on Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
 _NVLS_BYTES = {90: 16 * 2**21, 100: 24 * 2**21}
 _NVLINK = 64.0  # GB/s, at least: PCIe 5.0 x16 has less
-# beyond what planning/memory.py counts, in torch's allocator
+# beyond what planning/estimate.py counts, in torch's allocator
 _CUBLAS_BYTES = 2 * (2**25 - 8_519_680)
 
 

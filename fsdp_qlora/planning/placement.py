@@ -23,8 +23,9 @@ from fsdp_qlora.model.model_parts import Offload, each_parameter
 from fsdp_qlora.model.row_sharing import context_blocker, sizes_that_divide_heads
 from fsdp_qlora.planning import fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
+from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement
-from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
+from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
@@ -169,7 +170,7 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
 
 
 def _open_offloads(config: TrainConfig, plan: ModelPlan) -> list[Offload]:
-    """What may be in host memory, as the options allow it; the fastest first."""
+    """The weights that may be in host memory, as the options allow it; the fastest first."""
     blocks = len(plan.meta.parts.blocks)
     on_host = config.use_cpu_offload
     if on_host not in ("auto", True, False) and int(on_host) > blocks:

@@ -63,7 +63,7 @@ class Machine:
     """
 
     device: torch.device
-    """The machine of the planned ranks; in a dry run often a GPU that is not here."""
+    """The device of each planned rank; in a dry run often a GPU that is not here."""
     world_size: int
     """Ranks of the planned run."""
     ranks: Ranks

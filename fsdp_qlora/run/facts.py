@@ -10,8 +10,8 @@ import numpy as np
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.gpus import Gpu
-from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows

@@ -23,8 +23,9 @@ from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning import placement
 from fsdp_qlora.planning.blocks import BlockBytes
+from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement
-from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
+from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils import machine

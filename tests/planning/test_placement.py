@@ -32,6 +32,7 @@ from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.model_parts import ModelParts, Offload
 from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.planning.blocks import BlockBytes, CountedStorages, measure_blocks
+from fsdp_qlora.planning.estimate import ALLOCATOR, estimate_memory
 from fsdp_qlora.planning.fit import (
     Placement,
     choose,
@@ -39,7 +40,7 @@ from fsdp_qlora.planning.fit import (
     describe_reduction,
 )
 from fsdp_qlora.planning.gpus import GPUS
-from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
+from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.placement import candidates, least_free
 from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.speed import Experts, MicroBatchSize, Work, count_work, seconds, size_of
