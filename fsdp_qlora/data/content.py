@@ -136,7 +136,7 @@ class Rendered:
     notes: tuple[str, ...] = ()
     """Oddities of the row, which is used."""
     images: tuple[bytes, ...] = ()
-    """The names of its images, from `images.keep`."""
+    """The names of its images, from `image_store.keep`."""
     image_values: int = 0
     """How many numbers the processor makes of them."""
     image_ids: tuple[int, ...] = ()

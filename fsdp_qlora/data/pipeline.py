@@ -11,24 +11,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKind
+from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import through_cache, tokenizer_identity
-from fsdp_qlora.data.batches.rows import (
-    NO_ROOM,
-    NO_ROWS,
-    NUMBERS_SHOWN,
-    DataReport,
-    TokenizedRows,
-    join_completions,
-    join_rows,
-)
+from fsdp_qlora.data.batches.report import NO_ROOM, NUMBERS_SHOWN, DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_completions, join_rows
 from fsdp_qlora.data.content import (
     ANSWERS,
     FOLDER,
@@ -40,6 +33,7 @@ from fsdp_qlora.data.content import (
     prompt_text,
     with_template_kwargs,
 )
+from fsdp_qlora.data.options import DataOptions, TextOptions
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
@@ -47,7 +41,6 @@ from fsdp_qlora.data.sources.source import Entry, Source
 from fsdp_qlora.data.text import preferences
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS, Format
-from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.recognition import IGNORE, Reading, RequestedFormat, parse_columns, reads
 from fsdp_qlora.data.text.rendering import Renderer, over_workers
 from fsdp_qlora.data.text.template_kwargs import COLUMN, columns_of, read_kwargs, read_with_kwargs
@@ -59,64 +52,6 @@ log = logging.getLogger("fsdp_qlora")
 _MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
 # names that reward functions know for something else
 _OURS = {"prompt", "completion", "completion_ids"}
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """The options that decide how a row becomes text. Each is the option of the same name."""
-
-    dataset_format: str
-    columns: tuple[str, ...]
-    prompt_template: str | None
-    learn: str
-    objective: str = "sft"
-    row_kind: RowKind = TEXTS
-    """The kind of rows that the objective learns from."""
-    rating_threshold: float | None = None
-    max_completion_length: int = 0
-    image_processor: ImageProcessor | None = None
-    """The model's, if it has one; no option."""
-
-    @property
-    def makes_rows(self) -> bool:
-        """Whether a run's rows are completions of the dataset's, which are prompts."""
-        return self.row_kind.is_sampled
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether rows have columns of what a teacher sees."""
-        return self.row_kind.has_teacher
-
-    @property
-    def requested_format(self) -> str:
-        """The format that the options ask for; rows with a label or ratings are told by the
-        objective and threshold.
-        """
-        told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
-        by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
-        return by_objective if self.dataset_format == "auto" else self.dataset_format
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The options that decide a run's rows. Each is the option of the same name, and its help says
-    what it means.
-    """
-
-    text: TextOptions
-    dataset: tuple[str, ...]
-    eval_dataset: tuple[str, ...]
-    eval_fraction: float
-    context_length: Literal["auto"] | int
-    dataset_samples: int | None
-    max_bad_rows: float
-    seed: int
-
-    @property
-    def longest_row(self) -> int:
-        """`context_length`, once it is decided."""
-        assert isinstance(self.context_length, int)
-        return self.context_length
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import join_cached
-from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows
+from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, mix, split_eval, split_rows
-from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, check_report
+from fsdp_qlora.data.options import DataOptions
+from fsdp_qlora.data.pipeline import DatasetPipeline, Prompt, check_report
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
 from fsdp_qlora.data.sources.source import Source

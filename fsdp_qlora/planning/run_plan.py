@@ -26,7 +26,7 @@ from fsdp_qlora.data.batches.taught import bytes_per_token
 from fsdp_qlora.data.batches.teacher_folder import TeacherFolder
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.content import PromptContent
-from fsdp_qlora.data.pipeline import DataOptions, TextOptions
+from fsdp_qlora.data.options import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default, describe_lack

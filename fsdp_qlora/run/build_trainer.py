@@ -17,7 +17,7 @@ from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
-from fsdp_qlora.data.batches.micro_batch import Collator
+from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.data.run_data import RunData

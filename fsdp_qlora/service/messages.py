@@ -144,11 +144,11 @@ class TrainRequest:
         tokens.
         """
         is_target = (batch.targets != IGNORE_INDEX)[:, None]
-        targets = torch.where(is_target, batch.answers["target_tokens"], IGNORE_INDEX)
-        answers = {name: values.flatten() for name, values in batch.answers.items()}
+        targets = torch.where(is_target, batch.target_values["target_tokens"], IGNORE_INDEX)
+        values = {name: column.flatten() for name, column in batch.target_values.items()}
         rows = batch.target_rows.repeat_interleave(targets.shape[1])
         return dataclasses.replace(
-            batch, target_rows=rows, targets=targets.flatten(), answers=answers
+            batch, target_rows=rows, targets=targets.flatten(), target_values=values
         )
 
     def encode(self, logprobs: np.ndarray, metrics: Mapping[str, float]) -> bytes:

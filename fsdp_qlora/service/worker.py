@@ -211,7 +211,7 @@ class Worker:
         losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
         is_target = on_device.targets != IGNORE_INDEX
         logps = -losses[0]
-        given = on_device.answers
+        given = on_device.target_values
         loss = LOSSES[request.loss]
 
         def documents(values: torch.Tensor) -> torch.Tensor:

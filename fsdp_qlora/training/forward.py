@@ -15,13 +15,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LogProbs
-from fsdp_qlora.data.batches.micro_batch import (
-    Batches,
-    Collator,
-    MicroBatch,
-    describe_documents,
-    inputs_with_teacher,
-)
+from fsdp_qlora.data.batches.collator import Batches, Collator
+from fsdp_qlora.data.batches.micro_batch import MicroBatch, describe_documents, inputs_with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
@@ -127,11 +122,11 @@ class ForwardPass:
             self._lengths = _lengths_of_rows(on_device)
         if isinstance(reduction, Teacher):
             reduction = reduction._replace(
-                ids=on_device.answers.get("teacher_ids"),
-                logps=on_device.answers.get("teacher_logps"),
+                ids=on_device.target_values.get("teacher_ids"),
+                logps=on_device.target_values.get("teacher_logps"),
             )
-        if reduction == "sum" and "weights" in on_device.answers:
-            reduction = on_device.answers["weights"]
+        if reduction == "sum" and "weights" in on_device.target_values:
+            reduction = on_device.target_values["weights"]
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.precision.autocasting(self.ranks.device))
             if self.reference and not alone:
@@ -294,7 +289,7 @@ def _by_target(
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             values, on_device = forward.token_losses(batch, reduction=reduction, alone=True)
             is_target = on_device.targets >= 0
-            places = (on_device.answers["table_indices"][is_target] - first).cpu()
+            places = (on_device.target_values["table_indices"][is_target] - first).cpu()
             by_target[places] = values.T[is_target].cpu()
     reshard_all(forward.model)
     # A token is a target on one rank, and 0 on the others: their sum is its value, exactly.

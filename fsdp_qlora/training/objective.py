@@ -21,7 +21,8 @@ from fsdp_qlora.config.objectives import (
     Objective,
     TokenInputs,
 )
-from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, Batches, MicroBatch
+from fsdp_qlora.data.batches.collator import Batches
+from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.training.divergence import Teacher
@@ -246,21 +247,21 @@ class Policy(TokenMean):
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
         negative, entropy, *reference = losses
         logps = -negative
-        answers = batch.answers
+        target_values = batch.target_values
         settings = self.settings
-        old_logps = answers.get("old_logps", logps.detach())
+        old_logps = target_values.get("old_logps", logps.detach())
         inputs = TokenInputs(
             logps,
             old_logps,
             reference=-reference[0].detach() if reference else None,
             # a generation of an older version lacks them
-            sampled_logps=answers.get("sampled_logps", old_logps),
-            advantages=answers.get("advantages", torch.zeros_like(entropy)),
+            sampled_logps=target_values.get("sampled_logps", old_logps),
+            advantages=target_values.get("advantages", torch.zeros_like(entropy)),
         )
         assert self.row.token_loss is not None
         loss, metrics = self.row.token_loss(inputs, settings)
         if settings.loss_type == "grpo":  # each answer's mean
-            loss = loss * answers.get("shares", torch.zeros_like(entropy))
+            loss = loss * target_values.get("shares", torch.zeros_like(entropy))
         is_target = batch.targets != IGNORE_INDEX
         metrics["entropy"] = entropy
         return (

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fsdp_qlora.data.batches.micro_batch import Batches, MicroBatch
+from fsdp_qlora.data.batches.collator import Batches
+from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
 from fsdp_qlora.distributed.process_group import gather_numbers

@@ -6,7 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.rows import DataReport, TokenizedRows
+from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.run_data import prepare_rows
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.planning.run_plan import pick_data

@@ -14,7 +14,7 @@ import fsdp_qlora
 from fsdp_qlora.config.cli import parse_options
 from fsdp_qlora.data.content import BadRow
 from fsdp_qlora.data.sources.source import find_source
-from fsdp_qlora.data.text.images import keep_all
+from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.model.adapters.peft_folder import read_config
 from fsdp_qlora.training.generation.prompt_format import read_questions
@@ -103,7 +103,7 @@ OWN = "a run or a cache has written it, or writes it now"
 OTHERWISE = {
     SELF: """
         utils.files:open_named.opener utils.files:open_named data.sources.files:read_parquet
-        data.text.images:_decode sharding.loading.weight_files:WeightFiles._read_into
+        data.text.image_store:_decode sharding.loading.weight_files:WeightFiles._read_into
         sharding.loading.weight_files:_read_header utils.safetensors_files:tensor_names
     """,
     CHECKED: """

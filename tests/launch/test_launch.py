@@ -26,7 +26,8 @@ from fsdp_qlora import api
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.sources.source import find_source
-from fsdp_qlora.data.text.images import Images, keep_all
+from fsdp_qlora.data.text.image_store import keep_all
+from fsdp_qlora.data.text.images import Images
 from fsdp_qlora.distributed import store
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect

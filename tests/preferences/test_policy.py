@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config.objectives import LossSettings
-from fsdp_qlora.data.batches.micro_batch import Collator
+from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
@@ -314,8 +314,8 @@ def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
     # of the second step on older answers
     logps = torch.tensor([-1.0, -2.0])
     old = torch.tensor([-1.5, -1.5])
-    answers = {"old_logps": old, "advantages": torch.ones(2)}
-    batch: Any = SimpleNamespace(answers=answers, targets=torch.tensor([3, 4]))
+    values = {"old_logps": old, "advantages": torch.ones(2)}
+    batch: Any = SimpleNamespace(target_values=values, targets=torch.tensor([3, 4]))
     measured = objective.measure(
         torch.stack([-logps, torch.zeros(2)]), batch, Totals(2, num_targets=2)
     )

@@ -12,14 +12,8 @@ import pytest
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
-from fsdp_qlora.data.batches.rows import (
-    INDEXED_BY,
-    NO_ROWS,
-    DataReport,
-    Lengths,
-    TokenizedRows,
-    join_rows,
-)
+from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS
@@ -295,7 +289,7 @@ def test_no_name_of_a_micro_batch_means_two_things() -> None:
         filled(2, 100), splits=NO_ROWS.splits, reference=NO_ROWS.reference
     )
     of_documents = concatenate_rows(pairs, [0, 1], pad_token_id=1, shares_prompts=True).documents
-    of_targets = concatenate_rows(answers, [0, 1], pad_token_id=1).answers
+    of_targets = concatenate_rows(answers, [0, 1], pad_token_id=1).target_values
     assert "own_tokens" in of_documents and "advantages" in of_targets
     assert not of_documents.keys() & of_targets.keys()
 

@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
-from fsdp_qlora.data.text.images import UNREADABLE, are_as_kept
+from fsdp_qlora.data.text.image_store import UNREADABLE, are_as_kept
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.files import cache_folder, check_is_file, staged_file

@@ -1,17 +1,11 @@
-"""Micro-batches: rows of tokens become tensors, padded or concatenated (padding-free), for one pass
-of one rank.
+"""Micro-batches: rows of tokens as tensors for one pass of one rank.
 
-A `Collator` lays out an optimizer step or an evaluation: rounds of micro-batches that all ranks
-compute at the same time.
+Rows are padded, or concatenated into one sequence (padding-free).
 """
 
 import dataclasses
-import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
-from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK, Round, Schedule
-from fsdp_qlora.data.batches.taught import OfTargets
-from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
 from fsdp_qlora.distributed.device import to_device
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
@@ -55,11 +47,15 @@ class MicroBatch:
     """Log-probabilities under the reference that are known before, float32 [D]; empty where they
     are not.
     """
-    answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Values of targets. Of sampled answers, each [N]: advantages, shares (one over the targets of
-    its row), and old_logps and sampled_logps where rows have them, all float32; table_indices,
-    int64: which of the table's tokens the target is. Of turns with weights: weights. From a
-    teacher: see data/batches/taught.py, [N, ..]. Empty for others.
+    target_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Values of each target besides its token, by name, [N, ..]; empty for plain rows.
+
+    - Sampled completions: `advantages`, `shares` (one over the targets of its row), and `old_logps`
+      and `sampled_logps` where rows have them, float32 [N]; `table_indices`, int64 [N]: which of
+      the table's tokens the target is.
+    - Turns with weights: `weights`, float32 [N].
+    - Rows with a teacher's probabilities: `teacher_ids`, `teacher_logps` (data/batches/taught.py).
+    - A client's rows: what its loss reads (service/messages.py).
     """
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty
@@ -85,11 +81,13 @@ class MicroBatch:
         names = ["input_ids", "target_rows", "targets"]
         names += ["target_counts", "desired", "reference"] if per_document else []
         columns = {name: getattr(self, name) for name in names}
-        moved = to_device(dict(self.documents) | dict(self.answers) | columns, device)
+        moved = to_device(dict(self.documents) | dict(self.target_values) | columns, device)
         images = to_device(self.images, device)
-        answers = {name: moved.pop(name) for name in self.answers}
+        target_values = {name: moved.pop(name) for name in self.target_values}
         own = {name: moved.pop(name) for name in names}
-        return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
+        return dataclasses.replace(
+            self, **own, target_values=target_values, documents=moved, images=images
+        )
 
     def part(self, index: int, num_parts: int) -> "MicroBatch":
         """One of equally many tokens for each rank that shares this micro-batch, with their
@@ -103,12 +101,13 @@ class MicroBatch:
         is_own = self.target_rows // length == index
         rows = self.target_rows[is_own] - index * length
         targets = self.targets[is_own]
-        answers = {name: values[is_own] for name, values in self.answers.items()}
+        target_values = {name: values[is_own] for name, values in self.target_values.items()}
         if not len(rows):
             rows = rows.new_zeros(1)
             targets = targets.new_full((1,), IGNORE_INDEX)
-            answers = {
-                name: values.new_zeros(1, *values.shape[1:]) for name, values in answers.items()
+            target_values = {
+                name: values.new_zeros(1, *values.shape[1:])
+                for name, values in target_values.items()
             }
         return dataclasses.replace(
             self,
@@ -119,7 +118,7 @@ class MicroBatch:
                 int(document.sum())
                 for document in is_own[: sum(self.num_targets)].split(self.num_targets)
             ],
-            answers=answers,
+            target_values=target_values,
             documents=documents_of_part(self.documents, index, num_parts),
         )
 
@@ -134,9 +133,9 @@ class MicroBatch:
             self,
             target_rows=F.pad(self.target_rows.view(-1, len(self.targets)), (0, missing)).flatten(),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
-            answers={
+            target_values={
                 name: F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing))
-                for name, values in self.answers.items()
+                for name, values in self.target_values.items()
             },
             tokens_of_ranks=[batch.input_ids.flatten() for batch in batches],
         )
@@ -256,16 +255,17 @@ def _batch(
         _floats(num_targets),
         _floats(desired),
         _floats(reference),
-        _answers(table, rows, num_targets) if has_values else {},
+        _target_values(table, rows, num_targets) if has_values else {},
         described,
     )
 
 
-def _answers(
+def _target_values(
     table: TokenizedRows, rows: Numbers, num_targets: np.ndarray
 ) -> dict[str, torch.Tensor]:
-    """`MicroBatch.answers` of some rows; without a target those of one that counts nothing, as in
-    `learned_rows`.
+    """Compute `MicroBatch.target_values` of some rows.
+
+    Without a target these are the values of one that counts nothing, as in `learned_rows`.
     """
     bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
     learned = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
@@ -359,162 +359,3 @@ def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) 
     return dict(documents) | {
         "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]
     }
-
-
-# --- the micro-batches of a step ---
-
-_AHEAD = 2  # micro-batches whose images a thread reads before their use
-
-
-@dataclass(frozen=True, eq=False)
-class Collator:
-    """Makes one rank's micro-batches.
-
-    context_size: ranks that share each micro-batch. sharing_ranks: those that share the vocabulary
-    with this one and itself. shares_prompts: the model computes the common prefix of a pair once.
-    has_teacher: a row's second document is its teacher's. of_targets: gives `answers` of other rows
-    than sampled ones. image_processor: for rows with images; model_arguments: of the model's
-    forward pass.
-    """
-
-    schedule: Schedule
-    pad_token_id: int
-    rank: int = 0
-    context_size: int = 1
-    sharing_ranks: Sequence[int] = ()
-    shares_prompts: bool = False
-    has_teacher: bool = False
-    of_targets: OfTargets | None = None
-    image_processor: ImageProcessor | None = None
-    model_arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def data_rank(self) -> int:
-        """The place of this rank's micro-batch in a round."""
-        return self.rank // self.context_size
-
-    def lay_out_step(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
-        """Lay out the rows of an optimizer step."""
-        return Batches(self, table, rows, self.schedule.rounds(rows, table.lengths))
-
-    def lay_out_evaluation(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
-        """Lay out rows of which nothing is learned."""
-        size = self.schedule.batch_size * self.schedule.data_size
-        # Padded rows keep the order in which their losses were always added.
-        parts = (
-            [rows[i : i + size] for i in range(0, len(rows), size)]
-            if self.schedule.padding
-            else [rows]
-        )
-        rounds = itertools.chain(*(self.schedule.rounds(part, table.lengths) for part in parts))
-        return Batches(self, table, rows, [*rounds])
-
-    def repeated(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> "Batches":
-        """Lay out the same micro-batch for every rank and round."""
-        return Batches(
-            self, table, micro_batch, [[micro_batch] * self.schedule.data_size] * num_rounds
-        )
-
-    def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
-        """This rank's part of a round, with what it must know of the ranks that share the
-        vocabulary with it.
-        """
-        # Every rank knows all rows: laid out here, the others' tokens need no collective and no
-        # wait for it.
-        size = self.context_size
-        ranks = {self.rank, *self.sharing_ranks}
-        whole = {
-            data_rank: self._sequences(rows[data_rank], table)
-            for data_rank in {rank // size for rank in ranks}
-        }
-        if self.of_targets:
-            batch = whole[self.data_rank]
-            told = self.of_targets(table, rows[self.data_rank])
-            whole[self.data_rank] = dataclasses.replace(batch, answers=dict(batch.answers) | told)
-        batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
-        own = batches[self.rank]
-        sharing = [batches[rank] for rank in self.sharing_ranks]
-        if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
-            own = self._with_images(own, rows, table)
-        return own.beside(sharing) if sharing else own
-
-    def _sequences(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
-        if self.schedule.padding:
-            return pad_rows(table, rows, pad_token_id=self.pad_token_id)
-        concatenated = partial(concatenate_rows, pad_token_id=self.pad_token_id)
-        if self.has_teacher and len(table.splits):
-            return with_teacher(
-                concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1)
-            )
-        return concatenated(
-            table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size
-        )
-
-    def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
-        assert self.image_processor is not None and self.schedule.padding
-        names = [[*map(bytes, table[row].images)] for row in rows[self.data_rank]]
-        shown = [*filter(None, names)]
-        taken = self.model_arguments
-        images = self.image_processor.model_inputs(shown, own.input_ids, taken) if shown else {}
-        return dataclasses.replace(own, images=images, calls_towers=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Batches:
-    """The micro-batches of a step or an evaluation; iterating gives this rank's, one for each
-    round.
-    """
-
-    collator: Collator
-    table: TokenizedRows
-    rows: np.ndarray
-    """Indices of rows of `table`, int64."""
-    rounds: Sequence[Round]
-
-    def __len__(self) -> int:
-        return len(self.rounds)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        made = (self.collator.micro_batch(rows, self.table) for rows in self.rounds)
-        return _made_ahead(made) if len(self.table.images) else made
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens to predict, of all ranks."""
-        return int(self.table.document_targets[self.table.learned_documents(self.rows)].sum())
-
-    def sizes(self) -> dict[str, Any]:
-        """Entries of a step's record that follow from its rows."""
-        lengths = self.table.lengths
-        computed = self.table.num_computed(shares_prompts=self.collator.shares_prompts)
-        of_computed, of_lock_step = self.collator.schedule.useful_shares(
-            self.rounds, lengths, computed
-        )
-        return {
-            "num_tokens": int(lengths[self.rows].sum()),
-            "useful_of_computed": round(of_computed, 4),
-            "useful_of_lock_step": round(of_lock_step, 4),
-        }
-
-    def describe_samples(self, places: Iterable[tuple[int, int]]) -> str:
-        """The dataset's numbers of the rows at (round, rank) places, as text; of all rows without a
-        place.
-        """
-        shared = {(index, rank // self.collator.context_size) for index, rank in places}
-        chosen = [self.rounds[index][data_rank] for index, data_rank in sorted(shared)]
-        return self.table.describe_numbers(np.concatenate(chosen) if chosen else self.rows)
-
-
-def _made_ahead(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """The micro-batches, up to `_AHEAD` of which a thread makes ahead. Its exceptions are raised
-    here.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="images")
-    end: Any = object()
-    try:
-        ahead = deque(thread.submit(next, micro_batches, end) for _ in range(_AHEAD))
-        while (item := ahead.popleft().result()) is not end:
-            ahead.append(thread.submit(next, micro_batches, end))
-            yield item
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)

@@ -11,13 +11,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TAUGHT, TEXTS, RowKind
-from fsdp_qlora.data.batches.rows import (
-    NO_ROOM,
-    NO_ROOM_FOR_TURN,
-    NO_TARGET,
-    DataReport,
-    TokenizedRows,
-)
+from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.formats import Format

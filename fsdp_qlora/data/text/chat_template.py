@@ -22,9 +22,8 @@ from fsdp_qlora.data.text.conversation import (
     Tools,
     learned_rows,
     left_out,
-    readable,
-    written,
 )
+from fsdp_qlora.data.text.conversation_forms import readable, written
 from fsdp_qlora.data.text.template_kwargs import COLUMN, unused
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import UserError

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from fsdp_qlora.data.content import BadRow, Segment
-from fsdp_qlora.data.text.images import load
+from fsdp_qlora.data.text.image_store import load
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json, record_of
 from fsdp_qlora.utils.text import first_line

@@ -27,7 +27,7 @@ from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.images import keep_all
+from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 
 # kinds of records

@@ -1,0 +1,158 @@
+"""Reports how many of a dataset's rows were used, cut and left out, and why."""
+
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.content import SourceFile
+from fsdp_qlora.utils.text import fit_line
+
+NUMBERS_SHOWN = 10  # rows named in a message
+_NAMED = 5  # unused columns in one
+CUT_SHARE_TO_WARN = 0.05  # of the tokens
+# Why a row is left out, besides what a format or template says of it.
+NO_ROOM = "no room for a response within context_length"
+NO_TARGET = "nothing to learn"
+NO_ROOM_FOR_TURN = "a turn that is a row of its own has no room within context_length"
+
+
+@dataclass(kw_only=True)
+class RowCounts:
+    """How many of a dataset's rows were read, used and cut, and their tokens."""
+
+    num_rows: int = 0
+    """Rows that were read, malformed ones included."""
+    num_used: int = 0
+    """Rows to train on, those of `num_apart` included."""
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_truncated: int = 0
+    """Rows cut at context_length."""
+    num_tokens_cut: int = 0
+    num_apart: int = 0
+    """Rows besides one for each row that was read: turns of chats and pieces of texts."""
+
+    def count(self, rows: TokenizedRows) -> None:
+        """Count the rows that are used, and their tokens."""
+        self.num_used = len(rows)
+        self.num_tokens = len(rows.input_ids)
+        self.num_targets = int(rows.num_targets.sum())
+
+
+@dataclass
+class DataReport(RowCounts):
+    """A dataset's rows that were used, cut or left out, and why. The cache keeps it with them."""
+
+    origin: str
+    """The path or name of the dataset."""
+    dataset_format: str = ""
+    parts: list[SourceFile] = field(default_factory=list)
+    """The files of the dataset, in the order in which they were read."""
+    rejected: dict[str, list[int]] = field(default_factory=dict)
+    """The reason -> the numbers of the rows that were left out for it."""
+    notes: dict[str, list[int]] = field(default_factory=dict)
+    """An oddity -> the numbers of the rows that have it, which are used."""
+    unused_columns: list[str] = field(default_factory=list)
+    length_of_99_percent: int = 0
+    """The tokens that 99% of the rows have at most, before any is cut."""
+    is_chat: bool = False
+    """Whether rows were filled into a chat template."""
+    is_filled: bool = False
+    """Whether rows were filled into a prompt template."""
+
+    def reject(self, row_number: int, reason: str) -> None:
+        self.rejected.setdefault(reason, []).append(row_number)
+
+    def note(self, row_number: int, what: str) -> None:
+        self.notes.setdefault(what, []).append(row_number)
+
+    @property
+    def num_rejected(self) -> int:
+        return sum(map(len, self.rejected.values()))
+
+    @property
+    def num_too_long(self) -> int:
+        """Rows that are left out because the prompt alone fills the context."""
+        return len(self.rejected.get(NO_ROOM, []))
+
+    def places(self) -> list[tuple[str, str]]:
+        """(place, reason) of every row that was left out, in the order of the dataset."""
+        reasons = sorted(
+            (row_number, reason)
+            for reason, numbers in self.rejected.items()
+            for row_number in numbers
+        )
+        return [(self._locate([row_number]), reason) for row_number, reason in reasons]
+
+    def describe(self) -> str:
+        """One line: rows, tokens and truncation."""
+        apart = f" and {self.num_apart:,} pieces of them" if self.num_apart else ""
+        cut = f" in {self.num_truncated:,} rows" if self.num_truncated else ""
+        text = (
+            f"Rows: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, "
+            f"{self.num_tokens:,} tokens "
+            f"({self.num_targets:,} learned), {self.num_tokens_cut:,} tokens cut{cut}: "
+        )
+        return fit_line(text, self.origin)
+
+    def describe_rejected(self) -> list[str]:
+        """A line for each reason, with the first rows that were left out for it."""
+        return self._lines(self.rejected)
+
+    def describe_notes(self) -> list[str]:
+        """One line for each oddity of rows that are used, and for columns that are not."""
+        names = [fit_line(name) for name in self.unused_columns[:_NAMED]]
+        more = len(self.unused_columns) - _NAMED
+        unused = (
+            f"{self.origin}: columns that the format {self.dataset_format} does not use: "
+            f"{', '.join(names)}"
+        )
+        unused += f" and {more:,} more" if more > 0 else ""
+        return [*([unused] if names else []), *self._lines(self.notes)]
+
+    def describe_cut(self, context_length: int) -> list[str]:
+        """A line of advice where many tokens are cut or prompts fill the context."""
+        share = self.num_tokens_cut / max(1, self.num_tokens + self.num_tokens_cut)
+        problems = [f"{share:.0%} of the tokens are cut off"] if share > CUT_SHARE_TO_WARN else []
+        problems += (
+            [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
+        )
+        needed = self.length_of_99_percent
+        advice = (
+            (f"--context_length {needed} would keep 99% of the rows whole.")
+            if needed > context_length
+            else ""
+        )
+        line = (
+            f"{self.origin}: with --context_length {context_length} {' and '.join(problems)}. "
+            f"{advice}"
+        )
+        return [line.rstrip()] if problems else []
+
+    def _locate(self, numbers: Iterable[int]) -> str:
+        """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17;
+        data/b.parquet row 1".
+        """
+
+        def file_of(row_number: int) -> SourceFile:
+            return self.parts[
+                bisect.bisect_left(self.parts, row_number, key=lambda file: file.offset) - 1
+            ]
+
+        places = []
+        for file, group in itertools.groupby(numbers, key=file_of):
+            path = self.origin if self.origin.endswith(file.name) else f"{self.origin}/{file.name}"
+            rows = ", ".join(str(row_number - file.offset) for row_number in group)
+            places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
+        return "; ".join(places)
+
+    def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
+        lines = []
+        for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
+            places = self._locate(numbers[:NUMBERS_SHOWN]) + (", ...") * (
+                len(numbers) > NUMBERS_SHOWN
+            )
+            lines.append(f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1))
+        return lines

@@ -1,0 +1,65 @@
+"""The options that decide a run's rows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The options that decide how a row becomes text. Each is the option of the same name."""
+
+    dataset_format: str
+    columns: tuple[str, ...]
+    prompt_template: str | None
+    learn: str
+    objective: str = "sft"
+    row_kind: RowKind = TEXTS
+    """The kind of rows that the objective learns from."""
+    rating_threshold: float | None = None
+    max_completion_length: int = 0
+    image_processor: ImageProcessor | None = None
+    """The model's, if it has one; no option."""
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether a run's rows are completions of the dataset's, which are prompts."""
+        return self.row_kind.is_sampled
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether rows have columns of what a teacher sees."""
+        return self.row_kind.has_teacher
+
+    @property
+    def requested_format(self) -> str:
+        """The format that the options ask for; rows with a label or ratings are told by the
+        objective and threshold.
+        """
+        told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
+        by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
+        return by_objective if self.dataset_format == "auto" else self.dataset_format
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The options that decide a run's rows. Each is the option of the same name, and its help says
+    what it means.
+    """
+
+    text: TextOptions
+    dataset: tuple[str, ...]
+    eval_dataset: tuple[str, ...]
+    eval_fraction: float
+    context_length: Literal["auto"] | int
+    dataset_samples: int | None
+    max_bad_rows: float
+    seed: int
+
+    @property
+    def longest_row(self) -> int:
+        """`context_length`, once it is decided."""
+        assert isinstance(self.context_length, int)
+        return self.context_length

@@ -1,0 +1,130 @@
+"""A folder of images under the hashes of their content.
+
+An image that is a file is kept as a link to it, any other as a copy.
+"""
+
+import hashlib
+import io
+import math
+import os
+import re
+import threading
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.data.content import MAX_ROW, BadRow, Image, most_row_bytes
+from fsdp_qlora.utils.errors import RankError, UserError
+from fsdp_qlora.utils.files import cache_folder, read_named
+
+# for others Pillow may start a program, such as Ghostscript
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+UNREADABLE = ("the image", "an image in the row")  # how reasons begin
+
+
+def keep_all(images: Iterable[Image]) -> tuple[tuple[bytes, ...], list[Any]]:
+    """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row. Raises
+    BadRow.
+    """
+    names = list[bytes]()
+    pixels = list[Any]()
+    left = most_row_bytes() // 3
+    for image in images:
+        name, shown = keep(image, left)
+        names.append(name)
+        pixels.append(shown)
+        left -= shown.width * shown.height
+    return tuple(names), pixels
+
+
+def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
+    """Keep an image for `load`: a file by a link to it.
+
+    Returns:
+        Its name, the 16 bytes of a hash of what is in its file; and the image, as `load` gives it.
+    Raises:
+        BadRow: it is missing, or cannot be read.
+    """
+    where = f"{UNREADABLE[0]} {image}" if isinstance(image, Path) else UNREADABLE[1]
+    try:
+        content = read_named(image, most_row_bytes()) if isinstance(image, Path) else image
+        pixels = _decode(content, most_pixels)
+    except Exception as error:  # Pillow raises many kinds
+        reason = getattr(error, "strerror", None) or _said(error) or type(error).__name__
+        raise BadRow(f"{where} cannot be read, or is no image ({reason})") from error
+    name = hashlib.blake2b(content, digest_size=16).digest()
+    path = _path(name)
+    draft = Path(f"{path}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(image, Path):
+            draft.symlink_to(image.resolve())
+        else:
+            draft.write_bytes(content)
+        draft.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"Images need a folder for links: {path.parent} cannot be written ({error.strerror}). "
+            "The environment "
+            "variable FSDP_QLORA_CACHE names another."
+        ) from error
+    return name, pixels
+
+
+def load(name: bytes) -> Any:
+    """A kept image, as Pillow's in RGB. Raises RankError if it is not what it was."""
+    path = _path(name)
+    try:
+        content = read_named(path, most_row_bytes())
+        reason = (
+            "" if hashlib.blake2b(content, digest_size=16).digest() == name else ("it has changed")
+        )
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise RankError(
+            f"The image {os.path.realpath(path)} was read before, and now: {reason}. Start again."
+        )
+    return _decode(content)
+
+
+def are_as_kept(names: Iterable[bytes]) -> bool:
+    """Whether images are still there and not written since they were kept, as far as times of files
+    tell.
+    """
+    try:
+        return all(
+            path.stat().st_mtime_ns <= path.lstat().st_mtime_ns for path in map(_path, names)
+        )
+    except OSError:
+        return False
+
+
+def _said(error: Exception) -> str:
+    """Its first words, without an object's address, which each start would have another of."""
+    return " ".join(re.sub(r"<\S+ object at 0x\w+>", "", str(error)).split())[:100]
+
+
+def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
+    """The pixels. Raises ValueError, and many kinds of Pillow's, before they are decoded if they
+    are too many.
+    """
+    from PIL import Image as Pillow
+    from transformers.image_utils import load_image  # turns it as its file says, and makes it RGB
+
+    # of bombs, which are bounded here, and of odd tags
+    warnings.filterwarnings("ignore", module="PIL")
+    with Pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
+        if image.width * image.height > most_pixels:
+            most = most_row_bytes() // 3e6
+            raise ValueError(
+                f"with it the row has more than {most:.0f} megapixels; {MAX_ROW} raises that"
+            )
+        if image.mode[0] in "IF":  # which RGB would have white for nearly all values of
+            raise ValueError(f"its numbers are of mode {image.mode}; convert it to 8 bits")
+        return load_image(image)
+
+
+def _path(name: bytes) -> Path:
+    return cache_folder() / "images" / name.hex()[:2] / name.hex()
