@@ -36,14 +36,14 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 MOST_FIELDS = 12
 # Options: each is a field because it is an option.
-OPTIONS = {"TrainConfig"}
+OPTIONS = {"TrainConfig", "BaseOptions", "LearningOptions", "RunOptions"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "packages of the library": 14,
     "files at the package's root": 3,
     "options": 96,
-    "files that name recompute": 24,
+    "files that name recompute": 23,
     "mentions of world_size outside the layout": 83,
     "places that ask for the kind of rows": 23,
 }
@@ -188,7 +188,9 @@ def sums() -> dict[str, int]:
         "packages of the library": len({path.parts[1] for path in files if len(path.parts) > 2}),
         "files at the package's root": sum(path.parent == Path("fsdp_qlora") for path in files),
         "options": len(fields(TrainConfig)),
-        "files that name recompute": sum("recompute" in text for text in SOURCES.values()),
+        "files that name recompute": sum(
+            re.search(r"\brecompute", text) is not None for text in SOURCES.values()
+        ),
         "mentions of world_size outside the layout": sum(
             text.count("world_size") for path, text in SOURCES.items() if path.name != "layout.py"
         ),

@@ -49,9 +49,16 @@ def switch(text: str) -> bool:
 
 def option_help() -> dict[str, dict[str, str]]:
     """Heading -> option -> help, in the order of the fields,
-    read from the source of `TrainConfig`.
+    read from the sources of `TrainConfig`'s bases.
     """
-    source = textwrap.dedent(inspect.getsource(TrainConfig))
+    options: dict[str, dict[str, str]] = {}
+    for group in reversed(TrainConfig.__mro__[1:-1]):  # without object
+        options |= _help_of_group(group)
+    return options
+
+
+def _help_of_group(group: type) -> dict[str, dict[str, str]]:
+    source = textwrap.dedent(inspect.getsource(group))
     headings = {
         row: line.strip(" #=") for row, line in enumerate(source.splitlines(), 1) if "# ==" in line
     }
