@@ -1,19 +1,23 @@
-"""The experts of a layer, decoded in groups, with one wait of the host: an experts function for
-transformers.
+"""An experts function for transformers: decodes the experts of a layer in groups, and lets the host
+wait once.
 
-transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed)
-[experts, in, out], and lets a function of the caller's multiply with them: `experts_forward`. A
-module of experts that it gives every token (llama4) gets `all_tokens_forward`, which multiplies
-those tokens alone that chose an expert.
+transformers keeps the experts of a layer in 3-D parameters, [E, O, I] or (transposed) [E, I, O],
+and calls a function of the caller's to multiply with them: `experts_forward`. A module of experts
+that gets every token (llama4) gets `all_tokens_forward`, which multiplies only the tokens that
+chose an expert.
 
-Shapes: T tokens choose k of E experts each, N = T k choices, which are sorted by expert. An
-expert's matrix is W [out, in], its bias b [out], its adapter A [rank, in] and B [out, rank], which
-is scaled. The first product takes tokens [T, in] and gives a row for each choice; the second takes
-such rows h [N, in], weights what it makes of them by the router's p [N], and adds it up by token.
+Shapes, as suffixes of tensors' names:
+    T tokens, K choices of a token, H features of a token, M features inside an expert;
+    N = T K choices, sorted by expert: a token's row is there once for each expert that it chose;
+    E experts, G experts of a group, C the choices of a group;
+    I inputs and O outputs of an expert's matrix, R rank of its adapter.
 
-Only what the products are given is kept for the backward pass. With g the gradient of a token's sum
-and z = g W + g B A, the gradient of h is p z, and that of p is z h + g b, so that W h is not
-needed.
+The first product takes tokens x_TI and gives a row for each choice, y_NO. The second one takes such
+rows x_NI, weights what it makes of them with the router's shares_N, and adds them up by token.
+
+Only the inputs of a product are kept for the backward pass. With p a choice's share, g the gradient
+of its token's sum and z = g W + g B A, the gradient of its row x is p z, and the gradient of p is
+z x + g b: the product W x is not needed.
 """
 
 import math
@@ -39,10 +43,10 @@ GROUP_BYTES = {"cpu": 2 * 2**20, "cuda": 384 * 2**20}
 
 
 class AdaptedExperts(NamedTuple):
-    """A 3-D parameter with low-rank updates: base [E, out, in], or [E, in, out] where the module's
-    are transposed.
+    """A 3-D parameter with low-rank updates.
 
-    lora_A [E, rank, in], lora_B [E, out, rank], with which the update is scaled.
+    base: [E, O, I], or [E, I, O] where the module's parameters are transposed. lora_A: [E, R, I].
+    lora_B: [E, O, R], scaled already.
     """
 
     base: nn.Parameter | QuantizedExperts
@@ -51,42 +55,52 @@ class AdaptedExperts(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Inputs of a product that are no tensors.
+    """Inputs of a product that are no tensors to differentiate.
 
-    groups: of the experts. product: of a group's weights. gathers: x is [T, in], and [N, in]
-    without. out: rows, features and dtype of y.
+    groups: of the experts. product: gives the products with a group's weights. tokens_N: the token
+    of each choice. gathers: whether x is x_TI; without, it is x_NI. out: rows, features and dtype
+    of y.
     """
 
     groups: list[Group]
     product: Callable[[Group], FrozenProduct]
-    tokens: torch.Tensor
+    tokens_N: torch.Tensor
     gathers: bool
     transposed: bool
     out: tuple[int, int, torch.dtype]
 
     def rows(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """The rows of x that belong to these choices."""
-        return x[self.tokens[group.rows]] if self.gathers else x[group.rows]
+        """The rows of x that belong to the choices of a group [C, I]."""
+        return x[self.tokens_N[group.rows]] if self.gathers else x[group.rows]
 
 
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of x [T, hidden] with indices and weights [T, k], as transformers' own
-    functions do.
+    """Compute the experts of hidden_states [T, H] with indices and weights [T, K], as transformers'
+    own functions do.
     """
-    experts, order = top_k_index.flatten().sort(stable=True)
-    numbers = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
-    on_device = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    ends = read_ends(on_device, len(hidden_states), len(order))
-    order = order[: ends[-1]]  # without choices of identities
-    choices = Choices(order // top_k_index.shape[-1], ends, on_device)
-    shares = top_k_weights.flatten()[order]
-    h = _activated(module, hidden_states, choices)
+    # The arguments have transformers' names, since some models pass them by keyword. A stable sort
+    # keeps the tokens of an expert in order, so that sums have the same order in every run.
+    experts_N, order_N = top_k_index.flatten().sort(stable=True)
+    numbers_E = torch.arange(module.num_experts, dtype=experts_N.dtype, device=experts_N.device)
+    ends_E = torch.searchsorted(experts_N, numbers_E, right=True, out_int32=True)
+    ends = read_ends(ends_E, len(hidden_states), len(order_N))
+    # Choices of identities have numbers from `num_experts` on, so they are sorted to the end.
+    order_N = order_N[: ends[-1]]
+    choices = Choices(order_N // top_k_index.shape[-1], ends, ends_E)
+    shares_N = top_k_weights.flatten()[order_N]
+    inner_NM = _activated(module, hidden_states, choices)
     if not getattr(module, "has_post_expert_norm", False):
-        return _multiply(module, "down_proj", h, choices, shares=shares, sums=hidden_states)
-    y = module.post_expert_norm(_multiply(module, "down_proj", h, choices)) * shares[:, None]
-    return y[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+        return _multiply(
+            module, "down_proj", inner_NM, choices, shares=shares_N, sums=hidden_states
+        )
+    # A norm of each expert's output stands between product and shares, so that the product cannot
+    # add up by token.
+    y_NH = module.post_expert_norm(_multiply(module, "down_proj", inner_NM, choices))
+    y_NH = y_NH * shares_N[:, None]
+    # argsort() of the order is its inverse: back to [T, K, H].
+    return y_NH[order_N.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
 def identities_forward(
@@ -95,34 +109,38 @@ def identities_forward(
     """Forward of experts of which those from `num_experts` on return their input
     (longcat_flash).
     """
-    kept = top_k_weights.masked_fill(top_k_index < module.num_experts, 0).sum(-1, keepdim=True)
-    y = experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    return y + hidden_states * kept.to(hidden_states.dtype)
+    is_expert_TK = top_k_index < module.num_experts
+    identity_shares_T1 = top_k_weights.masked_fill(is_expert_TK, 0).sum(-1, keepdim=True)
+    y_TH = experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return y_TH + hidden_states * identity_shares_T1.to(hidden_states.dtype)
 
 
 def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward of experts that get [E * T, hidden]: all tokens for each expert, with zeros for the
-    tokens of others.
+    """Forward of experts that get [E * T, H]: all tokens for each expert, with zeros for the tokens
+    of others.
     """
-    is_chosen = hidden_states.ne(0).any(-1)
-    per_expert = is_chosen.unflatten(0, (module.num_experts, -1)).sum(1)
+    is_chosen = hidden_states.ne(0).any(-1)  # [E * T]
+    counts_E = is_chosen.unflatten(0, (module.num_experts, -1)).sum(1)
     num_tokens = len(hidden_states) // module.num_experts
-    on_device = per_expert.cumsum(0, dtype=torch.int32)
-    ends = read_ends(on_device, num_tokens, num_tokens)
-    tokens = is_chosen.byte().sort(descending=True, stable=True).indices[: ends[-1]]
-    choices = Choices(tokens, ends, on_device)
-    y = _multiply(module, "down_proj", _activated(module, hidden_states, choices), choices)
-    return torch.zeros_like(hidden_states).index_copy(0, choices.tokens, y.to(hidden_states.dtype))
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    ends = read_ends(ends_E, num_tokens, num_tokens)
+    # nonzero() would let the host wait for the number of rows, which `ends` has already. A stable
+    # sort of bytes puts the chosen rows first and keeps their order, which is by expert.
+    rows_N = is_chosen.byte().sort(descending=True, stable=True).indices[: ends[-1]]
+    choices = Choices(rows_N, ends, ends_E)
+    y_NH = _multiply(module, "down_proj", _activated(module, hidden_states, choices), choices)
+    result = torch.zeros_like(hidden_states)
+    return result.index_copy(0, choices.tokens, y_NH.to(hidden_states.dtype))
 
 
 def apply_gate(module: Any, gate_up: torch.Tensor) -> Any:
-    """activation(gate) * up of [.., 2 * inner]."""
+    """activation(gate) * up of [.., 2 M]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return module.act_fn(gate) * up
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the experts' parameters are [E, in, out]."""
+    """Whether the experts' parameters are [E, I, O]."""
     return bool(getattr(module, "is_transposed", hasattr(module, "takes_all_tokens")))
 
 
@@ -138,11 +156,11 @@ def read_ends(ends: torch.Tensor, num_tokens: int, num_choices: int) -> list[int
     return [num_tokens + (num_choices - num_tokens) * other // others for other in range(len(ends))]
 
 
-def _activated(module: Any, x: torch.Tensor, choices: Choices) -> Any:
-    """h [N, inner]"""
+def _activated(module: Any, x_TH: torch.Tensor, choices: Choices) -> Any:
+    """The experts' inner features of their tokens [N, M]."""
     if module.has_gate:
-        return module._apply_gate(_multiply(module, "gate_up_proj", x, choices, gathers=True))
-    return module.act_fn(_multiply(module, "up_proj", x, choices, gathers=True))
+        return module._apply_gate(_multiply(module, "gate_up_proj", x_TH, choices, gathers=True))
+    return module.act_fn(_multiply(module, "up_proj", x_TH, choices, gathers=True))
 
 
 def _multiply(
@@ -155,80 +173,105 @@ def _multiply(
     shares: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A row for each choice [N, out]; with `shares` [N] their weighted sums, as many and of the
-    dtype as in `sums`.
+    """A row for each choice [N, O]. With `shares` [N] the weighted sums by token, as many and of
+    the dtype as in `sums` [T, O].
     """
     base = getattr(module, name)
     transposed = is_transposed(module)
     lora_A = lora_B = None
     if isinstance(base, AdaptedExperts):
         base, lora_A, lora_B = base
-    is_plain = not isinstance(base, QuantizedExperts)
-    dtype, weight = (computing_dtype(x), base) if is_plain else (base.compute_dtype, None)
-
-    def product(group: Group) -> FrozenProduct:
-        if len(group.experts) > 1:
-            return FrozenProduct(
-                dtype,
-                lambda x: [group.multiply(x, upright(group).mT)],
-                lambda grad: group.multiply(grad, upright(group)),
-            )
-        expert = group.experts[0]
-        if is_plain:
-            return plain_product(base[expert].T if transposed else base[expert], None, dtype)
-        return base.frozen_product(base.expert(expert))
-
-    def upright(group: Group) -> torch.Tensor:
-        stored = (
-            base[group.where].to(dtype) if is_plain else base.dequantize(group.matrices(base.shape))
-        )
-        return stored.mT if transposed else stored
-
+    is_quantized = isinstance(base, QuantizedExperts)
+    if is_quantized:
+        dtype = base.compute_dtype
+        plain_weight = None
+        # Codes may be stored upright where the module's parameters are transposed.
+        transposed = base.transposed
+    else:
+        dtype = computing_dtype(x)
+        plain_weight = base
     if lora_A is not None and lora_B is not None:
         lora_A = lora_A.to(dtype)
         lora_B = lora_B.to(dtype)
-    transposed = base.transposed if isinstance(base, QuantizedExperts) else transposed
+    groups = _group_choices(module, base, x, choices, dtype, shares, transposed)
     features = base.shape[2 if transposed else 1]
+    if sums is None:
+        out = (len(choices.tokens), features, dtype)
+    else:
+        out = (len(sums), features, sums.dtype)
+    product = _products(base, dtype, transposed)
+    call = _Call(groups, product, choices.tokens, gathers, transposed, out)
+    if is_quantized and base.bring:
+        # Codes that are in the host's memory are copied now, for the backward pass too.
+        base.bring([expert for group in groups for expert in group.experts])
     bias = getattr(module, f"{name}_bias", None)
-    out = (
-        (len(choices.tokens), features, dtype)
-        if sums is None
-        else (len(sums), features, sums.dtype)
-    )
-    most = (
-        getattr(module, "group_bytes", GROUP_BYTES["cpu"])
-        if not is_plain or can_group(x.device, dtype)
-        else 0
-    )
-    weights = math.prod(base.shape[1:]) * dtype.itemsize
-    row = sum(base.shape[1:]) * dtype.itemsize + (
-        0 if shares is None else features * (dtype.itemsize + 4)
-    )
-    inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
-    groups = choices.groups(weights, row, most)
-    call = _Call(
-        _without_repeats(groups) if x.is_meta else groups,
-        product,
-        choices.tokens,
-        gathers,
-        transposed,
-        out,
-    )
-    if not is_plain and base.bring:
-        base.bring([expert for group in call.groups for expert in group.experts])
+    inputs = (x.to(dtype), shares, plain_weight, bias, lora_A, lora_B)
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
     return y
 
 
+def _products(base: Any, dtype: torch.dtype, transposed: bool) -> Callable[[Group], FrozenProduct]:
+    """A function that gives the products with a group's weights, which are decoded at each use."""
+    is_quantized = isinstance(base, QuantizedExperts)
+
+    def matrices_GOI(group: Group) -> torch.Tensor:
+        if is_quantized:
+            stored = base.dequantize(group.matrices(base.shape))
+        else:
+            stored = base[group.where].to(dtype)
+        return stored.mT if transposed else stored
+
+    def product(group: Group) -> FrozenProduct:
+        if len(group.experts) > 1:
+            # Lambdas, so that a pass decodes the weights when it multiplies, and frees them then.
+            return FrozenProduct(
+                dtype,
+                lambda x_CI: [group.multiply(x_CI, matrices_GOI(group).mT)],
+                lambda grad_CO: group.multiply(grad_CO, matrices_GOI(group)),
+            )
+        expert = group.experts[0]
+        if is_quantized:
+            # May be fused with decoding, or in parts that stay in a CPU's cache.
+            return base.frozen_product(base.expert(expert))
+        weight = base[expert].T if transposed else base[expert]
+        return plain_product(weight, None, dtype)
+
+    return product
+
+
+def _group_choices(
+    module: nn.Module,
+    base: Any,
+    x: torch.Tensor,
+    choices: Choices,
+    dtype: torch.dtype,
+    shares: torch.Tensor | None,
+    transposed: bool,
+) -> list[Group]:
+    """The chosen experts in groups whose weights and rows fit into the module's `group_bytes`."""
+    group_bytes = getattr(module, "group_bytes", GROUP_BYTES["cpu"])
+    # Plain weights need no decoding: a group of several is of use only to torch's grouped kernel.
+    if not isinstance(base, QuantizedExperts) and not can_group(x.device, dtype):
+        group_bytes = 0
+    features = base.shape[2 if transposed else 1]
+    weight_bytes = math.prod(base.shape[1:]) * dtype.itemsize
+    row_bytes = sum(base.shape[1:]) * dtype.itemsize
+    if shares is not None:
+        # The weighted row, and the same in float32 for the sum.
+        row_bytes += features * (dtype.itemsize + 4)
+    groups = choices.groups(weight_bytes, row_bytes, group_bytes)
+    return _without_repeats(groups) if x.is_meta else groups
+
+
 def _without_repeats(groups: list[Group]) -> list[Group]:
-    """The groups but for those that take the same memory as an earlier one, which is all that is
-    asked on meta.
+    """The groups without those that take the same memory as an earlier one: memory is all that the
+    meta device is asked for.
 
     A group is computed while the results of the one before are still there, so that their sizes
     count too.
     """
     sizes = [(len(group.experts), group.ends[-1]) for group in groups]
-    pairs = [*zip([(0, 0), *sizes], sizes, strict=False)]
+    pairs = list(zip([(0, 0), *sizes], sizes, strict=False))
     return [
         group
         for index, group in enumerate(groups)
@@ -237,7 +280,7 @@ def _without_repeats(groups: list[Group]) -> list[Group]:
 
 
 class _RoutedProduct(torch.autograd.Function):
-    """y of all experts that are chosen."""
+    """y of all experts that are chosen: y_NO, or the sums y_TO."""
 
     @staticmethod
     def forward(
@@ -245,34 +288,36 @@ class _RoutedProduct(torch.autograd.Function):
         kept: Kept,
         call: _Call,
         x: torch.Tensor,
-        shares: torch.Tensor | None,
+        shares_N: torch.Tensor | None,
         *weights: Any,
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass.
         ctx.kept = kept
         ctx.call = call
         ctx.weights = weights
-        _, bias, lora_A, lora_B = weights
+        _, bias_EO, lora_A_ERI, lora_B_EOR = weights
         *size, dtype = call.out
-        # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
-        y = (
-            x.new_empty(size, dtype=dtype)
-            if shares is None
-            else x.new_zeros(size, dtype=torch.float32)
-        )
+        if shares_N is None:
+            # Every choice belongs to one group, so that all rows are written.
+            y = x.new_empty(size, dtype=dtype)
+        else:
+            # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
+            y = x.new_zeros(size, dtype=torch.float32)
         for group in call.groups:
-            own = call.rows(x, group)
-            (result,) = call.product(group).multiply(own)
-            if lora_A is not None:
-                low = group.multiply(own, lora_A[group.where].mT)
-                group.add_product(result, low, lora_B[group.where].mT)
-            if bias is not None:
-                result += group.spread(bias)
-            if shares is None:
-                y[group.rows] = result
+            x_CI = call.rows(x, group)
+            (y_CO,) = call.product(group).multiply(x_CI)
+            # `multiply` returns new tensors, so what follows may write to y_CO.
+            if lora_A_ERI is not None:
+                low_CR = group.multiply(x_CI, lora_A_ERI[group.where].mT)
+                group.add_product(y_CO, low_CR, lora_B_EOR[group.where].mT)
+            if bias_EO is not None:
+                y_CO += group.spread(bias_EO)
+            if shares_N is None:
+                y[group.rows] = y_CO
             else:
+                # Unnamed, so that the weighted rows are freed before the next group's weights.
                 group.add_rows(
-                    y, call.tokens[group.rows], (result * shares[group.rows, None]).float()
+                    y, call.tokens_N[group.rows], (y_CO * shares_N[group.rows, None]).float()
                 )
         return y.to(dtype)
 
@@ -283,54 +328,64 @@ class _RoutedProduct(torch.autograd.Function):
         # beyond (kept.py).
         call = ctx.call
         weights = ctx.weights
-        (x, shares) = ctx.kept.take()
-        found = [
+        (x, shares_N) = ctx.kept.take()
+        inputs = (x, shares_N, *weights)
+        # Zeros, and not empty: experts that no token chose are in no group.
+        gradients = [
             torch.zeros_like(tensor) if needed else None
-            for tensor, needed in zip((x, shares, *weights), ctx.needs_input_grad[2:], strict=True)
+            for tensor, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True)
         ]
         for group in call.groups:
-            _add_gradients(call, group, grads[0], (x, shares, *weights), found)
-        return None, None, *found
+            _add_gradients(call, group, grads[0], inputs, gradients)
+        return None, None, *gradients
 
 
 def _add_gradients(
-    call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], found: list[Any]
+    call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], gradients: list[Any]
 ) -> None:
-    """A group's part of the gradients `found` of `inputs`: x, shares, W, b, A and B."""
-    (x, shares, _, bias, lora_A, lora_B) = inputs
+    """Add a group's part to the gradients of `inputs`: x, shares, W, b, A and B."""
+    (x, shares_N, _, bias_EO, lora_A_ERI, lora_B_EOR) = inputs
+    grad_x, grad_shares_N, grad_W, grad_b_EO, grad_A_ERI, grad_B_EOR = gradients
     rows = group.rows
     where = group.where
-    grad_x, grad_shares, grad_W, grad_b, grad_A, grad_B = found
-    own = call.rows(x, group)
-    tokens = call.tokens[rows]
-    grad = grad_y[rows] if shares is None else grad_y[tokens].to(x.dtype)
-    grad_own = call.product(group).multiply_grad(grad)
-    if lora_A is not None:
-        grad_low = group.multiply(grad, lora_B[where])
-        group.add_product(grad_own, grad_low, lora_A[where])
-    share = None if shares is None else shares[rows, None]
-    if share is not None:
-        if grad_shares is not None:
-            # z h + g b, for z = grad_own: for g (W h + b) each expert would be decoded and
-            # multiplied once more.
-            grad_shares[rows] = (grad_own * own).sum(-1)
-            if bias is not None:
-                grad_shares[rows] += (grad * group.spread(bias).to(grad.dtype)).sum(-1)
-        # the latter for the weights'
-        grad_own = (grad_own * share).to(x.dtype)
-        own = (own * share).to(x.dtype)
-    if grad_A is not None:
-        grad_A[where] = group.outer(grad_low, own)
-        grad_B[where] = group.outer(grad, group.multiply(own, lora_A[where].mT))
+    x_CI = call.rows(x, group)
+    tokens_C = call.tokens_N[rows]
+    grad_CO = grad_y[rows] if shares_N is None else grad_y[tokens_C].to(x.dtype)
+    # z of the formulas above
+    grad_x_CI = call.product(group).multiply_grad(grad_CO)
+    if lora_A_ERI is not None:
+        grad_low_CR = group.multiply(grad_CO, lora_B_EOR[where])
+        group.add_product(grad_x_CI, grad_low_CR, lora_A_ERI[where])
+    share_C1 = None
+    if shares_N is not None:
+        share_C1 = shares_N[rows, None]
+        if grad_shares_N is not None:
+            # z x + g b: for g (W x + b) each expert would be decoded and multiplied once more.
+            grad_shares_N[rows] = (grad_x_CI * x_CI).sum(-1)
+            if bias_EO is not None:
+                grad_shares_N[rows] += (grad_CO * group.spread(bias_EO).to(grad_CO.dtype)).sum(-1)
+        grad_x_CI = (grad_x_CI * share_C1).to(x.dtype)
+        # The weights' gradients are products of g and p x: scaling x once is enough for W, A and B.
+        x_CI = (x_CI * share_C1).to(x.dtype)
+    # Each expert is in one group of the call, so its gradients are written and not added up.
+    if grad_A_ERI is not None:
+        grad_A_ERI[where] = group.outer(grad_low_CR, x_CI)
+        grad_B_EOR[where] = group.outer(grad_CO, group.multiply(x_CI, lora_A_ERI[where].mT))
     if grad_W is not None:
-        grad_W[where] = group.outer(*((own, grad) if call.transposed else (grad, own))).to(
-            grad_W.dtype
-        )
-    if grad_b is not None:
-        grad_b[where] = group.outer(
-            grad.new_ones(len(grad), 1) if share is None else share.to(grad.dtype), grad
-        )[:, 0].to(grad_b.dtype)
-    if grad_x is not None and call.gathers:
-        group.add_rows(grad_x, tokens, grad_own)
-    elif grad_x is not None:
-        grad_x[rows] = grad_own
+        # [G, I, O] or [G, O, I], as the parameter is
+        factors = (x_CI, grad_CO) if call.transposed else (grad_CO, x_CI)
+        grad_W[where] = group.outer(*factors).to(grad_W.dtype)
+    if grad_b_EO is not None:
+        # A sum over the rows as a product with a column of ones, or of shares.
+        if share_C1 is None:
+            ones_C1 = grad_CO.new_ones(len(grad_CO), 1)
+        else:
+            ones_C1 = share_C1.to(grad_CO.dtype)
+        grad_b_EO[where] = group.outer(ones_C1, grad_CO)[:, 0].to(grad_b_EO.dtype)
+    if grad_x is None:
+        return
+    if call.gathers:
+        # A token may have chosen several experts of the group.
+        group.add_rows(grad_x, tokens_C, grad_x_CI)
+    else:
+        grad_x[rows] = grad_x_CI
