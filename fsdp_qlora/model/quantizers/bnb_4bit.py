@@ -16,6 +16,11 @@ bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored 
 under its own name (X = model.layers.0.mlp.experts.gate_up_proj), which only this package can read:
 in cache entries, and in models saved by the quantize command, which have `settings.EXPERTS_KEY` in
 their quantization_config.
+
+Bits: a byte holds the code of an even element in its high four bits and of the odd element after it
+in its low four. A code is an index into 16 values from -1 to 1, which the block's absmax scales:
+NF4's are quantiles of a normal distribution (Dettmers et al. 2023, appendix E), FP4's a sign and
+three bits of exponent and mantissa in bitsandbytes' own order.
 """
 
 import functools
@@ -86,9 +91,12 @@ class Bnb4bitWeight(QuantizedWeight):
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=_BLOCKSIZE)
         self.quant_type = quant_type
         self.double_quant = double_quant
+        # Rounded up: the last block may be short.
         self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
+            # A row of one element of the compute dtype holds the codes of two blocks (of four in
+            # float32).
             self.absmax = self._storage(
                 -(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize
             )
@@ -102,7 +110,9 @@ class Bnb4bitWeight(QuantizedWeight):
             self.statistics = ("absmax",)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (*super().tensors(), *((self.absmax_offset,) if self.double_quant else ()))
+        if not self.double_quant:
+            return super().tensors()
+        return (*super().tensors(), self.absmax_offset)
 
     def decode_tensors(
         self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
@@ -118,6 +128,7 @@ class Bnb4bitWeight(QuantizedWeight):
                 codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True
             )
         ]
+        # cat() would copy the one piece that nearly every weight has.
         whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
         return whole[: math.prod(part.shape)].view(part.shape)
 
@@ -127,8 +138,9 @@ class Bnb4bitWeight(QuantizedWeight):
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        is_fused = not part.transposed and _can_fuse(part, x)
-        return (self._times_transposed if is_fused else super().multiply)(part, x, bias, *tensors)
+        if not part.transposed and _can_fuse(part, x):
+            return self._times_transposed(part, x, bias, *tensors)
+        return super().multiply(part, x, bias, *tensors)
 
     def multiply_grad(
         self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor
@@ -142,6 +154,8 @@ class Bnb4bitWeight(QuantizedWeight):
     ) -> torch.Tensor:
         """Compute x M^T + b for the stored matrix M."""
         codes, absmax = _select(part, *tensors)
+        # Only a matrix with whole blocks in its rows is sure to end at a block. The operator gets
+        # the bytes of the matrix, without those that fill up its last block.
         if part.shape[-1] % _BLOCKSIZE:
             codes = codes[: -(-math.prod(part.shape) // 2)]
         y: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
@@ -158,6 +172,7 @@ class Bnb4bitWeight(QuantizedWeight):
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
         options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
         codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
+        # The state has the dtype of `weight`, to which bitsandbytes would decode.
         state.dtype = self.compute_dtype
         return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
 
@@ -173,6 +188,7 @@ class Bnb4bitWeight(QuantizedWeight):
         # so the result is exact for any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
         absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
+        # Now every rank has all statistics, and keeps the bytes of its own rows.
         for parameter, whole in ((self.absmax, absmax_8bit), (self.nested_absmax, nested_absmax)):
             first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
             write_bytes(parameter, whole.view(torch.uint8)[first:last])
@@ -200,17 +216,23 @@ class Bnb4bitWeight(QuantizedWeight):
         """The state that bitsandbytes' loader reads, without the weight's original dtype and the
         mean of absmax.
         """
-        state = {"quant_type": self.quant_type, "blocksize": _BLOCKSIZE, "shape": list(self.shape)}
-        return state | ({"nested_blocksize": NESTED_BLOCKSIZE} if self.double_quant else {})
+        state: dict[str, Any] = {
+            "quant_type": self.quant_type,
+            "blocksize": _BLOCKSIZE,
+            "shape": list(self.shape),
+        }
+        if self.double_quant:
+            state["nested_blocksize"] = NESTED_BLOCKSIZE
+        return state
 
     def _value_tables(self) -> dict[str, torch.Tensor]:
         """Suffix of the weight's name -> float32 values of the weight's codes, and of the codes of
         absmax.
         """
         tables = {".quant_map": bnb.get_4bit_type(self.quant_type, device="cpu")}
-        return tables | (
-            {".nested_quant_map": bnb.create_dynamic_map()} if self.double_quant else {}
-        )
+        if self.double_quant:
+            tables[".nested_quant_map"] = bnb.create_dynamic_map()
+        return tables
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         state = self._state() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -224,6 +246,7 @@ class Bnb4bitWeight(QuantizedWeight):
         if suffix.startswith(PACKED_STATE):
             self._load_state(content, name)
             return
+        # The tolerance is a float32's rounding at 1, the largest value of a table.
         table = content.view(torch.float32)
         expected = self._value_tables()[suffix]
         if table.shape != expected.shape or not torch.allclose(table, expected, rtol=0, atol=1e-7):
@@ -250,8 +273,7 @@ class Bnb4bitWeight(QuantizedWeight):
         if wrong:
             raise UserError(
                 f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. "
-                "Give the model with "
-                "16- or 32-bit weights."
+                "Give the model with 16- or 32-bit weights."
             )
         if self.double_quant:
             self.absmax_offset.fill_(offset)
@@ -273,15 +295,16 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
     its GPU kernel counts in int32, which is too small for a rank's part of the largest models'
     experts.
     """
-    if not values.numel():  # there are fewer blocks than ranks
+    # A rank has none if there are fewer blocks than ranks.
+    if not values.numel():
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+    piece_size = _PIECE if values.device.type == "cpu" else _GPU_PIECE
     pieces = [
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
-        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else _GPU_PIECE)
+        for piece in values.flatten().split(piece_size)
     ]
-    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat(
-        [absmax for _, absmax in pieces]
-    )
+    codes = torch.cat([codes.view(-1) for codes, _ in pieces])
+    return codes, torch.cat([absmax for _, absmax in pieces])
 
 
 def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
@@ -298,6 +321,7 @@ def _select(
     nested: nested_absmax and absmax_offset, with double_quant.
     """
     first, count = part.spans(_BLOCKSIZE)
+    # The parameter is viewed as bytes, of two weights each.
     codes = part.choose(_elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2))
     if not nested:
         return codes, part.choose(_elements(absmax, torch.float32, first, count))
@@ -320,9 +344,10 @@ def _select(
 
 def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
     """Whether bitsandbytes may fuse decoding and product."""
-    return x.shape[0] <= _FUSED_TOKENS and not (
-        x.device.type == "cpu" and part.shape[-1] % _BLOCKSIZE
-    )
+    if x.shape[0] > _FUSED_TOKENS:
+        return False
+    # The CPU kernel takes a wrong absmax if a row ends inside a block (see `decode_tensors`).
+    return x.device.type != "cpu" or part.shape[-1] % _BLOCKSIZE == 0
 
 
 @functools.cache

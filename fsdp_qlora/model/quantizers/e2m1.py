@@ -1,8 +1,13 @@
 """Weights as floats of 4 bits (E2M1) in groups that share a scale of 8 bits: MXFP4 and NVFP4.
 
-A group is `group_size` consecutive weights of the row-major flattened weight. Codes are packed two
-per byte, the first in the low bits: a sign, two bits of exponent and one of mantissa (OCP
-Microscaling Formats 1.0, table 7).
+A group is `group_size` consecutive weights of the row-major flattened weight.
+
+Bits: a code is a sign, two bits of exponent and one of mantissa, s ee m (OCP Microscaling Formats
+1.0, table 7). Its lower three bits count up through the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A
+byte has the code of an even element in its low four bits and of the odd element after it in its
+high four.
+    MXFP4: groups of 32; a scale is E8M0, the exponent of 2**(byte - 127), of which 255 is NaN.
+    NVFP4: groups of 16; a scale is E4M3, and a float32 scale of the whole weight is beyond it.
 """
 
 import functools
@@ -26,11 +31,13 @@ from fsdp_qlora.model.quantizers.base import (
 from fsdp_qlora.model.quantizers.fp8 import has_nan
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
+# E2M1's magnitudes, by the lower three bits of a code
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST = _VALUES[-1]  # magnitude of a code
 _SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (see QuantizedWeight)
 # MXFP4's scales
 _MANTISSA = 23  # bits of a float32's
+# A quarter of the mantissa's range, which carries over into the exponent:
 # from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
 _ROUND_UP = 1 << _MANTISSA - 2
 _LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
@@ -51,8 +58,8 @@ class E2m1Weight(QuantizedWeight):
 
     selects_rows = True
     statistics: tuple[str, ...] = ("scale",)
-    # Codes are looked up two at a time, and the values scaled: 10.5 of `decoding_bytes`, 4 of them
-    # an index of 32 bits.
+    # Of `decoding_bytes` 10.5 are for codes, which are looked up two at a time, and for scaling the
+    # values; 4 of these are an index of 32 bits. The rest is for scales.
     label: str
     group_size: int
 
@@ -84,15 +91,13 @@ class E2m1Weight(QuantizedWeight):
         weight, scale, *others = tensors
         num_weights = math.prod(part.shape)
         (first, count) = part.spans(self.group_size)
+        # Both parameters have four groups a row, so their bytes are groups in order.
         codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[first : first + count]
         scales = self.scale_values(
             scale.view(torch.uint8).view(-1)[first : first + count], first, *others
         )
-        return (
-            _values(part.choose(codes), part.choose(scales), dtype)
-            .view(-1)[:num_weights]
-            .view(part.shape)
-        )
+        values = _values(part.choose(codes), part.choose(scales), dtype)
+        return values.view(-1)[:num_weights].view(part.shape)
 
     def quantize(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2]
@@ -100,12 +105,17 @@ class E2m1Weight(QuantizedWeight):
 
         others: the statistics beyond `scale`, with one value for the whole weight.
         """
+        # Zeros do not change a group's largest magnitude.
         rest = -values.numel() % self.group_size
-        groups = (F.pad(values.flatten(), (0, rest)) if rest else values).view(-1, self.group_size)
+        if rest:
+            values = F.pad(values.flatten(), (0, rest))
+        groups = values.view(-1, self.group_size)
         codes = []
         scales = []
         for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
             scales.append(self.scale_codes(piece.abs().amax(1).float(), *others))
+            # Divided by the scale as it is stored, not as it was before rounding: a code is nearest
+            # to its weight with the scale that decodes it.
             codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
         return torch.cat(codes), torch.cat(scales)
 
@@ -133,18 +143,19 @@ class Mxfp4Weight(E2m1Weight):
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
         if suffix != ".scale":
             return ""
-        return (
-            NOT_FINITE
-            if (values == _NOT_A_NUMBER).any()
-            else TOO_LARGE * bool((values > _MOST_EXPONENT).any())
-        )
+        if (values == _NOT_A_NUMBER).any():
+            return NOT_FINITE
+        return TOO_LARGE if (values > _MOST_EXPONENT).any() else ""
 
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
-        # 2**-127 is below float32's normal numbers: it has the first bit of the mantissa.
+        # E8M0 has the exponent's bias of float32, so a shift makes a float32 of it. Only 2**-127 is
+        # below float32's normal numbers: it has exponent 0 and the first bit of the mantissa.
         bits = torch.where(codes == 0, 1 << _MANTISSA - 1, codes.int() << _MANTISSA)
         return bits.int().view(torch.float32)
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        # The exponent after `_ROUND_UP`, from the float32's bits and so exact. A magnitude has the
+        # sign bit 0, so that the shift leaves nothing else.
         exponent = largest.view(torch.int32) + _ROUND_UP >> _MANTISSA
         return (exponent - _LARGEST_EXPONENT).clamp(min=0).to(torch.uint8)
 
@@ -175,6 +186,7 @@ class Nvfp4Weight(E2m1Weight):
     ) -> None:
         super().__init__(shape, compute_dtype=compute_dtype)
         self.multiplies = multiplies
+        # num_parts is of each matrix, and experts are a matrix each.
         parts = num_parts * math.prod(shape[:-2]) or 1
         self.global_scale = self._storage(parts, 4, torch.float32)
 
@@ -184,53 +196,61 @@ class Nvfp4Weight(E2m1Weight):
         if suffix == ".global_scale":
             scales = values.view(torch.float32)
             largest = _LARGEST * _LARGEST_SCALE * (scales if self.multiplies else 1 / scales)
-            return super().unusable(suffix, values) or TOO_LARGE * (not largest.isfinite().all())
+            not_finite = super().unusable(suffix, values)
+            if not_finite:
+                return not_finite
+            # A divisor of zero, too, has weights that are not finite.
+            return "" if largest.isfinite().all() else TOO_LARGE
         return ""
 
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
-        (of_part,) = others
+        (global_scales,) = others
         values = codes.view(torch.float8_e4m3fn).float()
-        of_part = of_part.view(-1)
-        if len(of_part) > 1:
-            groups_of_part = math.prod(self.shape) // self.group_size // len(of_part)
-            of_part = of_part[
-                torch.arange(first, first + len(codes), device=codes.device) // groups_of_part
-            ]
-        return values.mul_(of_part) if self.multiplies else values.div_(of_part)
+        global_scales = global_scales.view(-1)
+        if len(global_scales) > 1:
+            # The part of each group: parts are equal, and no group is in two of them.
+            groups_of_part = math.prod(self.shape) // self.group_size // len(global_scales)
+            groups = torch.arange(first, first + len(codes), device=codes.device)
+            global_scales = global_scales[groups // groups_of_part]
+        # Divided, and not multiplied by the reciprocal, which would round twice.
+        return values.mul_(global_scales) if self.multiplies else values.div_(global_scales)
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         scales = largest / _LARGEST
-        of_all = others[0].view(())
-        scales = scales / of_all if self.multiplies else of_all * scales
+        whole_scale = others[0].view(())
+        scales = scales / whole_scale if self.multiplies else whole_scale * scales
+        # E4M3 has no infinity: what is beyond its largest value would be NaN.
         scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
-        return (
-            torch.where(scales.float() == 0, _SCALE_OF_ZEROS, scales.float())
-            .to(scales.dtype)
-            .view(torch.uint8)
-        )
+        # In float32, in which all values of E4M3 are exact.
+        rounded = scales.float()
+        rounded = torch.where(rounded == 0, _SCALE_OF_ZEROS, rounded)
+        return rounded.to(scales.dtype).view(torch.uint8)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         return self.quantize(values, self.global_scale)[0]
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        of_all = global_scale(weight.abs().max().float())
-        return self.decode_tensors(
-            self.whole, self.compute_dtype, *self.quantize(weight, of_all), of_all
-        )
+        whole_scale = global_scale(weight.abs().max().float())
+        tensors = (*self.quantize(weight, whole_scale), whole_scale)
+        return self.decode_tensors(self.whole, self.compute_dtype, *tensors)
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        largest = (
-            values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
-        )
+        # A rank without values takes part in the collective, too.
+        if values.numel():
+            largest = values.abs().max().float()
+        else:
+            largest = torch.zeros((), device=values.device)
         size = shard_size(mesh)
         if size > 1:
+            # A maximum does not depend on the split, so every rank has the same scale.
             largest = gather_rows(largest.view(1), size, mesh).max()
-        of_all = global_scale(largest).view(1)
-        codes, scales = self.quantize(values, of_all)
+        whole_scale = global_scale(largest).view(1)
+        codes, scales = self.quantize(values, whole_scale)
         write_bytes(self.weight, codes)
         write_bytes(self.scale, scales)
-        write_bytes(self.global_scale, of_all[slice(*own_rows(self.global_scale, mesh))])
+        # One row, which one rank keeps: `own_rows` is empty on the others.
+        write_bytes(self.global_scale, whole_scale[slice(*own_rows(self.global_scale, mesh))])
 
     def stored_forms(self) -> dict[str, TensorForm]:
         form = TensorForm(torch.float32, (len(self.global_scale),))
@@ -241,6 +261,8 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
     """The global scale, a divisor, of a weight with this largest magnitude: both are float32
     scalars.
     """
+    # Scales of groups then use E4M3's whole range. A weight of zeros has the scale 1: the quotient
+    # with the smallest normal number is infinite.
     smallest = torch.finfo(torch.float32).tiny
     return torch.nan_to_num(_LARGEST_SCALE * _LARGEST / largest.clamp(min=smallest), posinf=1.0)
 
@@ -248,6 +270,7 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The two values of each byte, [256] integers with the bytes of both in `dtype`."""
+    # A set sign bit adds 8 to a code.
     values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype)
     low = torch.arange(256) % 16
     high = torch.arange(256) // 16
@@ -259,6 +282,7 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     """Decode bytes [groups, group_size / 2] with float32 scales [groups] to weights [groups,
     group_size].
     """
+    # An entry is both values of a byte: half as many look-ups as for each code.
     table = _pairs(dtype, codes.device)
     decoded = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
     step = groups_at_a_time(codes.device, decoded.shape[1])
@@ -269,6 +293,7 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
             .view(dtype)
             .view(-1, decoded.shape[1])
         )
+        # Float32 scales times 16-bit values are rounded once, as they are written.
         torch.mul(values, scales[groups, None], out=decoded[groups])
     return decoded
 
@@ -279,7 +304,9 @@ def _limits(device: torch.device) -> torch.Tensor:
     even code.
     """
     halfway = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_VALUES)])
-    halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(3))  # from an odd code a tie goes up
+    # bucketize() leaves a value at a limit below it, which is right above an even code. Above an
+    # odd code a tie goes up, so the limit is the float32 before it.
+    halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(3))
     return halfway.to(device)
 
 
@@ -288,5 +315,7 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
     become the largest.
     """
     codes = torch.bucketize(values.abs(), _limits(values.device), out_int32=True).to(torch.uint8)
+    # The sign is the code's fourth bit.
     codes |= values.signbit().to(torch.uint8) << 3
+    # Even elements are in the low half of a byte.
     return codes[:, ::2] | codes[:, 1::2] << 4

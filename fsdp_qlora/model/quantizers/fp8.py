@@ -1,5 +1,8 @@
-"""Weights as floats of 8 bits (E4M3 or E5M2), with float32 scales for rows, blocks of a matrix, or
-whole matrices.
+"""Weights as floats of 8 bits, with float32 scales for rows, blocks of a matrix, or whole matrices.
+
+Bits (OCP 8-bit Floating Point Specification 1.0): E4M3 is a sign, four bits of exponent and three
+of mantissa, with values up to 448, no infinity, and one NaN of each sign (all other bits set); E5M2
+is a sign, five bits of exponent and two of mantissa, with IEEE's infinities and NaNs.
 """
 
 import math
@@ -48,7 +51,12 @@ class Fp8Weight(QuantizedWeight):
     ) -> None:
         *matrices, rows, columns = shape
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=columns)
-        self.block = block or ((rows // num_parts, columns) if num_parts else (1, columns))
+        if block:
+            self.block = block
+        elif num_parts:
+            self.block = (rows // num_parts, columns)
+        else:
+            self.block = (1, columns)
         self.code_dtype = code_dtype
         self.scale_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         self.weight = self._storage(math.prod(matrices) * rows, columns)
@@ -62,16 +70,18 @@ class Fp8Weight(QuantizedWeight):
         weight, scale = tensors
         *_, rows, columns = self.shape
         first, span = part.spans(columns)
-        codes = part.choose(weight.view(torch.uint8)[first : first + span, :columns]).view(
-            self.code_dtype
-        )
+        # As bytes, since not every operator has a kernel for FP8. Without the padding of rows.
+        codes = part.choose(weight.view(torch.uint8)[first : first + span, :columns])
+        codes = codes.view(self.code_dtype)
+        # A part begins at the first row of a block (see `QuantizedWeight._parts`).
         matrix, row = divmod(first, rows)
         scale = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
         if part.among is not None:
             scale = part.choose(scale[: part.among[1] * self.scale_shape[0]])
         count = len(codes)
         decoded = torch.empty(len(codes), columns, dtype=dtype, device=weight.device)
-        # in which blocks go on without a break
+        # Rows in which blocks follow each other without a break: a matrix, or all matrices if the
+        # last block of each is complete.
         of_matrix = count if rows % self.block[0] == 0 else rows
         for start in range(0, count, of_matrix):
             part_rows = slice(start, min(start + of_matrix, count))
@@ -84,6 +94,7 @@ class Fp8Weight(QuantizedWeight):
         further ones.
         """
         height, width = self.block
+        # `whole` blocks are complete, and broadcast their scale; the last one may be short.
         whole = len(values) // height
         scale = scale[: -(-len(values) // height)]
         if width < values.shape[1]:
@@ -110,9 +121,10 @@ class Fp8Weight(QuantizedWeight):
         if not suffix:
             return NOT_FINITE if has_nan(values, self.code_dtype) else ""
         largest = torch.finfo(torch.float32).max / torch.finfo(self.code_dtype).max
-        return super().unusable(suffix, values) or TOO_LARGE * _exceeds(
-            values.view(torch.float32), largest
-        )
+        not_finite = super().unusable(suffix, values)
+        if not_finite:
+            return not_finite
+        return TOO_LARGE if _exceeds(values.view(torch.float32), largest) else ""
 
     def code_settings(self) -> dict[str, Any]:
         return {"format": "fp8"}
@@ -120,6 +132,7 @@ class Fp8Weight(QuantizedWeight):
 
 def has_nan(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether bytes of FP8 have a NaN, or an infinity of E5M2."""
+    # All exponent bits of E5M2, and all bits but the sign of E4M3.
     mask = 0x7C if dtype == torch.float8_e5m2 else 0x7F
     return any(bool(((piece & mask) == mask).any()) for piece in values.flatten().split(_PIECE))
 
@@ -134,9 +147,11 @@ def block_scales(
     """The scales, float32 [row blocks, column blocks], of float32 rows [rows, columns]."""
     (count, columns) = rows.shape
     (height, width) = block
+    # Zeros do not change a block's largest magnitude.
     padded = F.pad(rows.abs(), (0, -columns % width, 0, -count % height))
     groups = padded.view(-(-count // height), height, padded.shape[1] // width, width)
-    if not count:  # there are fewer rows than ranks
+    # A rank has no rows if there are fewer rows than ranks.
+    if not count:
         return rows.new_empty(0, groups.shape[2])
     scale = groups.amax((1, 3)) / torch.finfo(code_dtype).max
     return torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
@@ -152,19 +167,21 @@ def quantize_blocks(
 
     block: rows and columns that share a scale; by default a row. scale: use these; [1, 1] for all.
     """
-    rows, block = rows.float(), block or (1, rows.shape[1])
+    rows = rows.float()
+    block = block or (1, rows.shape[1])
     if scale is None:
         scale = block_scales(rows, block, code_dtype)
+    # Clamped, since a value that is rounded up beyond the largest one would be NaN in E4M3: a given
+    # scale may be too small.
     largest = torch.finfo(code_dtype).max
-    return (rows / spread_scales(scale, block, rows.shape)).clamp(-largest, largest).to(
-        code_dtype
-    ), scale
+    scaled = (rows / spread_scales(scale, block, rows.shape)).clamp(-largest, largest)
+    return scaled.to(code_dtype), scale
 
 
 def spread_scales(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """The float32 scales of blocks as a tensor that broadcasts to rows [rows, columns]."""
     if scale.numel() > 1:
         scale = scale.repeat_interleave(block[0], 0)[: shape[0]]
-    return (
-        scale.repeat_interleave(block[1], 1)[:, : shape[1]] if block[1] < shape[1] else scale
-    ).float()
+    if block[1] < shape[1]:
+        scale = scale.repeat_interleave(block[1], 1)[:, : shape[1]]
+    return scale.float()

@@ -3,6 +3,11 @@ layers and experts.
 
 A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq
 library). Code q represents the weight (q - zero) * scale, with the zero and scale of its group.
+
+Bits: a byte has several codes that are far apart in the group, the first of them in its highest
+bits. With 4 bits, byte i of a group has element i in its high half and element i + group_size / 2
+in its low one. (The hqq library's BitPack does so with rows; here a group has bytes of its own.)
+3-bit codes have their lower two bits in one plane of bytes and the third bit in another.
 """
 
 import math
@@ -70,9 +75,9 @@ class HqqWeight(QuantizedWeight):
         for start in range(0, count, step):
             groups = slice(start, start + step)
             scale, zero = statistics[groups].float().split(1, dim=1)
-            torch.mul(
-                torch.sub(_unpack(packed[groups], self.n_bits), zero), scale, out=decoded[groups]
-            )
+            # In float32 until the product is written: q - zero in 16 bits would lose digits.
+            centered = torch.sub(_unpack(packed[groups], self.n_bits), zero)
+            torch.mul(centered, scale, out=decoded[groups])
         return decoded.view(-1)[:num_weights].view(part.shape)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -112,7 +117,8 @@ def _quantize_groups(
     """
     from hqq.core.optimize import optimize_weights_proximal_v2
 
-    if not values.numel():  # there are fewer groups than ranks
+    # A rank has none if there are fewer groups than ranks.
+    if not values.numel():
         empty = values.new_empty(0, group_size, dtype=torch.uint8)
         return empty, values.new_empty(0, 2, dtype=torch.float16)
     flat = values.flatten()
@@ -121,13 +127,14 @@ def _quantize_groups(
     largest = 2**n_bits - 1
     all_codes = []
     statistics = []
-    for piece in flat.view(-1, group_size).split(
-        groups_at_a_time(values.device, group_size, on_gpu=2**22)
-    ):
+    # The solver has several temporaries of its input's size.
+    step = groups_at_a_time(values.device, group_size, on_gpu=2**22)
+    for piece in flat.view(-1, group_size).split(step):
         groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
         # as in the library: keeps 1 / scale within float16
         scale = (largest / (high - low)).clamp(max=2e4)
+        # A group of nearly equal values, which the library gives the scale 1, too.
         scale = torch.where(high - low <= 1e-4, 1.0, scale)
         zero = -low * scale
         codes, scale, zero = optimize_weights_proximal_v2(
@@ -139,14 +146,14 @@ def _quantize_groups(
             dtype=torch.float32,
             opt_params=_SOLVER,
         )
+        # The solver works with 1 / scale.
         all_codes.append(codes[: len(piece)].to(torch.uint8))
         statistics.append(torch.cat([1.0 / scale, zero], dim=1)[: len(piece)].half())
     scale_zero = torch.cat(statistics)
     if not scale_zero.isfinite().all():
         raise UserError(
             f"HQQ cannot quantize this model: {group_size} consecutive weights differ too little "
-            "for their magnitude. "
-            "Use --train_type qlora."
+            "for their magnitude. Use --train_type qlora."
         )
     return torch.cat(all_codes), scale_zero
 
@@ -158,6 +165,7 @@ def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
     planes = []
     shift = 0
     for bits in _PLANES[n_bits]:
+        # Codes of different chunks share a byte, so that unpacking concatenates whole chunks.
         plane, *parts = (codes >> shift & (2**bits - 1)).chunk(8 // bits, dim=1)
         for part in parts:
             plane = plane << bits | part
@@ -173,7 +181,8 @@ def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
     shift = 0
     for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
         parts = [plane]  # a whole byte
-        if bits < 8:  # the first code of a byte has no bits above it, the last none below
+        if bits < 8:
+            # The first code of a byte has no bits above it, the last none below: one operator less.
             parts = [plane >> offset & (2**bits - 1) for offset in range(8 - 2 * bits, 0, -bits)]
             parts = [plane >> 8 - bits, *parts, plane & (2**bits - 1)]
         values = torch.cat(parts, dim=1) if len(parts) > 1 else plane

@@ -1,4 +1,7 @@
-"""8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
+"""8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022).
+
+Code q, from -127 to 127, of a row with scale s represents the weight q * s / 127.
+"""
 
 import functools
 import logging
@@ -29,6 +32,7 @@ class Int8Weight(QuantizedWeight):
     """
 
     statistics = ("row_scale",)
+    # Activations are rounded to 8 bits, so a product differs from one with the decoded weight.
     is_exact = False
     decoding_bytes = 3.0  # of three passes only the backward decodes, 7; the others read the codes
 
@@ -47,7 +51,7 @@ class Int8Weight(QuantizedWeight):
         self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
     ) -> torch.Tensor:
         codes, row_scale = _codes_and_scale(part, *tensors)
-        # as bitsandbytes does for the gradient
+        # In this order as bitsandbytes does for the gradient, for the same bits.
         return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
 
     def multiply(
@@ -64,7 +68,8 @@ class Int8Weight(QuantizedWeight):
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = values.reshape(-1, self.row_weights)
-        if not len(rows):  # there are fewer rows than ranks
+        # A rank has none if there are fewer rows than ranks.
+        if not len(rows):
             return rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
         # bitsandbytes rounds every dtype to fp16 first.
         codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
@@ -92,6 +97,7 @@ def _codes_and_scale(
     part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """View the stored tensors as codes, int8 [out, in], and scales, float32 [out]."""
+    # Without the padding of rows; contiguous() copies nothing if there is none.
     codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
     return codes, row_scale.view(torch.float32).view(-1)
 
@@ -106,7 +112,8 @@ def _multiply(
     """Multiply x [.., in] by int8 codes [out, in] with row_scale [out],
     see `Int8Weight.multiply`.
     """
-    tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels ignore strides
+    # bitsandbytes' kernels ignore strides.
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()
     max_tokens = _MAX_ELEMENTS // max(codes.shape)
     if len(tokens) > max_tokens:
         parts = [
@@ -116,21 +123,24 @@ def _multiply(
     rounded = tokens.half()
     outliers = None
     if threshold:
+        # Zeros, so that outliers do not raise the scale of their token's other values.
         outliers = rounded.abs() >= threshold
         rounded = rounded.masked_fill(outliers, 0.0)
     x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
     # The GPU kernel writes fp16 for every dtype. Tokens scaled to at most 1 stay in its range. The
     # factor is a power of two, the scale without its mantissa, so that it changes only exponents.
-    # fp16's smallest positive number; a token of zeros has scale 0
+    # 2**-24 is fp16's smallest positive number; a token of zeros has scale 0.
     x_scale = x_scale.clamp(min=2**-24)
     power = 2 * (x_scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     y = torch.ops.bitsandbytes.int8_scaled_mm(
         x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype
     )
-    y.mul_(power.unsqueeze(1))  # a float32 factor: it may be 65,536, which is beyond fp16
+    # A float32 factor: it may be 65,536, which is beyond fp16.
+    y.mul_(power.unsqueeze(1))
     if bias is not None:
         y.add_(bias)
     if outliers is not None:
+        # Only the inputs in which some token has an outlier are decoded and multiplied.
         columns = outliers.any(dim=0).nonzero().view(-1)
         weight = bnb.int8_vectorwise_dequant(codes[:, columns].contiguous(), row_scale).to(y.dtype)
         y.addmm_(tokens.masked_fill(~outliers, 0.0)[:, columns], weight.T)
