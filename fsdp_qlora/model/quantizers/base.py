@@ -19,9 +19,12 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 # cache. In 16 bits, sums over parts would lose precision. A matrix of at most twice the size is
 # faster as a whole, since a product packs its input again for each part.
 _DECODED_BYTES = 4 * 2**20
+# What is wrong with stored statistics, as messages say it.
 NOT_FINITE = "values that are not finite (NaN or infinity)"
 TOO_LARGE = "scales with which weights are not finite"
-_ALIGNED_ROWS = 256  # rows of codes after which a group of every quantization statistic begins
+# Rows of codes after which a group of every quantization statistic begins: a nested absmax of
+# bitsandbytes is for 256 blocks, of a row each, which is the most.
+_ALIGNED_ROWS = 256
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -31,38 +34,35 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 class Matrix(NamedTuple):
-    """Selects a matrix of a stored weight.
-
-    shape: the matrix's shape. first: index of its first element in the stored weight, at the start
-    of a block or group. transposed: whether the matrix is stored as [in, out], not [out, in].
-    among: the matrices of `shape` [matrices, ..] are at these places [matrices] among so many from
-    the first one on.
-    """
+    """Selects a matrix of a stored weight, or several matrices."""
 
     shape: tuple[int, ...]
     first: int = 0
+    """Index of its first element in the stored weight, at the start of a block or group."""
     transposed: bool = False
+    """Whether the matrix is stored as [in, out], not [out, in]."""
     among: tuple[torch.Tensor, int] | None = None
+    """For several matrices with others between them: their places [matrices], counted from the
+    first one on, and the number of matrices up to the last."""
 
     def spans(self, unit: int) -> tuple[int, int]:
         """The index of its first block or group of `unit` weights, and the number of them up to its
         last one.
         """
-        size = (
-            math.prod(self.shape)
-            if self.among is None
-            else math.prod(self.shape[1:]) * self.among[1]
-        )
+        size = math.prod(self.shape)
+        if self.among is not None:
+            size = math.prod(self.shape[1:]) * self.among[1]
         return self.first // unit, -(-size // unit)
 
-    def choose(self, found: torch.Tensor) -> torch.Tensor:
+    def choose(self, spanned: torch.Tensor) -> torch.Tensor:
         """Choose the rows of its matrices among those (codes or statistics) of all blocks that it
         spans.
         """
         if self.among is None:
-            return found
+            return spanned
+        # The places stay on the device: the host knows only how many matrices they span.
         places, count = self.among
-        return found.unflatten(0, (count, -1))[places].flatten(0, 1)
+        return spanned.unflatten(0, (count, -1))[places].flatten(0, 1)
 
 
 class FrozenProduct(NamedTuple):
@@ -116,6 +116,8 @@ class QuantizedWeight(nn.Module):
         Rows are padded to whole elements of it.
         """
         dtype = dtype or self.compute_dtype
+        # Floating point also for bytes: FSDP2 of older torch fails on integer parameters
+        # (pytorch#185239).
         memory = torch.empty(rows, -(-row_bytes // dtype.itemsize), dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
 
@@ -174,16 +176,20 @@ class QuantizedWeight(nn.Module):
             outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
             for rows, part in parts:
                 decoded = self.decode_tensors(part, inputs[0].dtype, *tensors)
+                # Each part is decoded once for all inputs.
                 for x, y in zip(inputs, outputs, strict=True):
                     torch.mm(x, decoded.T, out=y[:, rows])
-                del decoded  # before the next part is decoded
-            return outputs if bias is None else [y.add_(bias) for y in outputs]
+                # Freed before the next part is decoded.
+                del decoded
+            if bias is None:
+                return outputs
+            return [y.add_(bias) for y in outputs]
 
         def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
             grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
             for index, (rows, part) in enumerate(parts):
                 decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
-                # beta 0 ignores the uninitialized memory
+                # A sum over parts of W's rows. beta 0 ignores the uninitialized memory.
                 grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))
                 del decoded
             return grad_x
@@ -196,27 +202,23 @@ class QuantizedWeight(nn.Module):
         """
         num_rows, num_columns = matrix.shape
         whole = [(slice(0, num_rows), matrix)]
-        is_small = 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
-        if (
-            self.compute_dtype != torch.float32
-            or not self.selects_rows
-            or matrix.transposed
-            or is_small
-        ):
+        # Of a transposed matrix, rows of the codes are columns of W.
+        can_split = (
+            self.compute_dtype == torch.float32 and self.selects_rows and not matrix.transposed
+        )
+        if not can_split or 4 * num_rows * num_columns <= 2 * _DECODED_BYTES:
             return whole
+        # Whole rows of the matrix that are whole rows of codes and groups of statistics, too.
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
         rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
         if not 0 < rows < num_rows:
             return whole
-        return [
-            (
-                slice(start, stop),
-                Matrix((stop - start, num_columns), matrix.first + start * num_columns),
-            )
-            for start, stop in (
-                (start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)
-            )
-        ]
+        parts = []
+        for start in range(0, num_rows, rows):
+            stop = min(start + rows, num_rows)
+            part = Matrix((stop - start, num_columns), matrix.first + start * num_columns)
+            parts.append((slice(start, stop), part))
+        return parts
 
     def dequantize(self, matrix: Matrix | None = None) -> torch.Tensor:
         """Decode the weight (or a matrix of it) to the compute dtype. The parameters must be
@@ -229,6 +231,7 @@ class QuantizedWeight(nn.Module):
         keeps.
         """
         first, last = own_rows(self.weight, mesh)
+        # The last row may code fewer weights, and FSDP2 gives ranks rows beyond the end.
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
@@ -243,6 +246,8 @@ class QuantizedWeight(nn.Module):
         """Quantize and store `values`, the elements in `shard_range`. Collective over the shard
         group.
         """
+        # Here no rank needs another one's values; subclasses with a statistic of the whole weight
+        # gather it, in the same order on all ranks.
         for name, rows in zip(("weight", *self.statistics), self.quantize(values), strict=True):
             write_bytes(getattr(self, name), rows)
 
@@ -306,9 +311,10 @@ class QuantizedWeight(nn.Module):
         parameter.
         """
         parameter = self.stored_parameter(suffix)
-        most = self.stored_forms()[suffix].num_bytes
+        # The file has no padding, so the last rank's part of it is shorter.
+        num_bytes = self.stored_forms()[suffix].num_bytes
         first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
-        return min(first, most), min(last, most)
+        return min(first, num_bytes), min(last, num_bytes)
 
     def stored_bytes(self, suffix: str) -> torch.Tensor:
         """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed
@@ -329,6 +335,7 @@ class QuantizedLinear(QuantizedWeight):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
+        # Frozen as the weight is; it stays as it is, since it is small.
         if self.bias is not None:
             self.bias.requires_grad_(False)
 
@@ -357,6 +364,7 @@ class QuantizedExperts(QuantizedWeight):
         self, parameter: nn.Parameter, *, transposed: bool, is_upright: bool = False, **options: Any
     ) -> None:
         self.parameter_shape = tuple(parameter.shape)
+        # gpt_oss's module has [experts, in, out], its files the codes of [experts, out, in].
         swaps = transposed and is_upright
         super().__init__(tuple(parameter.mT.shape if swaps else parameter.shape), **options)
         self.transposed = transposed and not swaps
@@ -411,13 +419,13 @@ def plain_product(
     weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> FrozenProduct:
     """The products with a weight [out, in] that is not quantized."""
-    return FrozenProduct(
-        dtype,
-        lambda *inputs: [
-            F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs
-        ],
-        lambda grad_y: grad_y @ weight.to(dtype),
-    )
+
+    # Cast at each use, since FSDP2 may free the weight's memory between the two passes.
+    def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        cast_bias = None if bias is None else bias.to(dtype)
+        return [F.linear(x, weight.to(dtype), cast_bias) for x in inputs]
+
+    return FrozenProduct(dtype, multiply, lambda grad_y: grad_y @ weight.to(dtype))
 
 
 def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**24) -> int:
@@ -426,7 +434,8 @@ def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**
 
     on_gpu: weights at a time there; with fewer, launches take longer than the work.
     """
-    return max(1, (2**18 if device.type == "cpu" else on_gpu) // group_size)
+    num_weights = 2**18 if device.type == "cpu" else on_gpu
+    return max(1, num_weights // group_size)
 
 
 def row_bytes(parameter: torch.Tensor) -> int:
@@ -436,10 +445,12 @@ def row_bytes(parameter: torch.Tensor) -> int:
 
 def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Store the bytes of `values` in this rank's part of a parameter. Zeroes the rest of it."""
+    # As bytes, so that no copy kernel sees codes that look like NaN (see QuantizedWeight).
     local = local_part(parameter)
     target = local.view(-1).view(torch.uint8)
     source = values.reshape(-1).view(torch.uint8)
     target[: source.numel()] = source.to(target.device)
+    # The memory is uninitialized, and its padding would differ between runs.
     target[source.numel() :] = 0
 
 

@@ -17,22 +17,23 @@ from fsdp_qlora.model.quantizers.base import Matrix
 
 log = logging.getLogger("fsdp_qlora")
 
-_ALIGNED_BYTES = 16  # that rows of the grouped kernel's matrices are multiples of
+# Bytes that rows of the grouped kernel's matrices are multiples of (torch.nn.functional.grouped_mm)
+_ALIGNED_BYTES = 16
 
 
 class Group(NamedTuple):
-    """Experts that are decoded and multiplied together.
-
-    experts: numbers, ascending. where: selects them in a tensor [experts of the layer, ..]. rows:
-    their choices. ends: of each expert's rows [G] in these; on_device: the same, int32, of several
-    experts.
-    """
+    """Experts that are decoded and multiplied together."""
 
     experts: list[int]
+    """Their numbers, ascending."""
     where: slice | torch.Tensor
+    """Selects them in a tensor [E, ..]."""
     rows: slice
+    """Their choices among all N."""
     ends: list[int]
+    """Where each expert's rows end within `rows` [G]."""
     on_device: torch.Tensor
+    """The same, int32, for several experts; unused for one."""
 
     def matrices(self, shape: tuple[int, ...]) -> Matrix:
         """The experts' matrices in a quantized weight of this shape, which one kernel decodes."""
@@ -45,6 +46,7 @@ class Group(NamedTuple):
         """Multiply rows a [N, m] with their expert's matrix of b [G, m, n] -> [N, n]."""
         if self._has_kernel(a, b):
             return F.grouped_mm(a, b, offs=self.on_device)
+        # Every row is one expert's, so that all of y is written.
         y = a.new_empty(len(a), b.shape[2])
         for index, rows in enumerate(self._parts()):
             torch.mm(a[rows], b[index], out=y[rows])
@@ -55,6 +57,7 @@ class Group(NamedTuple):
         if self._has_kernel(a, b):
             y.add_(self.multiply(a, b))
             return
+        # The sum inside of the product needs no memory for it.
         for index, rows in enumerate(self._parts()):
             y[rows].addmm_(a[rows], b[index])
 
@@ -62,6 +65,7 @@ class Group(NamedTuple):
         """Sums over each expert's rows of a [N, m] and b [N, n] -> [G, m, n]."""
         if self._has_kernel(a, b):
             return F.grouped_mm(a.T, b, offs=self.on_device)
+        # An expert without rows in the group does not occur: groups are made of those with choices.
         sums = a.new_empty(len(self.experts), a.shape[1], b.shape[1])
         for index, rows in enumerate(self._parts()):
             torch.mm(a[rows].T, b[rows], out=sums[index])
@@ -71,14 +75,14 @@ class Group(NamedTuple):
         """For each choice its expert's row of those of all experts [E, n] -> [N, n]."""
         if len(self.experts) == 1:
             return rows[self.where].expand(self.ends[-1], -1)
+        # With `output_size` the host does not wait for the sum of the counts.
         counts = self.on_device.diff(prepend=self.on_device.new_zeros(1))
         return rows[self.where].repeat_interleave(counts, dim=0, output_size=self.ends[-1])
 
     def add_rows(self, y: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add rows [N, n] to those of their tokens [N] in y,
-        in an order that is always the same.
-        """
-        # a token may occur twice, and index_add_ adds in any order there
+        """Add rows [N, n] to the rows of their tokens [N] in y, always in the same order."""
+        # On a GPU index_add_ adds with atomics, in any order, and a token may occur twice if there
+        # are several experts; index_put_ sorts first. One expert has each token at most once.
         if y.is_cuda and len(self.experts) > 1:
             y.index_put_((tokens,), rows, accumulate=True)
         else:
@@ -88,27 +92,26 @@ class Group(NamedTuple):
         return map(slice, [0, *self.ends[:-1]], self.ends)
 
     def _has_kernel(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        # For one expert a plain product is the same without the kernel's conditions.
         if len(self.experts) == 1 or a.is_meta:
             return False
+        # A stride of 0 is that of an expanded tensor, which the kernel cannot read.
         steps = [stride for stride in (*a.stride(), *b.stride()) if stride != 1]
         sizes = [size * a.element_size() for size in (a.shape[1], *b.shape[1:], *steps)]
-        is_aligned = (
-            not any(size % _ALIGNED_BYTES for size in (*sizes, a.data_ptr(), b.data_ptr()))
-            and 0 not in steps
-        )
-        return can_group(a.device, a.dtype, is_aligned)
+        addresses = [a.data_ptr(), b.data_ptr()]
+        is_aligned = not any(number % _ALIGNED_BYTES for number in sizes + addresses)
+        return can_group(a.device, a.dtype, is_aligned and 0 not in steps)
 
 
 class Choices(NamedTuple):
-    """The tokens' choices of experts, sorted by expert.
-
-    tokens [N]: the row of a choice's token. ends, on_device [E]: of each expert's choices, on the
-    host and int32.
-    """
+    """The tokens' choices of experts, sorted by expert."""
 
     tokens: torch.Tensor
+    """The row of each choice's token [N]."""
     ends: list[int]
+    """Where each expert's choices end [E], on the host."""
     on_device: torch.Tensor
+    """The same on the device, int32."""
 
     def groups(self, weight_bytes: int, row_bytes: int, most: int) -> list[Group]:
         """The experts that are chosen, in groups of at most so many bytes of weights and rows, or
@@ -117,20 +120,22 @@ class Choices(NamedTuple):
         starts = [0, *self.ends[:-1]]
         groups = list[list[int]]([[]])
         for expert, (start, end) in enumerate(zip(starts, self.ends, strict=True)):
+            if end == start:
+                continue
             experts = [*groups[-1], expert]
-            if (
-                end > start
-                and len(experts) * weight_bytes + (end - starts[experts[0]]) * row_bytes > most
-            ):
+            num_rows = end - starts[experts[0]]
+            if len(experts) * weight_bytes + num_rows * row_bytes > most:
                 groups.append([])
-            if end > start:
-                groups[-1].append(expert)
+            groups[-1].append(expert)
+        # The first group stays empty if its first expert alone is larger than `most`.
         groups = [experts for experts in groups if experts]
         chosen = None
-        if any(len(experts) <= experts[-1] - experts[0] for experts in groups):
-            # The device sorts experts with choices to the front, unread.
+        # A group with gaps is selected by a tensor, which indexing would copy from the host, and
+        # wait. So the device sorts experts with choices to the front itself, and nobody reads it.
+        if any(_has_gaps(experts) for experts in groups):
             is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0
             chosen = is_idle.byte().sort(stable=True).indices
+        # One longer than the groups: how many experts come before each.
         firsts = accumulate(map(len, groups), initial=0)
         return [
             self._group(experts, first, chosen)
@@ -143,18 +148,26 @@ class Choices(NamedTuple):
         """
         start = self.ends[experts[0] - 1] if experts[0] else 0
         where: slice | torch.Tensor = slice(experts[0], experts[-1] + 1)
-        if chosen is not None and len(experts) <= experts[-1] - experts[0]:
+        if chosen is not None and _has_gaps(experts):
             where = chosen[first : first + len(experts)]
         ends = [self.ends[expert] - start for expert in experts]
+        # One expert's product needs no ends on the device: a kernel less.
         on_device = self.on_device[where] - start if len(experts) > 1 else self.on_device
         return Group(experts, where, slice(start, start + ends[-1]), ends, on_device)
 
 
+def _has_gaps(experts: list[int]) -> bool:
+    """Whether ascending numbers leave any out."""
+    return len(experts) <= experts[-1] - experts[0]
+
+
+# Cached, so that the log line comes once for each case.
 @cache
 def can_group(device: torch.device, dtype: torch.dtype, is_aligned: bool = True) -> bool:
     """Whether torch multiplies such groups in one kernel, without waiting for the device; says once
     if it does not.
     """
+    # Elsewhere on GPUs torch's grouped_mm falls back to a loop that waits for the device.
     if device.type == "cuda" and (
         dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
     ):
