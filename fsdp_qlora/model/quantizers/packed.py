@@ -30,6 +30,7 @@ log = logging.getLogger("fsdp_qlora")
 
 # Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named
 # below it; None for tensors that are unused: scales of 8-bit activations, which have 16 bits here.
+# The first one that fits counts, so that a longer ending stands before one that it ends with.
 _UNUSED: dict[str, str | None] = dict.fromkeys(
     (
         ".input_scale",
@@ -41,7 +42,10 @@ _UNUSED: dict[str, str | None] = dict.fromkeys(
         ".kv_scale",
     )
 )
+# transformers (fp8, fbgemm_fp8): "_scale_inv" is the name that DeepSeek-V3's files have for what is
+# a factor all the same.
 _FP8 = _UNUSED | {"_scale": ".scale", "_scale_inv": ".scale"}
+# compressed-tensors: weight_packed with weight_scale, weight_global_scale, weight_zero_point, ...
 _COMPRESSED = _UNUSED | {
     ".weight_shape": None,
     ".input_zero_point": None,
@@ -51,13 +55,16 @@ _COMPRESSED = _UNUSED | {
     ".weight_zero_point": ".weight.zero_point",
     ".weight_g_idx": ".weight.g_idx",
 }
+# AWQ and GPTQ: names below a layer, which has no tensor "weight".
 _QUANTIZED = {
     ".qweight": ".weight",
     ".qzeros": ".weight.zero_point",
     ".scales": ".weight.scale",
     ".g_idx": ".weight.g_idx",
 }
+# modelopt's NVFP4: weight_scale of a group in E4M3, weight_scale_2 of the matrix in float32
 _MODELOPT = _UNUSED | {"_scale_2": ".global_scale", "_scale": ".scale"}
+# gpt_oss's MXFP4: gate_up_proj_blocks and gate_up_proj_scales
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
 _INTEGER_LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized")
 # modelopt's own names, where no config_groups say more.
@@ -66,6 +73,7 @@ _ALGORITHMS: Mapping[str, Scheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("all", ["Linear"], "", "float", 8, None, "channel", None),
     "NVFP4": Scheme("all", ["Linear"], "", "float", 4, 16, None, None),
 }
+# For compressed-tensors' format float-quantized without config_groups.
 _FLOAT_QUANTIZED = Scheme("all", ["Linear"], "float-quantized", "float", 8, None, "", None)
 _READABLE = "bitsandbytes' 4 bits, MXFP4, NVFP4, FP8, AWQ, GPTQ or integers of compressed-tensors"
 
@@ -91,17 +99,18 @@ def take_packed(
     if reader is None:
         raise UserError(f"{_refused(name, settings)}. {_advice(f', or in {_READABLE}')}")
     try:
-        found = reader(settings)
+        packed = reader(settings)
     except _Unreadable as error:
         raise UserError(f"{_refused(name, settings)}: {error}. {_advice()}") from error
+    # Before a download there is only the configuration. The files' names say more than it does.
     names = tensor_names(folder) if folder else None
     if names is None:
-        return found
-    found = found._replace(scaled=found.weights_among(names))
-    if found.quantizer == BITSANDBYTES and not found.scaled:
-        log.info("%s", found.describe_decoding(quantizes=False))
+        return packed
+    packed = packed._replace(scaled=packed.weights_among(names))
+    if packed.quantizer == BITSANDBYTES and not packed.scaled:
+        log.info("%s", packed.describe_decoding(quantizes=False))
         return None
-    return found
+    return packed
 
 
 def _method_of(settings: Settings) -> str:
@@ -121,6 +130,7 @@ def _refused(name: str, settings: Settings) -> str:
     if settings.method == "bitsandbytes":
         method = "8-bit bitsandbytes"
     elif len(method) < 6:
+        # An abbreviation, such as AWQ or EETQ.
         method = method.upper()
     label = f"{method} ({shown_name(layout)})" if layout else method
     return f"model_name {name} is quantized as {label}, which is not supported"
@@ -135,10 +145,14 @@ def _advice(others: str = "") -> str:
 
 def _bitsandbytes(settings: Settings) -> PackedFormat:
     fields = settings.fields
+    # The defaults are those of transformers' BitsAndBytesConfig.
     quant_type = fields.get("bnb_4bit_quant_type", "fp4")
     double_quant = fields.get("bnb_4bit_use_double_quant", False)
+    name = f"{quant_type}, double quantization"
+    if not double_quant:
+        name = f"{quant_type}, no double quantization"
     return PackedFormat(
-        f"{quant_type}, {'' if double_quant else 'no '}double quantization",
+        name,
         BITSANDBYTES,
         {"quant_type": quant_type, "double_quant": double_quant},
         skipped=settings.skipped,
@@ -158,13 +172,17 @@ def _fp8(settings: Settings) -> PackedFormat:
     if "weight_block_size" in fields:
         options = {"block": as_block(fields["weight_block_size"])}
     elif settings.method == "fbgemm_fp8":
+        # A scale for each row, which is the layers' default.
         options = {}
-    elif fields.get("activation_scheme") == "static":  # one scale for each matrix
+    elif fields.get("activation_scheme") == "static":
+        # One scale for each matrix.
         options = {"num_parts": 1}
     return PackedFormat("FP8", "fp8", options, _FP8, skipped=settings.skipped)
 
 
 def _awq(settings: Settings) -> PackedFormat:
+    # The GEMM layout is [in, out / 8] int32, with eight codes of a row in AWQ's own order; the GEMV
+    # layouts have other shapes.
     _check_integers(settings, (4,), ("", "gemm"))
     form = {"bits": 4, "is_transposed": True, "is_awq": True, "has_zeros": True}
     return PackedFormat("AWQ", INTEGERS, form, _QUANTIZED)
@@ -182,6 +200,7 @@ def _gptq(settings: Settings) -> PackedFormat:
         if other:
             raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")
     form = {"bits": settings.fields["bits"], "is_transposed": True, "has_zeros": True}
+    # Files of the first version store zero - 1 (AutoGPTQ), those of gptq_v2 (GPTQModel) the zero.
     form["subtracts_one"] = settings.layout != "gptq_v2"
     return PackedFormat("GPTQ", INTEGERS, form, _QUANTIZED)
 
@@ -232,16 +251,19 @@ def _of_schemes(settings: Settings, schemes: Sequence[Scheme]) -> PackedFormat:
     if not formats:
         raise _Unreadable("config_groups has no group of weights")
     first, *others = formats
-    named = dict.fromkeys(
-        f"{each.name} ({scheme.name})" for each, scheme in zip(formats, schemes, strict=True)
+    # At most eight, since a file can have any number of groups.
+    labels = dict.fromkeys(
+        f"{packed.name} ({scheme.name})" for packed, scheme in zip(formats, schemes, strict=True)
     )
-    if len({each.name for each in formats}) > 1:
-        raise _Unreadable(f"its layers are in several formats: {', '.join([*named][:8])}")
-    if any(each.options != first.options for each in others):
-        if any("block" in (each.options or {}) for each in formats):
-            raise _Unreadable(f"its layers have blocks of several sizes: {', '.join([*named][:8])}")
-        # scales of rows in some layers, and of matrices in others
+    listed = ", ".join([*labels][:8])
+    if len({packed.name for packed in formats}) > 1:
+        raise _Unreadable(f"its layers are in several formats: {listed}")
+    if any(packed.options != first.options for packed in others):
+        if any("block" in (packed.options or {}) for packed in formats):
+            raise _Unreadable(f"its layers have blocks of several sizes: {listed}")
+        # Scales of rows in some layers, and of matrices in others: the tensors tell which.
         first = first._replace(options=None)
+    # Integers of a symmetric group have the zero in the middle of their range, and no tensor of it.
     if first.quantizer == INTEGERS and all(scheme.symmetric is False for scheme in schemes):
         first = first._replace(options=dict(first.options or {}) | {"has_zeros": True})
     targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
@@ -252,7 +274,8 @@ def _of_scheme(settings: Settings, scheme: Scheme) -> PackedFormat:
     is_modelopt = settings.method == "modelopt"
     kind = scheme.kind
     bits = scheme.bits
-    if not is_modelopt:  # compressed-tensors' defaults
+    # compressed-tensors' defaults (QuantizationArgs)
+    if not is_modelopt:
         kind = kind or "int"
         bits = bits or 8
     form = (kind, bits, scheme.group_size)
@@ -260,6 +283,7 @@ def _of_scheme(settings: Settings, scheme: Scheme) -> PackedFormat:
         return _of_integers(scheme, bits or 8)
     if form == ("float", 4, 16):
         endings = _MODELOPT if is_modelopt else _COMPRESSED
+        # modelopt's global scale is a factor, and that of compressed-tensors a divisor.
         return PackedFormat("NVFP4", "nvfp4", {"num_parts": 1, "multiplies": is_modelopt}, endings)
     if form == ("float", 4, 32) and not is_modelopt:
         return PackedFormat("MXFP4", "mxfp4", {}, _COMPRESSED)
@@ -286,15 +310,21 @@ def _fp8_options(scheme: Scheme) -> dict[str, Any] | None:
     """Arguments of FP8 layers; None if the files alone tell what has a scale."""
     strategy = scheme.strategy
     if strategy is None:
+        # compressed-tensors' rule for configurations without a strategy: -1 is a group as long as a
+        # row.
         strategy = "channel" if scheme.group_size == -1 else "tensor"
     if strategy == "block" and scheme.block is None:
         raise _Unreadable(f"{scheme.name} has scales of blocks, and no block_structure")
     if strategy == "block":
         return {"block": scheme.block}
-    known: Mapping[str, dict[str, Any]] = {"channel": {}, "tensor": {"num_parts": 1}}
-    return known.get(strategy)
+    options_by_strategy: Mapping[str, dict[str, Any]] = {
+        "channel": {},
+        "tensor": {"num_parts": 1},
+    }
+    return options_by_strategy.get(strategy)
 
 
+# quant_method -> the function that reads its configuration
 _READERS: Mapping[str, Callable[[Settings], PackedFormat]] = {
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,

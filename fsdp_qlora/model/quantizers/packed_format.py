@@ -9,32 +9,39 @@ from typing import Any, NamedTuple
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.model.quantizers.patterns import matching
 
+# Formats by `PackedFormat.quantizer`: the row of QUANTIZERS, and integers, which have none.
 BITSANDBYTES = "bnb_4bit"
 INTEGERS = "integers"
+# Those that GPTQ's programs write; 3 bits cross the borders of 32-bit words.
 GPTQ_BITS = (2, 3, 4, 8)
 
 
 class PackedFormat(NamedTuple):
     """The format of a model's weight files, from its quantization_config.
 
-    name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded.
-    options: arguments of its layers (or of the tensors that are decoded); None if only the files'
-    tensors tell them. endings: ending of a tensor's name in the files -> its ending here, where a
-    weight's statistics are named below it. scaled: names here of the weights that are quantized, as
-    the files tell; None if there are no files yet. skipped, targets: patterns of modules that are
-    not quantized, and that are, as the configuration tells; "Linear" is all. has_linears,
-    has_experts: whether linear layers and expert parameters are. Without files these four tell.
+    Files tell which weights are quantized (`scaled`). Without files the four fields below it do.
     """
 
     name: str
+    """For people."""
     quantizer: str
+    """Its row of QUANTIZERS, or INTEGERS, which are only decoded."""
     options: Mapping[str, Any] | None
+    """Arguments of its layers (or of the tensors that are decoded); None if only the files' tensors
+    tell them."""
     endings: Mapping[str, str | None] = MappingProxyType({})
+    """Ending of a tensor's name in the files -> its ending here, where a weight's statistics are
+    named below it; None if the tensor is unused."""
     scaled: Collection[str] | None = None
+    """Names here of the weights that are quantized; None if there are no files yet."""
     skipped: Sequence[str] = ()
+    """Patterns of modules that are not quantized."""
     targets: Sequence[str] = ("Linear",)
+    """Patterns of modules that are quantized; "Linear" is all."""
     has_linears: bool = True
+    """Whether linear layers are quantized."""
     has_experts: bool = True
+    """Whether expert parameters are quantized."""
 
     def chosen(self, linears: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
         """The linear layers and expert parameters of decoder blocks that the configuration says to
@@ -48,11 +55,12 @@ class PackedFormat(NamedTuple):
         if self.has_experts:
             paths += experts
         skipped = matching(paths, self.skipped, by_transformers=self.quantizer == BITSANDBYTES)
-        named = paths if "Linear" in self.targets else matching(paths, self.targets)
-        found = {*named} - skipped
-        return [path for path in linears if path in found], [
-            path for path in experts if path in found
-        ]
+        # "Linear" is a class, which all these modules have.
+        targeted = paths if "Linear" in self.targets else matching(paths, self.targets)
+        chosen = {*targeted} - skipped
+        # In the order of the arguments: the order of a set may differ between ranks.
+        chosen_linears = [path for path in linears if path in chosen]
+        return chosen_linears, [path for path in experts if path in chosen]
 
     def weights_among(self, names: Collection[str]) -> set[str]:
         """The names here of the weights that are quantized, of the names of all tensors in the
@@ -61,9 +69,11 @@ class PackedFormat(NamedTuple):
         if self.quantizer == BITSANDBYTES:
             return {name.partition(PACKED_STATE)[0] for name in names if PACKED_STATE in name}
         here = {self.name_here(name) for name in names}
-        return {
+        # A quantized weight has a scale. Other tensors that end so have no weight of their name.
+        with_scale = {
             name.removesuffix(".scale") for name in here if name and name.endswith(".scale")
-        } & here
+        }
+        return with_scale & here
 
     def is_kept(self, quantizer: str | None, quant_type: str) -> bool:
         """Whether a run trains the weights as they are, and does not decode them as they are read.
@@ -73,15 +83,17 @@ class PackedFormat(NamedTuple):
         is_trained = (
             self.quantizer != INTEGERS and self.options is not None and self.scaled != set()
         )
-        return self.quantizer == BITSANDBYTES or (
-            quantizer == BITSANDBYTES and quant_type == "auto" and is_trained
-        )
+        if self.quantizer == BITSANDBYTES:
+            return True
+        # --quant_type nf4 asks for other codes; train types with another quantizer need theirs.
+        return quantizer == BITSANDBYTES and quant_type == "auto" and is_trained
 
     def name_here(self, name: str) -> str | None:
         """The name that a tensor of the files has here; None for one that is unused."""
-        for ending, own in self.endings.items():
+        for ending, ending_here in self.endings.items():
             if name.endswith(ending):
-                return None if own is None else name.removesuffix(ending) + own
+                return None if ending_here is None else name.removesuffix(ending) + ending_here
+        # A tensor that is not quantized, such as a norm, has one name in both places.
         return name
 
     def describe_decoding(self, *, quantizes: bool) -> str:
@@ -105,8 +117,7 @@ class PackedFormat(NamedTuple):
         if self.quantizer != BITSANDBYTES or self.options is None:
             return (
                 f"The model is stored in {self.name}: its weights are trained on as they are. "
-                "--quant_type nf4 "
-                "quantizes them again."
+                "--quant_type nf4 quantizes them again."
             )
         given = {"quant_type": quant_type, "double_quant": double_quant}
         ignored = [
@@ -114,7 +125,10 @@ class PackedFormat(NamedTuple):
             for name, value in given.items()
             if value not in ("auto", self.options[name])
         ]
-        return (
-            f"The model is quantized already ({self.name}): its own 4-bit weights are used as they "
-            "are"
-        ) + (f", and {' and '.join(ignored)} has no effect." if ignored else ".")
+        line = (
+            f"The model is quantized already ({self.name}): "
+            "its own 4-bit weights are used as they are"
+        )
+        if ignored:
+            return f"{line}, and {' and '.join(ignored)} has no effect."
+        return f"{line}."

@@ -17,8 +17,10 @@ from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
-_SECONDS = 30.0  # those of a published model take a thousandth of this
+# The patterns of published models take a thousandth of this.
+_SECONDS = 30.0
 _MEMORY_BYTES = 2**30
+# A name. Also as a regular expression it takes no time, since nothing in it repeats.
 _PLAIN = re.compile(r"[\w.]*")
 _REGEX = "re:"  # in front of a regular expression, in compressed-tensors
 # transformers' `should_convert_module`: a name ends before a dot.
@@ -38,10 +40,11 @@ def matching(
     """
     programs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     plain = [pattern for pattern in patterns if _PLAIN.fullmatch(pattern)]
-    found = {path for path in paths if _any_matches(path, plain, by_transformers)}
+    matched = {path for path in paths if _any_matches(path, plain, by_transformers)}
     if programs:
-        found |= _matched_apart(tuple(paths), tuple(dict.fromkeys(programs)), by_transformers)
-    return found
+        # Tuples, for the cache: starting a process is slow.
+        matched |= _matched_apart(tuple(paths), tuple(dict.fromkeys(programs)), by_transformers)
+    return matched
 
 
 def _any_matches(path: str, patterns: Iterable[str], by_transformers: bool) -> bool:
@@ -55,6 +58,7 @@ def _matches(pattern: str, path: str, by_transformers: bool) -> bool:
         return re.match(pattern.removeprefix(_REGEX), path) is not None
     if "*" in pattern:
         return fnmatch(path, pattern)
+    # Whole parts of the path: "lm" does not match "lm_head".
     return f".{pattern}." in f".{path}."
 
 
@@ -62,13 +66,13 @@ def _matches(pattern: str, path: str, by_transformers: bool) -> bool:
 def _matched_apart(
     paths: tuple[str, ...], patterns: tuple[str, ...], by_transformers: bool
 ) -> frozenset[str]:
-    with_limit = _Matcher(__name__, _SECONDS)
+    # An error is raised on every rank: each one matches the same names with the same limit.
+    request = {"paths": paths, "patterns": patterns, "by_transformers": by_transformers}
+    matcher = _Matcher(__name__, _SECONDS)
     try:
-        reply = with_limit.ask(
-            {"paths": paths, "patterns": patterns, "by_transformers": by_transformers}
-        )
+        reply = matcher.ask(request)
     finally:
-        with_limit.close()
+        matcher.close()
     advice = "Download it again, or give the model with 16- or 32-bit weights."
     if "pattern" in reply:
         raise UserError(
@@ -78,8 +82,8 @@ def _matched_apart(
     if "found" not in reply:
         raise UserError(
             "config.json has patterns in quantization_config, such as "
-            f"{shown(max(patterns, key=len))}, that cannot be "
-            f"matched with {len(paths)} names of modules within {_SECONDS:g} s. {advice}"
+            f"{shown(max(patterns, key=len))}, that cannot be matched with {len(paths)} names of "
+            f"modules within {_SECONDS:g} s. {advice}"
         )
     return frozenset(reply["found"])
 
@@ -99,7 +103,8 @@ class _Matcher(Worker):
 def work() -> None:
     """Answer a request: a line of JSON on stdin, and on stdout."""
     limit_memory(_MEMORY_BYTES)
-    warnings.simplefilter("ignore")  # of regular expressions that may change
+    # Python warns of expressions whose meaning may change.
+    warnings.simplefilter("ignore")
     request = json.loads(sys.stdin.readline())
     print(json.dumps(_reply(**request)), flush=True)
 

@@ -19,6 +19,7 @@ def choose_quantized(
     Without files, those of which the configuration says so. Raises UserError as
     `PackedFormat.chosen`.
     """
+    # Before a download, for a plan.
     if packed.scaled is None:
         return packed.chosen(linears, experts)
     parameters = _parameters(model, packed.scaled)
@@ -30,6 +31,8 @@ def _parameters(model: PreTrainedModel, names: Collection[str]) -> set[str]:
     """The model's parameters that tensors with these names are, or are parts of, by transformers'
     own renaming.
     """
-    own = dict.fromkeys(canonical_name(path) for path, _ in model.named_parameters())
-    model_names = ModelNames(model, own)
-    return {model_names.find(name)[0] for name in names} & own.keys()
+    # A dict and not a set, for the model's order.
+    parameters = dict.fromkeys(canonical_name(path) for path, _ in model.named_parameters())
+    model_names = ModelNames(model, parameters)
+    # Files may have the experts of a 3-D parameter, or gate and up, as tensors of their own.
+    return {model_names.find(name)[0] for name in names} & parameters.keys()

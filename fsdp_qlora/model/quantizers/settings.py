@@ -15,8 +15,10 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_named
 from fsdp_qlora.utils.text import shown, shown_name
 
+# The key by which this package marks models whose experts it has quantized (see bnb_4bit).
 EXPERTS_KEY = "fsdp_qlora_experts"
 MODELOPT_FILE = "hf_quant_config.json"
+# Values of quant_method that are read
 METHODS = (
     "bitsandbytes",
     "mxfp4",
@@ -27,8 +29,11 @@ METHODS = (
     "compressed-tensors",
     "modelopt",
 )
-KEYS = ("quantization_config", "compression_config")  # the second: of old compressed-tensors
-_LONGEST_TEXT = 1000  # characters of a name or pattern; those of published models have about 100
+# Keys of config.json; the second is that of old versions of compressed-tensors.
+KEYS = ("quantization_config", "compression_config")
+# Characters of a name or pattern; those of published models have about 100.
+_LONGEST_TEXT = 1000
+# Sizes beyond this have no tensor.
 _LARGEST = 2**31 - 1
 _ADVICE = "Download it again, or give the model with 16- or 32-bit weights."
 
@@ -41,6 +46,7 @@ class Kind(NamedTuple):
 
 
 def _is_whole(value: Any, least: int, most: int) -> bool:
+    # True and false are integers in Python.
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -57,6 +63,7 @@ def _is_block(value: Any) -> bool:
 
 def _side(side: Any) -> Any:
     """A side of a block; old compressed-tensors wrote blocks as 128x128."""
+    # int() would take other alphabets' digits, and texts of any length.
     is_number = isinstance(side, str) and side.isascii() and side.isdecimal() and len(side) < 10
     return int(side) if is_number else side
 
@@ -81,7 +88,7 @@ _OBJECTS = Kind(
     "an object of objects",
     lambda value: (
         isinstance(value, dict)
-        and all(each is None or isinstance(each, dict) for each in value.values())
+        and all(entry is None or isinstance(entry, dict) for entry in value.values())
     ),
 )
 _NAMES = Kind(
@@ -90,6 +97,7 @@ _NAMES = Kind(
 )
 _QUANT_TYPE = Kind("nf4 or fp4", lambda value: value in ("nf4", "fp4"))
 
+# The fields of all programs in one table: a name means the same in each of them.
 _FIELDS: Mapping[str, Kind] = {
     "quant_method": _TEXT,
     "quant_algo": _TEXT,
@@ -160,8 +168,11 @@ class Settings(NamedTuple):
     @property
     def layout(self) -> str:
         """The layout of the files; empty if none is named."""
-        named = map(self.fields.get, ("checkpoint_format", "format", "version"))
-        return str(next(filter(None, named), "")).lower()
+        # GPTQModel writes checkpoint_format, compressed-tensors format, AutoAWQ version.
+        for key in ("checkpoint_format", "format", "version"):
+            if self.fields.get(key):
+                return str(self.fields[key]).lower()
+        return ""
 
     @property
     def skipped(self) -> list[str]:
@@ -174,11 +185,10 @@ class Settings(NamedTuple):
 
 def is_quantized(config: PretrainedConfig, folder: Path) -> bool:
     """Whether a model says that it is quantized."""
+    # The key may be in text_config, the part of a model with images that is for text.
     parts = (config, config.get_text_config())
-    return (
-        any(vars(part).get(key) for part in parts for key in KEYS)
-        or (folder / MODELOPT_FILE).is_file()
-    )
+    has_key = any(vars(part).get(key) for part in parts for key in KEYS)
+    return has_key or (folder / MODELOPT_FILE).is_file()
 
 
 def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> Settings | None:
@@ -190,9 +200,10 @@ def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> S
     """
     raw = None
     file = "config.json"
+    # The first one that is there counts, and only this one is removed.
     for part in (config, config.get_text_config()):
         for key in KEYS:
-            raw = _taken(part, key) if raw is None else raw
+            raw = _take(part, key) if raw is None else raw
     if raw is None and folder is not None:
         raw = _modelopt_file(folder, name)
         file = MODELOPT_FILE
@@ -206,13 +217,14 @@ def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> S
     return _read(raw, f"model_name {name}: {file}", file)
 
 
-def _taken(config: PretrainedConfig, key: str) -> Any:
+def _take(config: PretrainedConfig, key: str) -> Any:
     """The value of a key, which the configuration loses: the model is built with plain layers,
     which ours replace.
     """
     value = vars(config).get(key)
     if key in vars(config):
         delattr(config, key)
+    # transformers makes an object of a configuration whose method it knows.
     return value.to_dict() if hasattr(value, "to_dict") else value
 
 
@@ -232,10 +244,12 @@ def _modelopt_file(folder: Path, name: str) -> Any:
 def _read(raw: Mapping[str, Any], place: str, file: str) -> Settings:
     """Read a quantization_config. place: for messages."""
     inner = _fields(raw, {"quantization": _OBJECT}, place).get("quantization")
-    if inner is not None:  # as in modelopt's own file
+    # modelopt's own file has the fields one level deeper.
+    if inner is not None:
         raw = {"quant_method": "modelopt"} | dict(raw) | dict(inner)
     method = _fields(raw, {"quant_method": _TEXT}, place).get("quant_method", "")
-    if method not in ("", *METHODS):  # its fields may mean anything
+    # The fields of a method that is not known may mean anything: only what a message says is read.
+    if method not in ("", *METHODS):
         fields = {
             key: raw[key]
             for key in ("checkpoint_format", "format", "version")
@@ -275,7 +289,7 @@ def _fields(
     raw: Mapping[str, Any], kinds: Mapping[str, Kind], place: str, inside: str = ""
 ) -> dict[str, Any]:
     """The values of known fields. Null is as absent. Raises UserError for one of another kind."""
-    found = {}
+    values = {}
     for field, kind in kinds.items():
         value = raw.get(field)
         if value is None:
@@ -285,5 +299,5 @@ def _fields(
                 f"{place} has quantization_config.{inside}{field} {shown(value)}, and it must be "
                 f"{kind.words}. {_ADVICE}"
             )
-        found[field] = value
-    return found
+        values[field] = value
+    return values

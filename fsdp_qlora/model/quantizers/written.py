@@ -8,8 +8,8 @@ import torch
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# The formats of compressed-tensors that are written, by --quant_type: name, type of scales,
-# settings of weights.
+# The formats of compressed-tensors that are written, by --quant_type: name, type of scales (E8M0 as
+# bytes, E4M3 or float32), settings of weights.
 _WRITTEN: Mapping[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "mxfp4": (
         "mxfp4-pack-quantized",
@@ -44,12 +44,13 @@ def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]
             "format": name,
         }
     }
-    about = {
+    return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": name,
+        "config_groups": groups,
+        "ignore": list(skipped),
     }
-    return about | {"config_groups": groups, "ignore": list(skipped)}
 
 
 def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict[str, TensorForm]:
@@ -58,6 +59,7 @@ def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict
     Raises UserError if it has no such form.
     """
     _, dtype, form = _WRITTEN[quant_type]
+    # FP8 has no groups: a scale is for a row.
     size = form["group_size"] or shape[-1]
     if len(shape) != 2 or not name.endswith(".weight") or shape[1] % size:
         raise UserError(
@@ -69,4 +71,5 @@ def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict
         scales[f"{name}_global_scale"] = TensorForm(torch.float32, (1,))
     if quant_type == "fp8":
         return {name: TensorForm(torch.float8_e4m3fn, shape)} | scales
+    # Two codes of four bits per byte.
     return {f"{name}_packed": TensorForm(torch.uint8, (shape[0], shape[1] // 2))} | scales
