@@ -7,7 +7,7 @@ import torch
 
 log = logging.getLogger("fsdp_qlora")
 
-# the share of an update below which a merged model is more its base than what was trained
+# The share of an update below which a merged model is more its base than what was trained.
 _FEW = 0.5
 
 
@@ -20,10 +20,12 @@ class Effect:
     """
 
     def __init__(self) -> None:
+        # <u, u>, <r, u> and <r, r>. In float64: they are sums over billions of weights.
         self._sums = torch.zeros(3, dtype=torch.float64)
 
     def add(self, base: torch.Tensor, merged: torch.Tensor, written: torch.Tensor) -> None:
         """Add weights of the base, with the update, and as they are written; all flat."""
+        # Differences of close values, which 16 bits would round away.
         base = base.float()
         u = merged.float() - base
         r = written.float() - base
@@ -35,11 +37,13 @@ class Effect:
 
     @property
     def share(self) -> float:
-        of_update, along, _ = self._sums.tolist()
-        return along / (of_update or 1)
+        of_update, along_update, _ = self._sums.tolist()
+        return along_update / (of_update or 1)
 
     @property
     def rest(self) -> float:
+        # Pythagoras: r has a part along u, of the length share * |u|, and the rest. Rounding of the
+        # sums may make the difference negative.
         of_update, _, of_difference = self._sums.tolist()
         return math.sqrt(max(of_difference / (of_update or 1) - self.share**2, 0))
 
@@ -53,8 +57,7 @@ class Effect:
         elif self.share < _FEW:
             log.warning(
                 "Warning: only %.1f%% of the adapter's update is left after rounding to %s, so the "
-                "merged model is "
-                "nearly its base. %s, or train for longer.",
+                "merged model is nearly its base. %s, or train for longer.",
                 100 * self.share,
                 form,
                 advice,

@@ -47,7 +47,8 @@ from fsdp_qlora.utils.text import format_bytes
 log = logging.getLogger("fsdp_qlora")
 
 _CPU = torch.device("cpu")
-_PIECE_BYTES = 64 * 2**20  # whole blocks of any quantizer in any dtype
+# Bytes of a tensor in memory at a time: whole blocks of any quantizer in any dtype.
+_PIECE_BYTES = 64 * 2**20
 
 
 def return_freed_memory() -> None:
@@ -56,8 +57,11 @@ def return_freed_memory() -> None:
 
     Measured with a model of 1.4 GB: 0.6 GB instead of up to 1.2 GB at the peak of a merge.
     """
-    m_mmap_threshold = -3  # malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    # M_MMAP_THRESHOLD of glibc's malloc.h. A threshold that is set no longer grows with the blocks
+    # that are freed.
+    m_mmap_threshold = -3
+    # Another C library has no mallopt().
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**20)
 
 
@@ -93,18 +97,22 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
     It tells the format of the weights, so that modelopt's own file is left out.
     """
     with refusal_named("out", out), staged_folder(out) as partial:
-        patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
+        patterns = list(hub.SMALL_FILES)
+        # auto_map names classes in the model's own code.
+        if "auto_map" in config:
+            patterns.append("*.py")
         for path in {path for pattern in patterns for path in source.glob(pattern)}:
+            # The index of the source's weights names files that the new folder does not have.
             is_written = path.name in ("config.json", MODELOPT_FILE) or path.name.endswith(
                 ".index.json"
             )
             if path.is_file() and not is_written:
                 shutil.copyfile(path, partial / path.name)
         yield partial
+        # Last, since a folder with a config.json counts as a model.
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    log.info(
-        "Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir()))
-    )
+    size = sum(path.stat().st_size for path in out.iterdir())
+    log.info("Saved: %s (%s)", out, format_bytes(size))
 
 
 def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> PackedFiles:
@@ -137,16 +145,17 @@ def read_pieces(
     for name, source in sources.items():
         count = weight_files.shape(source).numel()
         size = _PIECE_BYTES // weight_files.dtype(source).itemsize
+        # Whole units, so that no block of a quantizer is in two pieces.
         size = max(1, size // unit(name)) * unit(name)
-        jobs += [
-            (name, TensorSlice(source, at, min(at + size, count))) for at in range(0, count, size)
-        ]
+        for start in range(0, count, size):
+            jobs.append((name, TensorSlice(source, start, min(start + size, count))))
     total = sum(
         (part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs
     )
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=title, disable=not sys.stderr.isatty()
     ) as bar:
+        # The next piece is read while one is computed: two in memory.
         contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
         for (name, part), content in zip(jobs, contents, strict=True):
             yield name, part, content
@@ -179,23 +188,21 @@ def quantize_model(
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     quantizer = QUANT_TYPES[quant_type]
-    options = (
-        {}
-        if quantizer != BITSANDBYTES
-        else {"quant_type": quant_type, "double_quant": double_quant}
-    )
+    options: dict[str, Any] = {}
+    # Tensors that the model does not use: bitsandbytes' folder is written by the model's names, the
+    # others by those of the files.
+    in_result = "The result has them as they are."
+    if quantizer == BITSANDBYTES:
+        options = {"quant_type": quant_type, "double_quant": double_quant}
+        in_result = "The result lacks them."
     weights = match_tensors(model, weight_files)
-    becomes = (
-        ("The result lacks them.")
-        if quantizer == BITSANDBYTES
-        else ("The result has them as they are.")
-    )
-    line = describe_left_out(weights, model, in_result=becomes)
+    line = describe_left_out(weights, model, in_result=in_result)
     if line:
         log.warning("%s", line)
     has_experts = quantize_layers(
         model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options
     )
+    # What is still a linear layer was not quantized: routers, a head.
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     content = with_own_head(read_json(folder / "config.json"), config)
     if quantizer != BITSANDBYTES:
@@ -208,8 +215,7 @@ def quantize_model(
     if has_experts:
         log.info(
             "The experts are in 4 bits too, for which bitsandbytes has no format: training can "
-            "load the saved model, "
-            "transformers cannot."
+            "load the saved model, transformers cannot."
         )
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -218,9 +224,9 @@ def quantize_model(
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_skip_modules=plain,
     )
-    content["quantization_config"] = quantization.to_dict() | (
-        {EXPERTS_KEY: True} if has_experts else {}
-    )
+    content["quantization_config"] = quantization.to_dict()
+    if has_experts:
+        content["quantization_config"][EXPERTS_KEY] = True
     with new_model_folder(out, folder, content) as partial:
         _write_weights(partial, model, weights)
 
@@ -246,7 +252,10 @@ def _write_published(
     for name in chosen:
         forms |= compressed_forms(quant_type, name, forms.pop(name).shape)
     target = new_weights(folder, forms)
+    # Read as the configuration that was just made says: writing and reading share one definition.
     new = WeightFiles(folder, take_packed(PretrainedConfig(**content), ""))
+    # Codes of NVFP4 depend on the largest magnitude of the whole weight, so all weights are read
+    # once before.
     if quant_type == "nvfp4":
         largest = dict.fromkeys(chosen, torch.zeros(()))
         for name, _, values in read_pieces(files, chosen, "Measuring"):
@@ -269,21 +278,22 @@ def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> No
     }
     forms: dict[str, TensorForm] = {}
     for name, source in weights.sources.items():
-        forms |= (
-            packed_forms(name, layers[name])
-            if name in layers
-            else {name: weights.files.form(source)}
-        )
-    absmax: list[torch.Tensor] = []  # of the pieces of the weight so far
+        if name in layers:
+            forms |= packed_forms(name, layers[name])
+        else:
+            forms[name] = weights.files.form(source)
+    # Of the pieces of the weight so far: double quantization needs the mean of all of them.
+    absmax: list[torch.Tensor] = []
     files = new_weights(folder, forms)
     for name, part, content in read_pieces(weights.files, weights.sources, "Quantizing"):
         if name not in layers:
             files.write(name, part.start * content.element_size(), content)
             continue
         check_finite(content, name)
-        codes, of_blocks = quantize_blocks(content.to(device), layers[name].quant_type)
+        codes, absmax_of_piece = quantize_blocks(content.to(device), layers[name].quant_type)
+        # Two codes per byte; pieces start at whole blocks.
         files.write(name, part.start // 2, codes.cpu())
-        absmax.append(of_blocks)
+        absmax.append(absmax_of_piece)
         if part.stop == weights.files.shape(part.name).numel():
             _write_statistics(files, name, layers[name], torch.cat(absmax), content.dtype)
             absmax.clear()
@@ -292,13 +302,15 @@ def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> No
 def _write_statistics(
     files: PackedFiles, weight: str, layer: Bnb4bitWeight, absmax: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Write the parts of a quantized weight other than its codes. dtype:
-    of the unquantized weight.
+    """Write the parts of a quantized weight other than its codes.
+
+    dtype: of the unquantized weight.
     """
     contents = {"absmax": absmax}
     if layer.double_quant:
         contents["absmax"], contents["nested_absmax"] = layer.quantize_absmax(absmax)
     for name, values in contents.items():
         files.write(f"{weight}.{name}", 0, values.cpu())
+    # Only now does the state have the mean of absmax.
     for suffix, whole in layer.stored_whole(dtype).items():
         files.write(weight + suffix, 0, whole)

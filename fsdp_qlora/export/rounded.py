@@ -32,21 +32,24 @@ class RoundedModel(MergedModel):
     stored: PackedFormat
 
     def forms(self) -> dict[str, TensorForm]:
+        # Tensors of the files as they are, in their order. Weights that are stored plain have the
+        # merged model's shape, since embeddings may have been resized.
         plain = {name: form for name, form in super().forms().items() if self._unit(name) == 1}
         return {name: self.raw.form(name) for name in self.raw.files} | plain
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """As in `MergedModel`, as bytes."""
+        """The pieces of all tensors as `MergedModel` has them, as bytes."""
         forms = self.forms()
         done = set()
+        # Only what the adapter changes is decoded and rounded again; all other bytes are copied.
         changed = self.changes.layers.keys() | self.changes.replaced.keys() | self.copies.keys()
         for name in filter(changed.__contains__, self._order()):
             for part, start, merged, _ in self._changed(name):
+                # A piece of a weight becomes pieces of several tensors: codes and scales.
                 for tensor, first, values in self.weights.files.encode(part, start, merged):
                     done.add(tensor)
-                    values = (
-                        values.to(forms[tensor].dtype) if values.is_floating_point() else values
-                    )
+                    if values.is_floating_point():
+                        values = values.to(forms[tensor].dtype)
                     yield tensor, first * values.itemsize, values.flatten().view(torch.uint8)
         for name in forms.keys() - done:
             for start, stop in spans(self.raw.shape(name).numel(), 1):
@@ -57,13 +60,13 @@ class RoundedModel(MergedModel):
         """Say how much the rounded weights of this folder, which is complete, have of the adapter's
         update.
         """
+        # What rounding left is known only from the files, whose scales it depends on, too.
         written_files = WeightFiles(folder, self.stored)
         for name in self.changes.layers.keys() - self.changes.replaced.keys() - self.copies.keys():
             for part, start, merged, base in self._changed(name):
                 if base is not None and self._unit(part) > 1:
-                    self.effect.add(
-                        base, merged, written_files.read_flat(part, start, start + len(merged))
-                    )
+                    written = written_files.read_flat(part, start, start + len(merged))
+                    self.effect.add(base, merged, written)
         line = (
             "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f "
             "times its length."
@@ -85,9 +88,9 @@ def rounded(merge: Merge) -> RoundedModel:
         stored = merge.stored.name if merge.stored else "16 or 32 bits"
         raise UserError(
             f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in "
-            "MXFP4, NVFP4 or FP8. "
-            "Merge without this option."
+            "MXFP4, NVFP4 or FP8. Merge without this option."
         )
+    # asdict() would copy the tensors inside.
     fields = {
         field.name: getattr(merge.original, field.name)
         for field in dataclasses.fields(merge.original)
