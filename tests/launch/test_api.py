@@ -15,7 +15,8 @@ from fsdp_qlora import api
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.sources.source import find_source
-from fsdp_qlora.data.text.image_store import Images, keep_all
+from fsdp_qlora.data.text.image_store import keep_all
+from fsdp_qlora.data.text.images import Images
 from fsdp_qlora.distributed.supervision import launch
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from fsdp_qlora.training.trainer import Trainer
