@@ -12,17 +12,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import (
     FileRecord,
+    files_difference,
     publish_folder,
     read_named,
-    record_of,
     write_hashed_json,
 )
 
@@ -152,26 +151,8 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     return files
 
 
-def records_of(paths: Sequence[Path]) -> list[FileRecord]:
-    """The sizes and hashes of files.
-
-    Threads hash them in parallel, since hashlib releases the GIL.
-    """
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(record_of, paths))
-
-
 def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
     """Raise DamagedCheckpoint if a file of a folder is missing, or its size or content differs."""
-    for name, record in expected.items():
-        path = folder / name
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{name} {'is not a file' if path.exists() else 'is missing'}")
-        size = path.stat().st_size
-        if size != record.size:
-            raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
-    for name, record in zip(
-        expected, records_of([folder / name for name in expected]), strict=True
-    ):
-        if record != expected[name]:
-            raise DamagedCheckpoint(f"{name} has changed: its SHA-256 differs")
+    difference = files_difference(folder, expected)
+    if difference is not None:
+        raise DamagedCheckpoint(difference)

@@ -1,39 +1,31 @@
-"""A run's result: written atomically into its folder, and recorded in result.json with each file's
-size and SHA-256.
-"""
+"""Saves a result where the disk may be full: old checkpoints make room for it."""
 
-import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
-from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint, check_files, records_of
 from fsdp_qlora.checkpoint.saving import delete_oldest, is_full
 from fsdp_qlora.utils.errors import TrainingError
-from fsdp_qlora.utils.files import FileRecord, NotAFile, flush, flush_files, read_named
-from fsdp_qlora.utils.run_files import CARD, CHECKPOINTS, RESULT
+from fsdp_qlora.utils.result_files import STAGING, publish_files
+from fsdp_qlora.utils.run_files import CHECKPOINTS
 
 log = logging.getLogger("fsdp_qlora")
 
-_SLOW_BYTES = 2**32  # hashing a whole model takes a minute or more
 
+def publish_with_room(output_dir: Path, write: Callable[[Path], object]) -> None:
+    """Publish the files that `write` puts into a folder, as `publish_files` does.
 
-def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
-
-    Readers see each file complete or not at all. If the disk is full, the oldest checkpoints are
-    deleted.
+    If the disk is full, the oldest checkpoints are deleted.
 
     Raises:
         TrainingError: the files could not be written.
     """
-    error = write_with_room(output_dir, lambda: _move_in(output_dir, write))
+    error = write_with_room(output_dir, lambda: publish_files(output_dir, write))
     if error:
-        shutil.rmtree(output_dir / ".saving", ignore_errors=True)
+        shutil.rmtree(output_dir / STAGING, ignore_errors=True)
         raise cannot_save(output_dir, error) from error
 
 
@@ -58,76 +50,3 @@ def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
         "free disk space, and "
         "the same command saves it without training again."
     )
-
-
-def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
-    staging = output_dir / ".saving"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    write(staging)
-    flush_files(staging)
-    # Weights first: programs look for the configuration to decide whether a model is there.
-    # result.json has the hashes of all files, so it comes last: a kill in between leaves a result
-    # that does not pass verification.
-    for path in sorted(
-        staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)
-    ):
-        target = output_dir / path.name
-        if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
-            shutil.rmtree(target)
-        path.replace(target)
-    staging.rmdir()
-    flush(output_dir)
-
-
-def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
-    """Write result.json into a folder that is about to be published.
-
-    Args:
-        staged: files outside the folder that will be added to it under their names.
-    """
-    paths = {
-        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
-    }
-    paths |= {path.name: path for path in staged}
-    records = dict(zip(paths, records_of(list(paths.values())), strict=True))
-    content = {"files": {name: record._asdict() for name, record in sorted(records.items())}}
-    (folder / RESULT).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def result_error(output_dir: Path, only: Collection[str] | None = None) -> str | None:
-    """Compare the result in a folder with result.json. Returns the first difference, None if there
-    is none.
-
-    The card (README.md) may be edited.
-
-    Args:
-        only: compare only these files, and only if result.json lists them. Without `only` a result
-        must exist.
-    Raises:
-        OSError: a file cannot be read at present.
-    """
-    try:
-        content: dict[str, Any] = json.loads(read_named(output_dir / RESULT))
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
-    except FileNotFoundError:
-        return None if only is not None else f"{RESULT} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotAFile) as error:
-        return f"{RESULT} cannot be read ({error})"
-    if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
-        return f"{RESULT} lists no files of the folder"
-    files = {
-        name: record
-        for name, record in files.items()
-        if (name != CARD if only is None else name in only)
-    }
-    size = sum(record.size for record in files.values())
-    if size > _SLOW_BYTES:
-        log.info(
-            "Comparing the %.0f GiB of the result in %s with %s.", size / 2**30, output_dir, RESULT
-        )
-    try:
-        check_files(output_dir, files)
-    except DamagedCheckpoint as error:
-        return str(error)
-    return None

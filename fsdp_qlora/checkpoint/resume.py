@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint.mirror import Store, fetch
-from fsdp_qlora.checkpoint.result import publish_files, result_error
+from fsdp_qlora.checkpoint.result import publish_with_room
 from fsdp_qlora.checkpoint.run_folder import (
     OR_START_OVER,
     RUN_KEYS,
@@ -37,6 +37,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.utils.files import read_json, write_json
 from fsdp_qlora.utils.redact import redact
+from fsdp_qlora.utils.result_files import result_error
 from fsdp_qlora.utils.run_files import CHECKPOINTS, RUN, STATUS
 
 log = logging.getLogger("fsdp_qlora")
@@ -204,7 +205,7 @@ class RunFolder:
                     write_json(
                         self.path / RUN, dict(identity) | {"started_from": self.request.resume}
                     )
-                    publish_files(
+                    publish_with_room(
                         self.path,
                         lambda into: [(into / name).write_text(files[name]) for name in files],
                     )

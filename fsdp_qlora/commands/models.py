@@ -53,7 +53,7 @@ def export(args: argparse.Namespace) -> None:
     from fsdp_qlora.checkpoint import checkpoint
     from fsdp_qlora.checkpoint.saving import find_checkpoint
     from fsdp_qlora.export.model_folder import check_is_new
-    from fsdp_qlora.export.save_results import upload
+    from fsdp_qlora.export.upload import upload
     from fsdp_qlora.run.load_model import result_form
 
     check_is_new(out)

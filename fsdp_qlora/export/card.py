@@ -39,21 +39,21 @@ _KINDS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
 _PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
 
 
-class Base(NamedTuple):
+class BaseName(NamedTuple):
     """The base model as a result names it. is_on_hub: whether loaders find it by this name."""
 
     name: str
     is_on_hub: bool
 
     @classmethod
-    def of(cls, model_name: str, published: str | None = None) -> "Base":
+    def of(cls, model_name: str, published: str | None = None) -> "BaseName":
         """Make it of a --model_name. published: a name on the hub for it."""
         name = published or public_name(model_name)
         return cls(name, is_on_hub="/" in name or not Path(model_name).expanduser().is_dir())
 
 
 def training_record(
-    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, kind: TrainType
+    about: Mapping[str, Any], progress: Mapping[str, Any], base: BaseName, kind: TrainType
 ) -> dict[str, Any]:
     """The content of training.json.
 
@@ -102,7 +102,10 @@ def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
 
 
 def merged_documents(
-    earlier: Mapping[str, Any], base: Base, settings: Mapping[str, Any], merged: Mapping[str, str]
+    earlier: Mapping[str, Any],
+    base: BaseName,
+    settings: Mapping[str, Any],
+    merged: Mapping[str, str],
 ) -> dict[str, str]:
     """File name -> text: training.json and the model card of an adapter that was merged into its
     base.
@@ -120,7 +123,7 @@ def merged_documents(
 
 def _card(record: Mapping[str, Any], kind: str | None) -> str:
     name = record["base"]["name"]
-    base = Base(name, record["base"].get("is_on_hub", "/" in name))
+    base = BaseName(name, record["base"].get("is_on_hub", "/" in name))
     preference = [name for name in (record["settings"].get("objective", "sft"),) if name != "sft"]
     metadata = ModelCardData(
         base_model=base.name if base.is_on_hub else None,

@@ -26,7 +26,7 @@ from fsdp_qlora.distributed.device import choose_device
 from fsdp_qlora.distributed.process_group import process_group_closed, start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
-from fsdp_qlora.export.card import Base, merged_documents
+from fsdp_qlora.export.card import BaseName, merged_documents
 from fsdp_qlora.export.changes import Changes, LowRankUpdate, PeftFolder, open_adapter
 from fsdp_qlora.export.effect import Effect
 from fsdp_qlora.export.model_folder import build_plain_model, new_model_folder, new_weights
@@ -412,7 +412,7 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
         "into": into,
     }
     return merged_documents(
-        read_json(path / RECORD), Base.of(merge.run.model_name), settings, about
+        read_json(path / RECORD), BaseName.of(merge.run.model_name), settings, about
     )
 
 

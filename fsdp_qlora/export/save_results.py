@@ -1,8 +1,7 @@
 """Saves a run's result: a PEFT adapter, or a whole model for transformers.
 
 The values come from a model in training, gathered from all ranks, or from a checkpoint
-(values.Values). An upload to the Hugging Face hub that fails does not change the result on
-disk.
+(values.Values).
 """
 
 import contextlib
@@ -13,15 +12,13 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
-from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,14 +26,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.progress import Progress
-from fsdp_qlora.checkpoint.result import cannot_save, publish_files, record_result, write_with_room
+from fsdp_qlora.checkpoint.result import cannot_save, publish_with_room, write_with_room
 from fsdp_qlora.checkpoint.saving import best_step
 from fsdp_qlora.checkpoint.train_state import StoredValues
-from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.export.card import Base, documents, training_record
+from fsdp_qlora.export.card import BaseName, documents, training_record
 from fsdp_qlora.export.values import LiveValues, Values, saved_parameters
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import PREFIX
@@ -46,13 +42,11 @@ from fsdp_qlora.model.experts import expert_parameters
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.heads import with_own_head
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
-from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
-from fsdp_qlora.utils.files import PUBLIC, read_json
-from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, hub_reason
-from fsdp_qlora.utils.redact import redact
-from fsdp_qlora.utils.run_files import BEST, CARD, CHECKPOINTS, RESULT
+from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.files import read_json
+from fsdp_qlora.utils.result_files import record_result
+from fsdp_qlora.utils.run_files import BEST, CARD, CHECKPOINTS
 from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
-from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -138,7 +132,7 @@ def save_adapter(
         record_result(folder)
 
     if values.keeps:
-        publish_files(output_dir, write)
+        publish_with_room(output_dir, write)
 
 
 def _as_served(
@@ -275,7 +269,7 @@ def save_model(
         result.staging.rmdir()
 
     if values.keeps:
-        publish_files(output_dir, write)
+        publish_with_room(output_dir, write)
 
 
 def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -317,7 +311,7 @@ class ResultForm:
     """
 
     plan: ModelPlan
-    base: Base
+    base: BaseName
     kind: TrainType
     adapter: LoraConfig | None
     open_base: Callable[[], Weights]
@@ -473,106 +467,3 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
         elif ranks.is_rank_0:
             form.leave_adapters(output_dir, newest=True)
             form.log_how_to_load(output_dir)
-
-
-# --- the upload ---
-
-
-def check_uploads(config: TrainConfig) -> None:
-    """Refuse repositories of --push_to_hub and --mirror that cannot be written to, or are public;
-    for rank 0.
-
-    Raises:
-        RankError: as `check_repository`.
-    """
-    if config.push_to_hub:
-        check_repository("--push_to_hub", config.push_to_hub)
-    if config.mirror and config.mirror.startswith("hf:"):
-        check_repository("--mirror hf:", config.mirror.removeprefix("hf:").removeprefix("//"))
-
-
-def check_repository(option: str, target: str) -> None:
-    """Refuse a repository on the hub that this login cannot write to, or that everybody can read
-    without :public.
-
-    A hub that does not answer now may do so at the end, so that is only a warning.
-
-    Raises:
-        RankError: there is no login, it has no right to write there, or the repository is public.
-    """
-    repo = target.removesuffix(PUBLIC)
-    may_be_public = target.endswith(PUBLIC)
-    if get_token() is None:
-        raise RankError(
-            f"{option} {repo}: there is no login on this machine. Log in with `hf auth login`, or "
-            "set HF_TOKEN."
-        )
-    api = HfApi()
-    is_public = False
-    try:
-        with contextlib.suppress(RepositoryNotFoundError):  # it will be made
-            is_public = not api.repo_info(repo, timeout=HUB_TIMEOUT_SECONDS).private
-        login = api.whoami()
-    except Exception as error:  # of the HTTP library or the hub's client
-        if getattr(getattr(error, "response", None), "status_code", None) == 401:
-            raise RankError(
-                f"{option} {repo}: the hub refuses this machine's login. Log in with `hf auth "
-                "login`."
-            ) from error
-        log.warning("%s %s could not be checked: %s.", option, repo, hub_reason(error))
-        return
-    names = [login["name"], *(one["name"] for one in login.get("orgs", []))]
-    role = login.get("auth", {}).get("accessToken", {}).get("role")
-    if repo.partition("/")[0].lower() not in map(str.lower, names) or role == "read":
-        raise RankError(
-            f"{option} {repo}: the login {login['name']} may not write there. Give a name of "
-            f"{' or '.join(names)}, and "
-            "a token that may write."
-        )
-    if is_public and not may_be_public:
-        raise RankError(f"{option} {repo} is public. Give a private one, or {repo}{PUBLIC}.")
-
-
-def upload(folder: Path, target: str) -> str | None:
-    """Upload a result's files, and those of best/ in it, in one commit.
-
-    Args:
-        target: OWNER/NAME; with :public behind it a new repository is made public, and an old one
-        may be.
-    Returns:
-        None, or in a sentence why it could not be done.
-    """
-    repo = target.removesuffix(PUBLIC)
-    try:
-        check_repository("--push_to_hub", target)
-        HfApi().create_repo(repo, private=repo == target, exist_ok=True)
-        operations = [CommitOperationAdd(name, path) for name, path in _files(folder)]
-        HfApi().create_commit(repo, operations, commit_message="Add the result of a training run")
-    except Exception as error:  # of the HTTP library, the hub's client or the file system
-        reason = str(error) if isinstance(error, UserError) else f"{first_line(error)}."
-        return redact(
-            f"The upload to {repo} failed: {reason} The result is in {folder}. `fsdp-qlora export "
-            f"RUN --out DIR --push_to_hub {target}` uploads it without training again."
-        )
-    log.info("Uploaded to the hub: %s (%d files)", repo, len(operations))
-    return None
-
-
-def push_result(folder: Path, target: str | None, ranks: Ranks) -> None:
-    """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for
-    rank 0.
-    """
-    if target is None:
-        return
-    with raise_on_all_ranks(TrainingError, ranks.device):
-        if ranks.is_rank_0 and (failure := upload(folder, target)):
-            log.warning(failure)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(path in the repository, file) of what result.json lists here and in best/."""
-    for prefix in ("", f"{BEST}/"):
-        result = folder / prefix / RESULT
-        if result.is_file():
-            for name in read_json(result)["files"]:
-                yield prefix + name, folder / prefix / name

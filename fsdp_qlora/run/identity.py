@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.checkpoint.result import result_error
 from fsdp_qlora.config.marks import PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
@@ -15,6 +14,7 @@ from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import fingerprint_files, record_of
+from fsdp_qlora.utils.result_files import result_error
 
 
 def known_facts(plan: Plan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.distributed.store import once_per_machine
-from fsdp_qlora.export.card import Base
+from fsdp_qlora.export.card import BaseName
 from fsdp_qlora.export.save_results import ResultForm
 from fsdp_qlora.model.adapters.first_values import initialize_adapters, set_magnitudes
 from fsdp_qlora.model.adapters.insert import fill_start
@@ -123,7 +123,7 @@ def fill(
 
 
 def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = None) -> ResultForm:
-    base = Base.of(config.model_name, config.base_name)
+    base = BaseName.of(config.model_name, config.base_name)
     # No files match a model that is sharded already.
     return ResultForm(
         plan, base, config.kind, plan.adapter, open_base=lambda: weights or open_weights(plan)

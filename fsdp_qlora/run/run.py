@@ -39,7 +39,8 @@ from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import clock, exits, restarts
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
-from fsdp_qlora.export.save_results import check_uploads, leave_result, push_result, save_result
+from fsdp_qlora.export.save_results import leave_result, save_result
+from fsdp_qlora.export.upload import check_uploads, push_result
 from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.planning.fit import fit_on_gpu, memory_settings
 from fsdp_qlora.planning.gpus import gpu_of

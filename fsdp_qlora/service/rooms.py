@@ -27,7 +27,6 @@ from fsdp_qlora.checkpoint.checkpoint import (
     STATE,
     DamagedCheckpoint,
     publish_checkpoint,
-    records_of,
     verify,
 )
 from fsdp_qlora.distributed.process_group import gather_numbers, raise_on_all_ranks
@@ -40,7 +39,7 @@ from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.training.trainer import LossScale, Trainer
 from fsdp_qlora.utils.errors import TrainingError, UserError
-from fsdp_qlora.utils.files import write_json
+from fsdp_qlora.utils.files import records_of, write_json
 
 OPTIMIZER = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,7 +12,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -40,6 +41,34 @@ def record_of(path: Path) -> FileRecord:
     with open_named(path) as file:
         digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
         return FileRecord(file.tell(), digest.hexdigest())
+
+
+def records_of(paths: Sequence[Path]) -> list[FileRecord]:
+    """The sizes and hashes of files.
+
+    Threads hash them in parallel, since hashlib releases the GIL.
+    """
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(record_of, paths))
+
+
+def files_difference(folder: Path, expected: Mapping[str, FileRecord]) -> str | None:
+    """The first file of a folder that is missing, or whose size or content differs; None if all are
+    as expected.
+    """
+    # all sizes first: they cost nothing, and hashing many gigabytes takes minutes
+    for name, record in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} {'is not a file' if path.exists() else 'is missing'}"
+        size = path.stat().st_size
+        if size != record.size:
+            return f"{name} has {size} bytes instead of {record.size}"
+    paths = [folder / name for name in expected]
+    for name, record in zip(expected, records_of(paths), strict=True):
+        if record != expected[name]:
+            return f"{name} has changed: its SHA-256 differs"
+    return None
 
 
 class NotAFile(OSError):

@@ -247,7 +247,7 @@ def test_a_record_without_the_bases_origin_is_read_by_its_name(
 ) -> None:
     earlier = {**card._UNKNOWN, "base": {"name": name}}
     merged = {"adapter": "run", "kind": "lora", "into": "original"}
-    written = card.merged_documents(earlier, card.Base("other", is_on_hub=False), {}, merged)
+    written = card.merged_documents(earlier, card.BaseName("other", is_on_hub=False), {}, merged)
     assert (
         f"base_model: {name}" in written["README.md"]
     ) == is_loadable and "other" not in written["training.json"]
@@ -265,7 +265,9 @@ def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
         "versions": {odd: odd},
     }
     merged = {"adapter": odd, "kind": "lora", "into": "original"}
-    text = card.merged_documents(earlier, card.Base("", is_on_hub=False), {}, merged)["README.md"]
+    text = card.merged_documents(earlier, card.BaseName("", is_on_hub=False), {}, merged)[
+        "README.md"
+    ]
     shown = r"x\` # \[a\](http://b) \<i\>"
     body = text.split("\n---\n", 1)[1]
     assert body.count(shown) >= 9 and "[a](" not in body.replace(shown, "") and "\n# [" not in body

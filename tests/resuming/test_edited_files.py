@@ -14,7 +14,6 @@ import pytest
 
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.mirror import open_store
-from fsdp_qlora.checkpoint.result import publish_files, record_result
 from fsdp_qlora.checkpoint.resume import RunFolder, Start
 from fsdp_qlora.checkpoint.run_folder import StartRequest
 from fsdp_qlora.distributed.ranks import read_ranks
@@ -23,6 +22,7 @@ from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import files, run_files
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.utils.files import write_json
+from fsdp_qlora.utils.result_files import publish_files, record_result
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
 

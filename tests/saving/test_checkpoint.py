@@ -91,7 +91,7 @@ def test_leftovers_of_an_early_kill_are_ignored(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(resume, "publish_files", die)
+        patch.setattr(resume, "publish_with_room", die)
         folder = RunFolder(out, read_ranks(), StartRequest({}))
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
     # from here on, the same run is resumed

@@ -19,7 +19,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.export import save_results as saving
+from fsdp_qlora.export import upload
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -69,7 +69,7 @@ def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = No
     import train
 
     os.environ["HF_TOKEN"] = TOKEN
-    saving.HfApi = lambda: Hub(is_private=is_private, takes_commits=False)  # type: ignore[assignment, misc]
+    upload.HfApi = lambda: Hub(is_private=is_private, takes_commits=False)  # type: ignore[assignment, misc]
     return train.main(argv)
 
 
@@ -95,7 +95,7 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     assert statuses == [0, 0] and said.count("The upload to owner/result failed: ") == 1, said
     assert "no right to write" in said and TOKEN not in said
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(saving, "HfApi", lambda: hub)
+    monkeypatch.setattr(upload, "HfApi", lambda: hub)
     hub = Hub()
     assert main(["export", str(out), *flags(out=made, push_to_hub="owner/result")]) == 0
     names = json.loads((made / "result.json").read_text())["files"]
@@ -103,7 +103,7 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     assert (
         hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
     )
-    assert saving.upload(out, "owner/result") is None
+    assert upload.upload(out, "owner/result") is None
     assert (
         hub.files["best/adapter_config.json"] == (out / "best" / "adapter_config.json").read_bytes()
     )
@@ -130,11 +130,11 @@ def test_a_repository_is_checked_before_training(
     says: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(saving, "get_token", lambda: login.get("token", TOKEN))
-    monkeypatch.setattr(saving, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
+    monkeypatch.setattr(upload, "get_token", lambda: login.get("token", TOKEN))
+    monkeypatch.setattr(upload, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
     for option, value in (("push_to_hub", repo), ("mirror", f"hf:{repo}")):
         config = TrainConfig(**{option: value})
         with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-            saving.check_uploads(config)
+            upload.check_uploads(config)
         if is_private is False:
-            saving.check_uploads(dataclasses.replace(config, **{option: f"{value}:public"}))
+            upload.check_uploads(dataclasses.replace(config, **{option: f"{value}:public"}))
