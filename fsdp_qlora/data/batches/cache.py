@@ -27,13 +27,16 @@ from fsdp_qlora.utils.text import warn_from_any_rank
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 15  # raise it when the arrays, the templates or the rules of masking change
+# Raise it when the arrays, the templates or the rules of masking change. It is a part of each
+# file's name, so files of another version are not found.
+CACHE_VERSION = 15
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of everything that determines how text becomes ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
+        # A tokenizer in Python is known by its vocabulary and, below, its class.
         state = tokenizer.get_vocab()
     else:
         state = json.loads(backend.to_str())
@@ -50,8 +53,9 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 def through_cache(
     key: Sequence[object], make: Callable[[], tuple[TokenizedRows, DataReport]]
 ) -> tuple[TokenizedRows, DataReport]:
-    """Rows and their report, mapped from the cache, or made by one process of a machine at a time
-    and kept there.
+    """Rows and their report, from the cache.
+
+    What is not there yet is made by one process of a machine at a time, and kept.
 
     Args:
         key: all that the rows depend on, as JSON.
@@ -62,18 +66,21 @@ def through_cache(
         if cached is not None and _is_current(path, *cached):
             log.debug("Tokenized rows are read from %s", path)
             return cached
-        made = make()
-        if any(reason.startswith(ENDED_WORKERS) for reason in made[1].rejected):
-            return made  # another start may not lose these rows
-        _write(path, *made)
-        return read_cache(path) or made  # mapped, so that all ranks share it
+        rows, report = make()
+        if any(reason.startswith(ENDED_WORKERS) for reason in report.rejected):
+            return rows, report  # another start may not lose these rows
+        _write(path, rows, report)
+        # Read again: the mapped file is shared by all ranks of the machine, the arrays are not.
+        return read_cache(path) or (rows, report)
 
 
 def _is_current(path: Path, rows: TokenizedRows, report: DataReport) -> bool:
-    """Whether images are as they were; those that could not be read are tried again in another
-    start.
+    """Whether images are as they were when the rows were made.
+
+    Images that could not be read are tried again in another start.
     """
     lacks_some = any(reason.startswith(UNREADABLE) for reason in report.rejected)
+    # Other ranks of this start must agree with the one that made the file.
     is_of_this_start = path.stat().st_mtime >= psutil.Process().create_time()
     return (is_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images))
 
@@ -89,13 +96,14 @@ def _path_of(key: Sequence[object]) -> Path:
 def add_reference(
     rows: TokenizedRows, key: Sequence[object], compute: Callable[[], np.ndarray], ranks: Ranks
 ) -> TokenizedRows:
-    """The rows with the reference's log-probabilities: from each machine's cache, or computed by
-    all ranks.
+    """Add the reference's log-probabilities, from each machine's cache or computed by all ranks.
 
-    `key` is, as JSON, all that these depend on besides the rows.
+    Args:
+        key: all that they depend on besides the rows, as JSON.
     """
     path = _path_of(["reference", rows.digest, *key])
     cached = read_cache(path)
+    # All ranks take the same way: `compute` has collectives, and machines have caches of their own.
     if gather_numbers([cached is not None], ranks.device).all():
         log.info("The reference's log-probabilities are read from %s", path)
     else:
@@ -107,8 +115,9 @@ def add_reference(
 
 
 def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
-    """The rows of several datasets, one after the other, mapped from one file by all ranks of a
-    machine.
+    """The rows of several datasets, one after the other.
+
+    They are mapped from one file by all ranks of a machine.
     """
     if len(parts) == 1:
         return parts[0]
@@ -118,8 +127,7 @@ def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache file. The system frees it when its holder dies, however that
-    happens.
+    """Hold the lock of a cache file, which the system frees when its holder dies, however it does.
 
     Where no lock can be had, as in a folder that may only be read, each process works for itself.
     """
@@ -149,8 +157,7 @@ def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
     except (OSError, SafetensorError) as error:
         log.warning(
             "Tokenized rows are not kept for the next start: %s cannot be written (%s). The "
-            "environment variable "
-            "FSDP_QLORA_CACHE names another folder.",
+            "environment variable FSDP_QLORA_CACHE names another folder.",
             path.parent,
             error,
         )
@@ -168,15 +175,16 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
+        # They are the pages of a file that other ranks read, too.
         for array in arrays.values():
             array.flags.writeable = False
         rows = TokenizedRows(**arrays)
         fields = json.loads(metadata["report"])
+        # The whole content is hashed, since a damaged token would be learned without a word.
         if rows.digest != metadata["digest"]:
             raise ValueError("its content has changed since it was written")
-        return rows, DataReport(
-            **(fields | {"parts": [SourceFile(**part) for part in fields["parts"]]})
-        )
+        fields["parts"] = [SourceFile(**part) for part in fields["parts"]]
+        return rows, DataReport(**fields)
     except FileNotFoundError:
         return None
     except (

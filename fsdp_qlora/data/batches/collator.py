@@ -4,7 +4,6 @@ Both are rounds of micro-batches that all ranks compute at the same time.
 """
 
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pad_rows, with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
@@ -60,14 +60,15 @@ class Collator:
     def lay_out_evaluation(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
         """Lay out rows of which nothing is learned."""
         size = self.schedule.batch_size * self.schedule.data_size
-        # Padded rows keep the order in which their losses were always added.
-        parts = (
-            [rows[i : i + size] for i in range(0, len(rows), size)]
-            if self.schedule.padding
-            else [rows]
-        )
-        rounds = itertools.chain(*(self.schedule.rounds(part, table.lengths) for part in parts))
-        return Batches(self, table, rows, [*rounds])
+        parts = [rows]
+        if self.schedule.padding:
+            # Padded rows keep the order in which their losses were always added: another order of
+            # the sum is another last digit.
+            parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        rounds: list[Round] = []
+        for part in parts:
+            rounds += self.schedule.rounds(part, table.lengths)
+        return Batches(self, table, rows, rounds)
 
     def repeated(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> "Batches":
         """Lay out the same micro-batch for every rank and round."""
@@ -88,23 +89,26 @@ class Collator:
             for data_rank in {rank // size for rank in ranks}
         }
         if self.of_targets:
+            # Before `part`, which splits the values with the targets that they are of.
             batch = whole[self.data_rank]
-            told = self.of_targets(table, rows[self.data_rank])
-            whole[self.data_rank] = dataclasses.replace(
-                batch, target_values=dict(batch.target_values) | told
-            )
+            values = dict(batch.target_values) | self.of_targets(table, rows[self.data_rank])
+            whole[self.data_rank] = dataclasses.replace(batch, target_values=values)
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
-        own = batches[self.rank]
-        sharing = [batches[rank] for rank in self.sharing_ranks]
+        batch = batches[self.rank]
+        # One answer for all ranks: if any of them has an image, all call the image tower, since its
+        # weights are gathered by all of them.
         if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
-            own = self._with_images(own, rows, table)
-        return own.beside(sharing) if sharing else own
+            batch = self._with_images(batch, rows, table)
+        if not self.sharing_ranks:
+            return batch
+        return batch.beside([batches[rank] for rank in self.sharing_ranks])
 
     def _sequences(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
         if self.schedule.padding:
             return pad_rows(table, rows, pad_token_id=self.pad_token_id)
         concatenated = partial(concatenate_rows, pad_token_id=self.pad_token_id)
         if self.has_teacher and len(table.splits):
+            # Row i is the documents 2 * i, the student's, and 2 * i + 1, its teacher's.
             return with_teacher(
                 concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1)
             )
@@ -112,13 +116,14 @@ class Collator:
             table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size
         )
 
-    def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
+    def _with_images(self, batch: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None and self.schedule.padding
         names = [[*map(bytes, table[row].images)] for row in rows[self.data_rank]]
         shown = [*filter(None, names)]
-        taken = self.model_arguments
-        images = self.image_processor.model_inputs(shown, own.input_ids, taken) if shown else {}
-        return dataclasses.replace(own, images=images, calls_towers=True)
+        images: Mapping[str, torch.Tensor] = {}
+        if shown:
+            images = self.image_processor.model_inputs(shown, batch.input_ids, self.model_arguments)
+        return dataclasses.replace(batch, images=images, calls_towers=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +142,9 @@ class Batches:
         return len(self.rounds)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        made = (self.collator.micro_batch(rows, self.table) for rows in self.rounds)
-        return _made_ahead(made) if len(self.table.images) else made
+        micro_batches = (self.collator.micro_batch(rows, self.table) for rows in self.rounds)
+        # Only images take long enough, to be read and decoded, for a thread to be worth it.
+        return _made_ahead(micro_batches) if len(self.table.images) else micro_batches
 
     @property
     def num_targets(self) -> int:
@@ -162,16 +168,20 @@ class Batches:
         """The dataset's numbers of the rows at (round, rank) places, as text; of all rows without a
         place.
         """
+        # Ranks that share a micro-batch have the same rows, which are named once.
         shared = {(index, rank // self.collator.context_size) for index, rank in places}
         chosen = [self.rounds[index][data_rank] for index, data_rank in sorted(shared)]
         return self.table.describe_numbers(np.concatenate(chosen) if chosen else self.rows)
 
 
 def _made_ahead(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """The micro-batches, up to `_AHEAD` of which a thread makes ahead. Its exceptions are raised
-    here.
+    """The micro-batches, up to `_AHEAD` of which a thread makes ahead.
+
+    Its exceptions are raised here.
     """
+    # One thread, since two cannot advance a generator; the order stays that of the rounds.
     thread = ThreadPoolExecutor(1, thread_name_prefix="images")
+    # next() with a default: a StopIteration of the thread could not be raised in this generator.
     end: Any = object()
     try:
         ahead = deque(thread.submit(next, micro_batches, end) for _ in range(_AHEAD))
@@ -179,4 +189,5 @@ def _made_ahead(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             ahead.append(thread.submit(next, micro_batches, end))
             yield item
     finally:
+        # A caller that stops early, as on a signal, must not wait for images that nobody needs.
         thread.shutdown(wait=False, cancel_futures=True)

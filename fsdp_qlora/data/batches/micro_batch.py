@@ -79,14 +79,17 @@ class MicroBatch:
         `per_document`.
         """
         names = ["input_ids", "target_rows", "targets"]
-        names += ["target_counts", "desired", "reference"] if per_document else []
+        if per_document:
+            names += ["target_counts", "desired", "reference"]
         columns = {name: getattr(self, name) for name in names}
+        # All tensors go in one call, so that `to_device` may copy them together; their names do not
+        # overlap (tests/preferences/test_rows.py checks it).
         moved = to_device(dict(self.documents) | dict(self.target_values) | columns, device)
         images = to_device(self.images, device)
         target_values = {name: moved.pop(name) for name in self.target_values}
-        own = {name: moved.pop(name) for name in names}
+        columns = {name: moved.pop(name) for name in names}
         return dataclasses.replace(
-            self, **own, target_values=target_values, documents=moved, images=images
+            self, **columns, target_values=target_values, documents=moved, images=images
         )
 
     def part(self, index: int, num_parts: int) -> "MicroBatch":
@@ -97,12 +100,15 @@ class MicroBatch:
         """
         if num_parts == 1:
             return self
+        # The sequence is a multiple of `num_parts` long: `concatenate_rows` adds the padding.
         length = self.input_ids.shape[1] // num_parts
         is_own = self.target_rows // length == index
         rows = self.target_rows[is_own] - index * length
         targets = self.targets[is_own]
         target_values = {name: values[is_own] for name, values in self.target_values.items()}
         if not len(rows):
+            # One target that counts nothing, as in `learned_rows`: the loss and its backward pass
+            # have collectives, in which a rank without targets takes part, too.
             rows = rows.new_zeros(1)
             targets = targets.new_full((1,), IGNORE_INDEX)
             target_values = {
@@ -129,10 +135,13 @@ class MicroBatch:
         collectives.
         """
         missing = max(len(batch.targets) for batch in batches) - len(self.targets)
+        # Where a teacher's documents follow, target_rows are [2, N]: each line is filled by itself.
+        target_rows = self.target_rows.view(-1, len(self.targets))
         return dataclasses.replace(
             self,
-            target_rows=F.pad(self.target_rows.view(-1, len(self.targets)), (0, missing)).flatten(),
+            target_rows=F.pad(target_rows, (0, missing)).flatten(),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
+            # F.pad counts from the last dim: nothing is added but at the end of the first one.
             target_values={
                 name: F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing))
                 for name, values in self.target_values.items()
@@ -142,10 +151,12 @@ class MicroBatch:
 
 
 def with_teacher(student: MicroBatch, teacher: MicroBatch) -> MicroBatch:
-    """Documents with the teacher's behind them, which have the same targets; `ReferencePass` takes
-    them apart.
+    """Put the teacher's documents, which have the same targets, behind the student's.
+
+    `ReferencePass` takes them apart.
     """
     inputs = inputs_with_teacher(student.model_inputs, teacher.model_inputs)
+    # [2 * N]: each target's place in the student's document, then in the teacher's
     rows = torch.cat([student.target_rows, teacher.target_rows + student.input_ids.numel()])
     return dataclasses.replace(
         student, input_ids=inputs.pop("input_ids"), target_rows=rows, documents=inputs
@@ -154,15 +165,14 @@ def with_teacher(student: MicroBatch, teacher: MicroBatch) -> MicroBatch:
 
 def inputs_with_teacher(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
     """The model's arguments for the tokens of both, one behind the other."""
-    joined = {
-        name: torch.cat([student[name], teacher[name]], dim=1)
-        for name in ("input_ids", "position_ids")
-    }
-    return (
-        dict(student)
-        | {f"{BESIDE}{name}": value for name, value in teacher.items() if name not in joined}
-        | joined
-    )
+    inputs = dict(student)
+    for name, value in teacher.items():
+        if name in ("input_ids", "position_ids"):
+            inputs[name] = torch.cat([student[name], value], dim=1)
+        else:
+            # Bounds of documents cannot be joined: each half keeps its own.
+            inputs[f"{BESIDE}{name}"] = value
+    return inputs
 
 
 def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> MicroBatch:
@@ -209,6 +219,7 @@ def concatenate_rows(
         document of padding behind the others.
     """
     if not len(rows):
+        # A rank without rows computes a document of padding, to gather weights with the others.
         empty = pad_rows(table, rows, pad_token_id=pad_token_id)
         described = describe_documents([TOKENS_OF_AN_EMPTY_RANK], num_parts=num_parts)
         input_ids = empty.input_ids.new_full(described["position_ids"].shape, pad_token_id)
@@ -217,6 +228,7 @@ def concatenate_rows(
     starts = table.document_offsets[documents]
     lengths = table.document_offsets[documents + 1] - starts
     firsts = np.cumsum(lengths) - lengths
+    # For each token of the sequence its index in the table's flat arrays.
     places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
     input_ids = table.input_ids[places].astype(np.int64)
     labels = np.where(table.learned[places], input_ids, IGNORE_INDEX)
@@ -225,8 +237,10 @@ def concatenate_rows(
     described = describe_documents(lengths.tolist(), shared, num_parts=num_parts)
     filling = sum(described["document_lengths"]) - len(input_ids)
     filled = F.pad(torch.from_numpy(input_ids), (0, filling), value=pad_token_id)
-    own = filled[None, described.get("own_tokens", slice(None))]
-    return _batch(table, rows, documents, own, torch.from_numpy(labels)[None], described)
+    # A shared prompt is in the sequence once; labels keep the places among all tokens, because
+    # `_batch` maps them itself.
+    computed = filled[None, described.get("own_tokens", slice(None))]
+    return _batch(table, rows, documents, computed, torch.from_numpy(labels)[None], described)
 
 
 def _batch(
@@ -242,10 +256,13 @@ def _batch(
     if places is not None:
         target_rows = places[target_rows]
     num_targets = table.document_targets[documents]
-    desired = (
-        table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
-    )
-    reference = table.reference[documents] if len(table.reference) else table.reference
+    desired = table.desired
+    if len(desired):
+        desired = desired[np.asarray(rows, dtype=np.int64)]
+    reference = table.reference
+    if len(reference):
+        reference = reference[documents]
+    # Masks with weights are float, those without are bool.
     has_values = len(table.advantages) > 0 or table.learned.dtype.kind == "f"
     return MicroBatch(
         input_ids,
@@ -267,23 +284,25 @@ def _target_values(
 
     Without a target these are the values of one that counts nothing, as in `learned_rows`.
     """
+    # From the second token on: nothing precedes the first one, which is never a target.
     bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
     learned = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
     indices = np.concatenate(learned) if num_targets.sum() else np.zeros(1, np.int64)
     if not len(table.advantages):
         return {"weights": _floats(table.learned[indices])}
-    advantages = table.advantages[np.asarray(rows, dtype=np.int64)]
-    shares = 1 / np.maximum(num_targets, 1)
-    of_rows = {
-        "advantages": np.repeat(advantages, num_targets),
-        "shares": np.repeat(shares, num_targets),
+    advantages = np.repeat(table.advantages[np.asarray(rows, dtype=np.int64)], num_targets)
+    shares = np.repeat(1 / np.maximum(num_targets, 1), num_targets)
+    # Without a target both are empty: np.resize fills them with a zero for the one of `indices`.
+    values = {
+        "advantages": _floats(np.resize(advantages, len(indices))),
+        "shares": _floats(np.resize(shares, len(indices))),
     }
-    of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
-    values = {name: np.resize(array, len(indices)) for name, array in of_rows.items()}
-    values |= {name: array[indices] for name, array in of_tokens.items() if len(array)}
-    return {name: _floats(array) for name, array in values.items()} | {
-        "table_indices": torch.from_numpy(indices)
-    }
+    for name in ("old_logps", "sampled_logps"):
+        array = getattr(table, name)
+        if len(array):
+            values[name] = _floats(array[indices])
+    values["table_indices"] = torch.from_numpy(indices)
+    return values
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
@@ -291,17 +310,20 @@ def _floats(values: np.ndarray) -> torch.Tensor:
 
 
 def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T,
-    ..], and the target.
+    """Find the tokens of labels [B, T] that have a target, which is the next token's label.
 
-    At least one, without a target if need be, so that a micro-batch without targets runs forward
-    and backward like the others.
+    Returns:
+        Their rows in [B * T, ..], and the targets.
+
+    There is at least one, without a target if need be, so that a micro-batch without targets runs
+    forward and backward like the others.
     """
     following = torch.full_like(labels, IGNORE_INDEX)
     following[:, :-1] = labels[:, 1:]
     following = following.flatten()
     rows = (following != IGNORE_INDEX).nonzero().flatten()
-    rows = rows if len(rows) else rows.new_zeros(1)
+    if not len(rows):
+        rows = rows.new_zeros(1)
     return rows, following[rows]
 
 
@@ -323,14 +345,18 @@ def describe_documents(
         that are computed; `own_tokens`, int64, has their places among all T, and `places`, int64
         [T], those of all T among them. The rest has names that other layers ignore.
     """
-    of_pairs = () if num_shared is None else num_shared
-    missing = -(sum(lengths) - int(np.sum(of_pairs))) % num_parts
+    num_computed = sum(lengths)
+    if num_shared is not None:
+        num_computed -= int(np.sum(num_shared))
+    missing = -num_computed % num_parts
     if missing:
+        # A document of its own, so that no other attends to the padding.
         lengths = [*lengths, missing]
     ends = np.cumsum([0, *lengths], dtype=np.int32)
     position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
     bounds = torch.from_numpy(ends)
     longest = max(lengths)
+    # The names by which transformers hands them to flash attention.
     arguments: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     arguments |= {"max_length_q": longest, "max_length_k": longest}
     if num_shared is not None:
@@ -339,12 +365,14 @@ def describe_documents(
         is_own = position_ids >= np.repeat(skipped, lengths)
         # as far into the document before
         in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)
-        places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
+        computed_places = np.cumsum(is_own) - 1
+        places = np.where(is_own, computed_places, computed_places[in_first])
+        # Not the names above: with them flash attention would take the tokens for whole documents.
         arguments = {
             "own_tokens": torch.from_numpy(np.flatnonzero(is_own)),
             "places": torch.from_numpy(places),
+            "document_ends": bounds,
         }
-        arguments["document_ends"] = bounds
         position_ids = position_ids[is_own]
     return {
         "position_ids": torch.from_numpy(position_ids)[None],
@@ -356,6 +384,6 @@ def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) 
     """The arguments of `describe_documents` for one of the ranks that share a row; documents stay
     whole.
     """
-    return dict(documents) | {
-        "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]
-    }
+    part = dict(documents)
+    part["position_ids"] = documents["position_ids"].chunk(num_parts, dim=1)[index]
+    return part

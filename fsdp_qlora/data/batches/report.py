@@ -9,9 +9,11 @@ from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.content import SourceFile
 from fsdp_qlora.utils.text import fit_line
 
-NUMBERS_SHOWN = 10  # rows named in a message
-_NAMED = 5  # unused columns in one
-CUT_SHARE_TO_WARN = 0.05  # of the tokens
+# Rows, and unused columns, that a message names.
+NUMBERS_SHOWN = 10
+_NAMED = 5
+# Above this share of the tokens that are cut, a longer context is advised.
+CUT_SHARE_TO_WARN = 0.05
 # Why a row is left out, besides what a format or template says of it.
 NO_ROOM = "no room for a response within context_length"
 NO_TARGET = "nothing to learn"
@@ -105,31 +107,36 @@ class DataReport(RowCounts):
         """One line for each oddity of rows that are used, and for columns that are not."""
         names = [fit_line(name) for name in self.unused_columns[:_NAMED]]
         more = len(self.unused_columns) - _NAMED
+        lines = self._lines(self.notes)
+        if not names:
+            return lines
         unused = (
             f"{self.origin}: columns that the format {self.dataset_format} does not use: "
             f"{', '.join(names)}"
         )
-        unused += f" and {more:,} more" if more > 0 else ""
-        return [*([unused] if names else []), *self._lines(self.notes)]
+        if more > 0:
+            unused += f" and {more:,} more"
+        return [unused, *lines]
 
     def describe_cut(self, context_length: int) -> list[str]:
         """A line of advice where many tokens are cut or prompts fill the context."""
         share = self.num_tokens_cut / max(1, self.num_tokens + self.num_tokens_cut)
-        problems = [f"{share:.0%} of the tokens are cut off"] if share > CUT_SHARE_TO_WARN else []
-        problems += (
-            [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
-        )
+        problems = []
+        if share > CUT_SHARE_TO_WARN:
+            problems.append(f"{share:.0%} of the tokens are cut off")
+        if self.num_too_long:
+            problems.append(f"{self.num_too_long:,} rows have no room for a response")
+        if not problems:
+            return []
         needed = self.length_of_99_percent
-        advice = (
-            (f"--context_length {needed} would keep 99% of the rows whole.")
-            if needed > context_length
-            else ""
-        )
+        advice = ""
+        if needed > context_length:
+            advice = f"--context_length {needed} would keep 99% of the rows whole."
         line = (
             f"{self.origin}: with --context_length {context_length} {' and '.join(problems)}. "
             f"{advice}"
         )
-        return [line.rstrip()] if problems else []
+        return [line.rstrip()]
 
     def _locate(self, numbers: Iterable[int]) -> str:
         """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17;
@@ -137,9 +144,9 @@ class DataReport(RowCounts):
         """
 
         def file_of(row_number: int) -> SourceFile:
-            return self.parts[
-                bisect.bisect_left(self.parts, row_number, key=lambda file: file.offset) - 1
-            ]
+            # The last file whose offset is below the number: within a file they count from 1.
+            index = bisect.bisect_left(self.parts, row_number, key=lambda file: file.offset)
+            return self.parts[index - 1]
 
         places = []
         for file, group in itertools.groupby(numbers, key=file_of):
@@ -151,8 +158,11 @@ class DataReport(RowCounts):
     def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
         lines = []
         for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
-            places = self._locate(numbers[:NUMBERS_SHOWN]) + (", ...") * (
-                len(numbers) > NUMBERS_SHOWN
-            )
-            lines.append(f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1))
+            line = self._locate(numbers[:NUMBERS_SHOWN])
+            if len(numbers) > NUMBERS_SHOWN:
+                line += ", ..."
+            line += f": {what}"
+            if len(numbers) > 1:
+                line += f" ({len(numbers):,} rows)"
+            lines.append(line)
         return lines

@@ -11,10 +11,10 @@ import numpy as np
 
 Numbers = Sequence[int] | np.ndarray
 
-_ROWS_COUNTED = 4096  # at a time
+# Rows whose targets are counted at a time, so that the temporary arrays stay small.
+_ROWS_COUNTED = 4096
 
-
-# What an array has a value for, so that slices and joined tables keep it.
+# Each array says what it has a value for, so that slices and joined tables keep it.
 PerToken = Annotated[np.ndarray, "token"]
 PerRow = Annotated[np.ndarray, "row"]
 PerDocument = Annotated[np.ndarray, "document"]
@@ -81,20 +81,16 @@ class TokenizedRows:
 
     @cached_property
     def _first_images(self) -> np.ndarray:
-        return np.cumsum(
-            [
-                0,
-                *(
-                    self.image_sizes[:, 0]
-                    if len(self.image_sizes)
-                    else np.zeros(len(self), np.int64)
-                ),
-            ]
-        )
+        """The index of each row's first image, and the number of all, int64 [rows + 1]."""
+        counts = np.zeros(len(self), np.int64)
+        if len(self.image_sizes):
+            counts = self.image_sizes[:, 0]
+        return np.cumsum([0, *counts])
 
     @cached_property
     def digest(self) -> str:
         """A hash of all rows."""
+        # Of the bytes in the order of the fields: the same on every machine and in every start.
         total = hashlib.blake2b(digest_size=16)
         for array in self.arrays.values():
             total.update(np.ascontiguousarray(array).data)
@@ -112,22 +108,21 @@ class TokenizedRows:
     @cached_property
     def num_targets(self) -> np.ndarray:
         """Learned tokens of each row that have a predecessor to be predicted from, int64 [rows]."""
-        return (
-            self.document_targets.reshape(len(self), -1).sum(axis=1)
-            if len(self.splits)
-            else self.document_targets
-        )
+        if not len(self.splits):
+            return self.document_targets
+        return self.document_targets.reshape(len(self), -1).sum(axis=1)
 
     @cached_property
     def document_targets(self) -> np.ndarray:
         """Learned tokens of each document that have a predecessor, int64 [documents]."""
         offsets_of_all = self.document_offsets
         counts = np.empty(len(offsets_of_all) - 1, np.int64)
-        # numpy adds up numbers as wide as their sum
+        # In pieces: numpy widens what it adds to the dtype of the sum, eight bytes for each token.
         for first in range(0, len(counts), _ROWS_COUNTED):
             offsets = offsets_of_all[first : first + _ROWS_COUNTED + 1]
             learned = self.learned[offsets[0] : offsets[-1]] != 0
             starts = offsets[:-1] - offsets[0]
+            # Nothing predicts the first token of a document, so it is no target.
             counts[first : first + len(starts)] = (
                 np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
             )
@@ -144,22 +139,24 @@ class TokenizedRows:
     def documents(self, rows: Numbers) -> np.ndarray:
         """The numbers of the documents of some rows, int64."""
         numbers = np.asarray(rows, dtype=np.int64)
-        return (
-            np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
-            if len(self.splits)
-            else numbers
-        )
+        if not len(self.splits):
+            return numbers
+        return np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
 
     def learned_documents(self, rows: Numbers) -> np.ndarray:
-        """The numbers of the documents that a model learns from: of a row with a label only the
-        first.
+        """The numbers of the documents that a model learns from.
+
+        Of a row with a label this is only the first: the second one, its prompt with another row's
+        answer, measures the divergence from the reference.
         """
-        return self.documents(rows)[::2] if len(self.desired) else self.documents(rows)
+        documents = self.documents(rows)
+        return documents[::2] if len(self.desired) else documents
 
     @cached_property
     def as_documents(self) -> "TokenizedRows":
-        """A row for each document, in the same memory: a pair's row i becomes the rows 2 * i and 2
-        * i + 1.
+        """A row for each document, in the same memory.
+
+        Row i of a pair becomes the rows 2 * i and 2 * i + 1.
         """
         if not len(self.splits):
             return self
@@ -181,18 +178,21 @@ class TokenizedRows:
     def num_shared(self) -> np.ndarray:
         """Length of the common prefix of each row's two documents, int64 [rows]."""
         shared = []
+        # A loop, but one comparison of arrays for each row: the rows are mapped from a file.
         for start, split, end in zip(self.offsets[:-1], self.splits, self.offsets[1:], strict=True):
             length = min(split, end - start - split)
             is_same = (
                 self.input_ids[start : start + length]
                 == self.input_ids[start + split : start + split + length]
             )
+            # argmin of bool is the first false one
             shared.append(length if is_same.all() else is_same.argmin())
         return np.array(shared, dtype=np.int64)
 
     def num_computed(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row that a model computes, int64 [rows]; a shared prompt once, if it
-        `shares_prompts`.
+        """Tokens of each row that a model computes, int64 [rows].
+
+        A model that `shares_prompts` computes the prompt of a pair once.
         """
         return self.lengths - self.num_shared if shares_prompts else self.lengths
 
@@ -200,9 +200,9 @@ class TokenizedRows:
         """Tokens of each row's learned documents that a model computes in one micro-batch, int64
         [rows].
         """
-        return (
-            self.splits if len(self.desired) else self.num_computed(shares_prompts=shares_prompts)
-        )
+        if len(self.desired):
+            return self.splits
+        return self.num_computed(shares_prompts=shares_prompts)
 
 
 class Lengths(NamedTuple):
@@ -246,16 +246,18 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
     offsets = np.concatenate(
         [[0], *(part.offsets[1:] + first for part, first in zip(parts, tokens, strict=False))]
     )
-    last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) * renumber for part in parts)])
-    arrays["row_numbers"] += last[:-1].repeat([len(part) for part in parts])
-    sizes = (
-        [np.resize(part.image_sizes, (len(part), 2)) for part in parts]
-        if len(arrays["images"])
-        else []
-    )
-    arrays["image_sizes"] = np.concatenate([NO_ROWS.image_sizes, *sizes])
+    if renumber:
+        # After the highest number, not the count: rows that were left out keep their numbers.
+        last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) for part in parts)])
+        arrays["row_numbers"] += last[:-1].repeat([len(part) for part in parts])
+    sizes = [NO_ROWS.image_sizes]
+    if len(arrays["images"]):
+        # np.resize fills the rows of a part without images with zeros.
+        sizes += [np.resize(part.image_sizes, (len(part), 2)) for part in parts]
+    arrays["image_sizes"] = np.concatenate(sizes)
     joined = TokenizedRows(offsets=offsets, **arrays)
     counts = {"token": tokens[-1], "row": len(joined), "document": len(joined.document_offsets) - 1}
+    # An array is empty where rows have no such thing: then it has to be empty in all parts.
     for name, index in INDEXED_BY.items():
         if index in counts and len(arrays[name]) not in (0, counts[index]):
             raise ValueError(f"only some of the tables to join have {name}")
@@ -268,11 +270,9 @@ def join_completions(
     """A row of each prompt and its completion, which is learned. numbers: of the prompts' rows in
     the dataset.
     """
-    parts = [
-        np.asarray(part, np.int32)
-        for pair in zip(prompts, completions, strict=True)
-        for part in pair
-    ]
+    parts: list[np.ndarray] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        parts += [np.asarray(prompt, np.int32), np.asarray(completion, np.int32)]
     ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
     learned = np.tile([False, True], len(prompts))
     ids = np.concatenate([np.zeros(0, np.int32), *parts])

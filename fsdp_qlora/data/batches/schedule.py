@@ -21,6 +21,7 @@ Round = list[np.ndarray]
 BEGINNING: Mapping[str, Any] = {}
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
 TOKENS_OF_AN_EMPTY_RANK = 2  # which has no rows in a round, and computes like the others
+# Steps whose rounds are computed for an estimate of a whole run.
 _STEPS_LOOKED_AT = 100
 # keeps the rows that an epoch takes of a dataset independent of their order
 MIXTURE_STREAM = 0x6D6978
@@ -92,11 +93,12 @@ class Schedule:
     def describe(self, warmup_steps: int) -> str:
         """One line: rows, batch and steps."""
         micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.data_size)
+        ranks = "rank" if self.data_size == 1 else "ranks"
+        pieces = "micro-batches" if micro_batches > 1 else "micro-batch"
         return (
-            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.data_size} rank"
-            f"{'s' * (self.data_size > 1)} x {self.batch_size} rows x {micro_batches} "
-            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch, "
-            f"{warmup_steps} of warm-up"
+            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.data_size} {ranks} "
+            f"x {self.batch_size} rows x {micro_batches} {pieces}), {self.steps_per_epoch} per "
+            f"epoch, {warmup_steps} of warm-up"
         )
 
     def rows_of_steps(
@@ -105,8 +107,11 @@ class Schedule:
         """Give (step, its rows) for every step, beginning with step `first`."""
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, self.steps_per_epoch)
+            # A function of seed and epoch alone: a run that continues in the middle of an epoch
+            # gets the order that the first start had.
             if index == 0 or step == first:
                 order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
+            # A row of a prompt becomes `num_generations` rows of the step, beside each other.
             size = self.global_batch_size // self.num_generations
             index = index // self.num_iterations
             yield step, order[index * size : (index + 1) * size].repeat(self.num_generations)
@@ -152,14 +157,14 @@ class Schedule:
     def useful_shares(
         self, rounds: Sequence[Round], lengths: np.ndarray, computed: np.ndarray | None = None
     ) -> tuple[float, float]:
-        """Shares of the tokens that are rows' own: of those computed, and of those that the ranks'
-        time is enough for.
+        """Useful tokens as a share of the computed ones, and of those that the time is enough for.
 
-        In each round all ranks take as long as the one with the most tokens.
+        In each round all ranks take as long as the one with the most tokens: the second share is of
+        the tokens that all of them could compute in that time.
 
         Args:
-            rounds: a step's micro-batches. computed: tokens of every row that are computed, if they
-            are not all.
+            rounds: a step's micro-batches.
+            computed: tokens of every row that are computed, if they are not all.
         """
         counted = lengths if computed is None else computed
         tokens = [
@@ -167,9 +172,9 @@ class Schedule:
             for micro_batches in rounds
         ]
         useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
-        return useful / sum(map(sum, tokens)), useful / sum(
-            self.data_size * max(of_ranks) for of_ranks in tokens
-        )
+        num_computed = sum(map(sum, tokens))
+        num_possible = sum(self.data_size * max(of_ranks) for of_ranks in tokens)
+        return useful / num_computed, useful / num_possible
 
     def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
         """The rounds of each of the first steps."""
@@ -179,18 +184,18 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The rows of one optimizer step on all ranks.
-
-    position: where the source continues after them, as JSON for a checkpoint; empty where the step
-    says it. metrics: of the rows, for the step's record.
-    """
+    """The rows of one optimizer step on all ranks."""
 
     step: int
     table: TokenizedRows
     rows: np.ndarray
     """Indices of rows of `table`, int64."""
     position: Mapping[str, Any] = field(default_factory=dict)
+    """Where the source continues after them, as JSON for a checkpoint; empty where the step says
+    it.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the rows, for the step's record."""
 
 
 class RowSource(Protocol):
@@ -225,21 +230,27 @@ def epoch_order(
     most once.
     """
     if mixture is not None:
+        groups = split_rows(rows, mixture.ends)
         chosen = []
-        for i, (group, count) in enumerate(
-            zip(split_rows(rows, mixture.ends), mixture.rows_per_epoch, strict=True)
-        ):
+        for i, (group, count) in enumerate(zip(groups, mixture.rows_per_epoch, strict=True)):
+            # One order for the whole run, of which each epoch takes the next `count` rows, from
+            # the beginning again at the end: no row comes twice before all came once.
             order = _permutation(len(group), [seed, i, MIXTURE_STREAM])
-            chosen.append(group[order[np.arange(epoch * count, (epoch + 1) * count) % len(group)]])
+            places = np.arange(epoch * count, (epoch + 1) * count) % len(group)
+            chosen.append(group[order[places]])
         rows = np.concatenate(chosen)
     return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
 
 
 def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each dataset in an epoch: as many as there can be in these shares before one would
-    repeat a row.
+    """Rows of each dataset in an epoch, in these shares.
+
+    There are as many as there can be before a dataset would repeat a row.
     """
-    total = max(1, int(min(size / share for size, share in zip(sizes, shares, strict=True)) + 1e-9))
+    most = min(size / share for size, share in zip(sizes, shares, strict=True))
+    # The small addition keeps a whole quotient whole that division rounded down.
+    total = max(1, int(most + 1e-9))
+    # Largest remainders: rounded down, and then one more for those that lost the most.
     counts = [int(total * share) for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - total * shares[i])
     for i in itertools.islice(by_rest, total - sum(counts)):
@@ -270,6 +281,7 @@ def split_by_length(
         Rounds whose micro-batches are at most one row apart. Some are empty if the last step has
         fewer rows than micro-batches.
     """
+    # Stable: rows of equal lengths keep their order, on every rank and with every version of numpy.
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     num_pieces = data_size * num_micro_batches(len(rows), batch_size, data_size)
     return _in_rounds(np.array_split(by_length, num_pieces), data_size) if num_pieces else []
@@ -307,10 +319,13 @@ def split_by_tokens(
     num_rounds = num_micro_batches(len(rows), batch_size, data_size)
     pieces = _deal(sizes, data_size * num_rounds, batch_size)
     if most_tokens is not None:
+        # No fewer rounds have room for all tokens, however well they fit. Between that and what
+        # unpacked batches need, bisection finds the least number in which everything fits.
         fewest = -(-sum(sizes) // (data_size * most_tokens))
-        while fewest < num_rounds:  # bisection: the least number of rounds in which everything fits
+        while fewest < num_rounds:
             middle = (fewest + num_rounds) // 2
             packed = _deal(sizes, data_size * middle, len(sizes))
+            # `_deal` gives the largest piece first: if that fits, all do.
             if sum(sizes[i] for i in packed[0]) <= most_tokens:
                 pieces = packed
                 num_rounds = middle
@@ -320,15 +335,17 @@ def split_by_tokens(
 
 
 def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:
-    """Deal what has these sizes, in descending order, into pieces of about equal sums: the largest
-    piece first.
+    """Deal what has these sizes, in descending order, into pieces of about equal sums.
+
+    The largest piece comes first.
 
     Args:
         most: entries of a piece; all pieces together have room for all of them.
     """
     pieces: list[list[int]] = [[] for _ in range(num_pieces)]
     totals = [0] * num_pieces
-    smallest = [(0, i) for i in range(num_pieces)]  # a heap, of the pieces that have room
+    # A heap of the pieces that have room. Equal sums go by number: all ranks get the same result.
+    smallest = [(0, i) for i in range(num_pieces)]
     for entry, size in enumerate(sizes):
         _, i = smallest[0]
         pieces[i].append(entry)
@@ -357,8 +374,9 @@ def split_eval(num_rows: int, *, fraction: float, seed: int) -> tuple[np.ndarray
 
 
 def _permutation(size: int, entropy: list[int]) -> np.ndarray:
-    """Sort raw random bits. NumPy promises the same bits in every version, but not the same
-    shuffle.
+    """A random order of numbers, by sorting raw random bits.
+
+    NumPy promises the same bits in every version, but not the same shuffle.
     """
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
     return np.argsort(bits, kind="stable")

@@ -1,5 +1,4 @@
-"""The likeliest tokens of a teacher at each learned token: files beside the tokenized rows, which
-batches read.
+"""Files with the likeliest tokens of a teacher at each learned token, which batches read.
 
 A file holds some consecutive rows, whatever the number of ranks, so that a teacher continues where
 it was interrupted. Its hash finds damage. Files may also be a stranger's, with a hash that is
@@ -22,7 +21,8 @@ from fsdp_qlora.utils.files import check_is_file, staged_file
 
 ROWS_PER_FILE = 256
 _PIECE = 2**14  # tokens that are checked at a time: their values take 20 MiB at k = 64
-# of a sum of probabilities; with 16 bits for each logarithm it is half a thousandth of the entropy
+# Of a sum of probabilities. With 16 bits for each logarithm the error is half a thousandth of the
+# entropy.
 _ROUNDING = 0.02
 _DTYPES = {"ids": "I32", "logps": "F16"}  # in the words of safetensors
 
@@ -38,14 +38,16 @@ class Unusable(Exception):
 
 
 def bytes_per_token(k: int) -> int:
-    """Bytes of a file for each learned token: k ids in 32 bits,
-    and k + 1 log-probabilities in 16.
+    """Bytes of a file for each learned token.
+
+    They are k ids in 32 bits, and k + 1 log-probabilities in 16: the last is of all other tokens.
     """
     return 4 * k + 2 * (k + 1)
 
 
 def target_numbers(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
     """The number of each target among all of the table."""
+    # Those of a row follow each other, so each row's first number and its count are enough.
     ends = table.num_targets.cumsum()[rows]
     counts = table.num_targets[rows]
     numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
@@ -103,6 +105,7 @@ class TaughtRows:
         except (SafetensorError, OSError) as error:
             raise Unusable(getattr(error, "strerror", None) or str(error)) from error
         self.check(number, arrays)
+        # Mapped until the end of the run: the system keeps in memory what batches read.
         self._arrays[number] = arrays
         return True
 
@@ -110,6 +113,7 @@ class TaughtRows:
         """The arrays of a file that has the types, shapes and hash of these rows."""
         count = self.num_targets(number)
         shapes = {"ids": [count, self.k], "logps": [count, self.k + 1]}
+        # The header is checked before a tensor is made: a stranger's file may claim any size.
         with safe_open(path, framework="pt") as file:
             if {*file.keys()} != {*shapes}:
                 raise Unusable(
@@ -135,9 +139,9 @@ class TaughtRows:
         ids, logps = arrays
         for start in range(0, len(ids), _PIECE):
             piece = slice(start, start + _PIECE)
-            for is_bad, what in _problems(
-                ids[piece], logps[piece].astype(np.float32), self.vocabulary
-            ):
+            # In float32, since a sum of 16-bit numbers would have an error of its own.
+            problems = _problems(ids[piece], logps[piece].astype(np.float32), self.vocabulary)
+            for is_bad, what in problems:
                 if is_bad.any():
                     token = int(self.starts[self.files[number][0]]) + start + int(is_bad.argmax())
                     row = np.searchsorted(self.starts, token, side="right") - 1
@@ -156,16 +160,17 @@ class TaughtRows:
             save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
 
     def of_targets(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The arguments of `Teacher`: teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k +
-        1].
+        """The arguments of `Teacher` for the targets of some rows.
+
+        They are teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k + 1].
         """
+        # Empty arrays first, so that no rows at all have the types, too.
         pieces = [(np.zeros((0, self.k), np.int32), np.zeros((0, self.k + 1), np.float16))]
         for row in rows:
             number = int(row) // ROWS_PER_FILE
             first, last = self.starts[row : row + 2] - self.starts[number * ROWS_PER_FILE]
-            pieces.append(
-                (self._arrays[number][0][first:last], self._arrays[number][1][first:last])
-            )
+            ids, logps = self._arrays[number]
+            pieces.append((ids[first:last], logps[first:last]))
         ids, logps = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         if not len(ids):
             ids = np.zeros((1, self.k), np.int32)

@@ -1,4 +1,4 @@
-"""teacher.json of a folder that `fsdp-qlora teach` has written: what the files beside it are of."""
+"""teacher.json in a folder that `fsdp-qlora teach` has written: the settings of the files there."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from fsdp_qlora.utils.files import read_named, staged_file
 from fsdp_qlora.utils.text import printable
 
 TEACHER = "teacher.json"
-_MOST_BYTES = 2**20  # of this file, which may be a stranger's
+# More of the file is not read: it may be a stranger's.
+_MOST_BYTES = 2**20
 # All that a teacher's probabilities depend on besides the rows, in the order of the key.
 _SETTINGS = ("weights", "adapter", "quantization", "precision", "temperature", "vocabulary")
 _HASHES = ("weights", "adapter")
@@ -23,13 +24,14 @@ def key_of(settings: Mapping[str, Any]) -> str:
 
 
 class TeacherFolder(NamedTuple):
-    """The settings of files. key: as of `key_of`. k: likeliest tokens of each. teacher: its name,
-    for people.
-    """
+    """The settings of a folder's files."""
 
     key: str
+    """As of `key_of`."""
     k: int
+    """Likeliest tokens for each target."""
     teacher: str | None = None
+    """Its name, for people."""
 
     @classmethod
     def read(cls, folder: Path, option: str) -> "TeacherFolder | None":
@@ -45,11 +47,11 @@ class TeacherFolder(NamedTuple):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError) as error:
+            # Shortened and without control characters: it may quote the file.
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 f"--{option} {folder}: {TEACHER} cannot be used ({printable(str(reason)[:200])}). "
-                "Copy the folder once "
-                "more, or write another one with `fsdp-qlora teach`."
+                "Copy the folder once more, or write another one with `fsdp-qlora teach`."
             ) from error
         return found
 
@@ -69,17 +71,19 @@ class TeacherFolder(NamedTuple):
         """Each of these settings that is another one here, in words."""
         settings = self.settings
         for name, value in wanted.items():
-            if settings[name] != value:
-                yield (
-                    (f"other {name}")
-                    if name in _HASHES
-                    else (f"{name} {settings[name]}, not {value}")
-                )
+            if settings[name] == value:
+                continue
+            # A hash says nothing to people.
+            if name in _HASHES:
+                yield f"other {name}"
+            else:
+                yield f"{name} {settings[name]}, not {value}"
 
 
 def _checked(content: Any) -> tuple[str, int, str | None]:
-    """The fields of a `TeacherFolder`, from JSON. Raises ValueError if one is missing or of another
-    type.
+    """The fields of a `TeacherFolder`, from JSON.
+
+    Raises ValueError if one is missing or of another type.
     """
     if not isinstance(content, dict):
         raise ValueError("it is no object of JSON")
@@ -90,6 +94,7 @@ def _checked(content: Any) -> tuple[str, int, str | None]:
     if not isinstance(values, list) or len(values) != len(_SETTINGS):
         raise ValueError(f"its key is not a list of {', '.join(_SETTINGS)}")
     temperature, vocabulary = values[-2:]
+    # `type`, not isinstance: bool is an int in Python, and JSON has true.
     if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
         raise ValueError(f"its temperature is {temperature!r:.40}, not a finite number above 0")
     if type(vocabulary) is not int or vocabulary < 1:

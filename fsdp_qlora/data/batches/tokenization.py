@@ -1,6 +1,4 @@
-"""Tokenization: rows of text become flat arrays of token ids, and of the mask of those that are
-learned.
-"""
+"""Tokenization: rows of text become flat arrays of token ids and of the mask of learned tokens."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,20 +90,24 @@ def tokenize_batch(
 
 
 def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
-    """The answers as one row of two documents, without targets if one has none or the context cuts
-    both alike.
+    """The answers as one row of two documents.
+
+    It has no targets if one answer has none, or if the context cuts both alike.
     """
     two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
     both_have_targets = chosen.learned[1:].any() and rejected.learned[1:].any()
+    # Two equal documents have a margin of zero, and no gradient, whatever the model says.
     two["learned"] &= both_have_targets and not np.array_equal(chosen.ids, rejected.ids)
     two |= {"num_cut": chosen.num_cut + rejected.num_cut, "notes": chosen.notes + rejected.notes}
     return chosen._replace(reason=chosen.reason or rejected.reason, **two)
 
 
 def _taught(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
-    """The same answer to two prompts as one row of two documents, as far as the context has room
-    for it in both.
+    """The same answer to two prompts as one row of two documents.
+
+    The answer is learned as far as the context has room for it in both.
     """
+    # The first token of a document is never a target, so it is not counted.
     sides = [
         (side.ids, (side.learned != 0) & (np.arange(len(side.ids)) > 0))
         for side in (student, teacher)
@@ -113,12 +115,16 @@ def _taught(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
     answers = [ids[learned] for ids, learned in sides]
     num = min(map(len, answers))
     is_same = np.array_equal(answers[0][:num], answers[1][:num])
-    masks = [learned & (np.cumsum(learned) <= num * is_same) for _, learned in sides]
+    # The first `num` targets of each side: target i of the student is target i of the teacher. A
+    # tokenizer may merge an answer's start with its prompt: then nothing can be compared.
+    most = num if is_same else 0
+    masks = [learned & (np.cumsum(learned) <= most) for _, learned in sides]
     two = join_sides([ids for ids, _ in sides], masks)
     two |= {"num_cut": student.num_cut + teacher.num_cut, "notes": student.notes + teacher.notes}
-    return student._replace(
-        reason=student.reason or teacher.reason or ("" if is_same else OTHER_ANSWER), **two
-    )
+    reason = student.reason or teacher.reason
+    if not reason and not is_same:
+        reason = OTHER_ANSWER
+    return student._replace(reason=reason, **two)
 
 
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
@@ -134,10 +140,9 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
             report.note(row_number, note)
         if not learning:
             reasons = [row.reason for row in of_row if row.reason]
-            report.reject(
-                row_number,
-                *reasons[:1] or [NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET],
-            )
+            if not reasons:
+                reasons = [NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET]
+            report.reject(row_number, reasons[0])
         elif len(learning) < len(of_row):
             report.note(row_number, NO_ROOM_FOR_TURN)
     report.num_truncated += sum(row.num_cut > 0 for row in chosen)
@@ -148,18 +153,21 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
 def dummy_rows(
     num_rows: int, vocab_size: int, kind: RowKind, *, context_length: int, seed: int
 ) -> tuple[TokenizedRows, DataReport]:
-    """Rows of random tokens that fill the context, or of two documents that do, all learned. For
-    measuring speed.
+    """Rows of random tokens for measuring speed, all learned.
+
+    Each fills the context, or has two documents that do.
     """
     length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned = np.ones(length, dtype=np.bool_)
     split = None if kind == TEXTS else context_length
-    made = enumerate(ids, start=1)
+    # A label makes the model learn the first document alone: the second is the teacher's.
     desired = True if kind == TAUGHT else None
-    tokenized = _flatten(
-        [EncodedRow(i, row, learned, split=split, desired=desired) for i, row in made]
-    )
+    rows = [
+        EncodedRow(row_number, row, learned, split=split, desired=desired)
+        for row_number, row in enumerate(ids, start=1)
+    ]
+    tokenized = _flatten(rows)
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
@@ -181,6 +189,7 @@ def _render(
 
 def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
     names = b"".join(name for row in rows for name in row.images)
+    # An empty array first: no rows at all have the types of the others, too.
     learned = np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)])
     return TokenizedRows(
         input_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.ids for row in rows)]),
@@ -206,14 +215,14 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     raise UserError(
         f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
         f"has {vocab_size} embeddings. The tokenizer is not this model's; if tokens were added to "
-        "it, give the model "
-        "with its own tokenizer, and name them in --add_tokens."
+        "it, give the model with its own tokenizer, and name them in --add_tokens."
     )
 
 
 def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what
-    is learned after.
+    """One line of a row's text: the end of its first prompt, and what is learned after it.
+
+    Of a pair this is the chosen answer.
     """
     document = tokenized.documents([row])[0]
     start, end = tokenized.document_offsets[document : document + 2]
@@ -234,10 +243,12 @@ def describe_sample(
     sides: Sequence[str] = (),
     in_colour: bool = False,
 ) -> str:
-    """The text of one row for people: each masked or learned span under a heading, or what is
-    learned in green.
+    """The text of one row for people.
 
-    sides: names of its documents, if they are neither a pair nor an answer with a label.
+    Each masked or learned span is under a heading, or what is learned is green.
+
+    Args:
+        sides: names of its documents, if they are neither a pair nor an answer with a label.
     """
     texts = list[str]()
     labels = ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
@@ -246,10 +257,12 @@ def describe_sample(
         bounds = slice(*tokenized.document_offsets[document : document + 2])
         ids = tokenized.input_ids[bounds]
         learned = tokenized.learned[bounds]
-        name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
-        text = (f"Sample: row {name}, {len(ids)} tokens") + (
-            f", {(learned != 0).sum()} learned (green)\n"
-        ) * in_colour
+        name = str(tokenized.row_numbers[row])
+        if len(tokenized.splits):
+            name += f", {side}"
+        text = f"Sample: row {name}, {len(ids)} tokens"
+        if in_colour:
+            text += f", {(learned != 0).sum()} learned (green)\n"
         edges = np.flatnonzero(np.diff(learned)) + 1
         for part, is_learned in zip(np.split(ids, edges), learned[[0, *edges]], strict=True):
             decoded = str(tokenizer.decode(part))
@@ -280,27 +293,34 @@ def encode(
     }
     for row_number, row in rendered:
         ids, learned, notes = next(encoders[row.kind])
-        # Each piece of a document begins with the last token of the piece before, so that every
-        # token is predicted.
-        starts = (
-            range(0, max(1, len(ids) - 1), max(1, context_length - 1))
-            if row.kind == "document"
-            else range(1)
-        )
-        num_cut = 0 if row.kind == "document" else len(ids[context_length:])
+        if row.kind == "document":
+            # Each piece of a document begins with the last token of the piece before, so that every
+            # token is predicted.
+            starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1))
+            num_cut = 0
+        else:
+            starts = range(1)
+            num_cut = len(ids[context_length:])
         reason = ""
         if row.image_ids:
             of_image = np.isin(ids, row.image_ids)
+            # The model puts an image at each such token: one that the row's text has by itself
+            # would take the place of a real one.
             reason = IMAGE_TOKEN if of_image.sum() != row.num_image_ids else ""
             if reason or (num_cut and of_image[context_length:].any()):
                 learned[:] = False  # a part of an image says nothing
         for start in starts:
             kept = slice(start, start + context_length)
-            noted = () if start else row.notes + notes
-            arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
-            images = row.images, row.image_values
             yield EncodedRow(
-                row_number, *arrays, num_cut, noted, None, row.desired, *images, reason
+                row_number,
+                np.array(ids[kept], dtype=np.int32),
+                learned[kept].copy(),  # a view would keep the whole document
+                num_cut,
+                notes=() if start else row.notes + notes,
+                desired=row.desired,
+                images=row.images,
+                image_values=row.image_values,
+                reason=reason,
             )
 
 
@@ -314,8 +334,9 @@ def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
 def _encode_apart(
     rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Encoded]:
-    """Segments one by one: the first with the tokens that begin a text, the last with an
-    end-of-sequence token.
+    """Tokenize segments one by one.
+
+    The first has the tokens that begin a text, the last an end-of-sequence token.
     """
     eos = tokenizer.eos_token_id
     first = iter(
@@ -415,9 +436,8 @@ def _pieces(
 def _with_end(
     ids: Ids, learned: np.ndarray, end_is_learned: bool, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Ids, np.ndarray]:
-    """One beginning-of-sequence token at most, where the text has its own, and one end-of-sequence
-    token.
-    """
+    """The ids with one beginning-of-sequence token at most, and one end-of-sequence token."""
+    # A text that begins with the token, as some rows do, gets a second one from the tokenizer.
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids = ids[1:]
         learned = learned[1:]
