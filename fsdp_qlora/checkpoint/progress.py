@@ -57,7 +57,7 @@ class Progress(Evaluations):
 
     step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
     loss_scale: `LossScale.state` of an fp16 run. stream: the position of the rows' source, such as
-    `mark_of` the last answers of training/rl/source.py. idle: `IdleSteps.state`.
+    `mark_of` the last answers of training/rl/rollout_file.py. idle: `IdleSteps.state`.
     """
 
     step: int = 0

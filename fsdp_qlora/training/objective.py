@@ -1,8 +1,12 @@
-"""The objective of a run at its steps: from the tokens' losses to the sum to minimize, and its
-metrics.
+"""The objective of a run at its steps: from the tokens' losses to the sum to minimize.
 
-`make_objective` chooses a class by the kind of rows. Shapes: N tokens with a target in D documents
-of a micro-batch; in pairs the chosen and the rejected answer take turns.
+Also computes the objective's metrics. `make_objective` chooses a class by the kind of rows. Shapes:
+N tokens with a target in D documents of R rows of a micro-batch; in pairs the chosen and the
+rejected answer take turns.
+
+A loss and each metric is a sum over a micro-batch, with a divisor that counts the rows or tokens of
+all ranks. So sums can be added up over micro-batches and ranks in any way, and the result does not
+depend on how the rows are split.
 """
 
 import dataclasses
@@ -33,19 +37,18 @@ SIDES = ("chosen", "rejected")
 
 
 class Totals(NamedTuple):
-    """Global counts of a step's or an evaluation's rows, which normalize the loss and the metrics.
-
-    divisor: the sum of all micro-batches' losses is divided by it. num_of_sides: rows with a chosen
-    answer, and with a rejected one. rows_per_token: rows per target token of the chosen answers.
-    divergence: mean log-ratio of policy and reference for other rows' answers. num_targets: target
-    tokens of completions.
-    """
+    """Counts of a step's or an evaluation's rows on all ranks, which divide losses and metrics."""
 
     divisor: float
+    """The sum of all micro-batches' losses is divided by it."""
     num_of_sides: tuple[int, int] = (0, 0)
+    """Rows with a chosen answer, and with a rejected one."""
     rows_per_token: float = 0.0
+    """Rows per target token of the chosen answers."""
     divergence: float = 0.0
+    """Mean log-ratio of policy and reference for other rows' answers."""
     num_targets: int = 0
+    """Target tokens of completions."""
 
 
 class TokenMean:
@@ -70,26 +73,29 @@ class TokenMean:
 
         Args:
             forward: computes what takes a pass of its own, then on every rank; None leaves that
-            out.
+                out.
         """
+        # Every rank has the whole table, so no collective is needed.
         weights = batches.table.learned
-        ends = batches.table.offsets
         if weights.dtype.kind != "f":
             return Totals(batches.num_targets)
-        return Totals(
-            float(
-                sum(weights[ends[row] + 1 : ends[row + 1]].sum(dtype=float) for row in batches.rows)
-            )
-        )
+        ends = batches.table.offsets
+        total = 0.0
+        for row in batches.rows:
+            # No token of a row predicts its first one.
+            total += weights[ends[row] + 1 : ends[row + 1]].sum(dtype=float)
+        return Totals(float(total))
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
-        """A micro-batch's loss, followed by its sum of each metric without gradient, float32 [1 +
-        metrics].
+        """A micro-batch's loss, followed by its sum of each metric without gradient.
 
         Ranks that share a micro-batch have a part of these each.
 
         Args:
-            losses: of the tokens, by `reduction`. batch: on the device.
+            losses: of the tokens, by `reduction`.
+            batch: on the device.
+        Returns:
+            float32 [1 + metrics].
         """
         return losses[None]
 
@@ -102,12 +108,10 @@ class TokenMean:
 
     def describe_loss(self, loss: float) -> dict[str, float]:
         """The perplexity, if the loss of an evaluation is a mean over tokens."""
+        if self.reduction != "sum":
+            return {}
         # exp(709) is the largest that a float holds.
-        return (
-            {"perplexity": math.exp(loss) if loss < 709 else math.inf}
-            if self.reduction == "sum"
-            else {}
-        )
+        return {"perplexity": math.exp(loss) if loss < 709 else math.inf}
 
 
 class Pairs(TokenMean):
@@ -133,41 +137,40 @@ class Pairs(TokenMean):
         return Totals(num_rows, (num_rows, num_rows), num_rows / max(1, num_chosen))
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
-        if not batch.num_targets:  # a rank without rows in this round has tokens without a target
+        # A rank without rows in this round has tokens without a target, whose losses are 0. Their
+        # sum still has a gradient function: the backward pass runs, with its collectives.
+        if not batch.num_targets:
             return F.pad(losses.sum()[None], (0, len(self.metric_names)))
         documents = sum_documents(losses, batch, self.context)
+        # [R, sides]. With one learned document the first and the last are the same answer.
         sides = self.row.row_kind.num_learned
-        chosen, rejected = (
-            LogProbs(*(values.view(-1, sides)[:, i] for values in documents)) for i in (0, -1)
-        )
+        chosen = LogProbs(*(values.view(-1, sides)[:, 0] for values in documents))
+        rejected = LogProbs(*(values.view(-1, sides)[:, -1] for values in documents))
         inputs = LossInputs(
             losses, batch.num_targets, chosen, rejected, batch.desired, totals.divergence
         )
         assert self.row.loss is not None
         loss = self.row.loss(inputs, self.settings)
         metrics = self._metrics(inputs, totals)
-        if self.sft_weight:  # a mean over tokens beside a mean over rows
+        if self.sft_weight:
+            # A mean over tokens beside a mean over rows: `rows_per_token` is in the metric.
             loss = loss + self.sft_weight * metrics["nll_loss"]
-        sums = torch.stack(
-            [loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)]
-        )
-        # they are of whole documents, and every rank that shares these has them
-        return sums / self.context.size
+        sums = [loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)]
+        # The sums are of whole documents, and every rank that shares these has them.
+        return torch.stack(sums) / self.context.size
 
     def _metrics(self, inputs: LossInputs, totals: Totals) -> dict[str, torch.Tensor]:
         """Each row's metrics, [R]."""
         metrics = {}
+        # Where the score is a mean over tokens, so are the log-probabilities that are shown.
+        is_mean = self.row.score is LogProbs.mean_ratio
         for side, answers in zip(SIDES, (inputs.chosen, inputs.rejected), strict=True):
-            logps = (
-                answers.policy / answers.tokens
-                if self.row.score is LogProbs.mean_ratio
-                else answers.policy
-            )
+            logps = answers.policy / answers.tokens if is_mean else answers.policy
             metrics[f"rewards/{side}"] = self.settings.beta * self.row.score(answers)
             metrics[f"logps/{side}"] = logps
-        metrics["rewards/accuracies"] = (
-            metrics["rewards/chosen"] > metrics["rewards/rejected"]
-        ).float()
+        is_right = metrics["rewards/chosen"] > metrics["rewards/rejected"]
+        metrics["rewards/accuracies"] = is_right.float()
+        # Divided by the number of rows later, it is the sum over tokens divided by their number.
         metrics["nll_loss"] = -inputs.chosen.policy * totals.rows_per_token
         return metrics
 
@@ -181,11 +184,13 @@ class Pairs(TokenMean):
 
 
 class Labels(Pairs):
-    """The same for answers with a label: both sides are the one answer, which counts for the side
-    of its label.
+    """The same for answers with a label, as KTO's (Ethayarajh et al. 2024).
+
+    Both sides are the one answer, which counts for the side of its label.
     """
 
     def _metric_names(self) -> Iterator[str]:
+        # An answer with a label has no other one to be compared with.
         yield from (name for name in super()._metric_names() if name != "rewards/accuracies")
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
@@ -194,14 +199,15 @@ class Labels(Pairs):
         totals = Totals(num_rows, (num_desired, num_rows - num_desired))
         if forward is None:
             return totals
-        # Each row's second document.
+        # KTO's estimate of the divergence from the reference, of this policy and without gradient:
+        # the mean log-ratio of answers to other prompts, which are each row's second document.
         others = [[2 * rows + 1 for rows in rows_of_ranks] for rows_of_ranks in batches.rounds]
         apart = dataclasses.replace(batches, rounds=others, table=batches.table.as_documents)
         ratios = [answers.ratio().sum().double() for answers in document_logprobs(forward, apart)]
-        total = (
-            gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item()
-            / self.context.size
-        )
+        sums = gather_numbers([torch.stack(ratios).sum()], forward.ranks.device)
+        # Ranks that share a micro-batch have the same sum.
+        total = sums.sum().item() / self.context.size
+        # A divergence is never below 0; its estimate may be.
         return totals._replace(divergence=max(0.0, total / num_rows))
 
     def _metrics(self, inputs: LossInputs, totals: Totals) -> dict[str, torch.Tensor]:
@@ -225,23 +231,27 @@ class Policy(TokenMean):
     reduction = "entropy"
 
     def _metric_names(self) -> Iterator[str]:
-        yield from (
-            "entropy",
-            "clip_ratio/low_mean",
-            "clip_ratio/high_mean",
-            "clip_ratio/region_mean",
-        )
-        yield from (
-            "sampling/importance_sampling_ratio/mean",
-            "sampling/sampling_logp_difference/mean",
-        )
-        yield from ["kl"] * (self.settings.beta > 0)
+        yield "entropy"
+        yield "clip_ratio/low_mean"
+        yield "clip_ratio/high_mean"
+        yield "clip_ratio/region_mean"
+        yield "sampling/importance_sampling_ratio/mean"
+        yield "sampling/sampling_logp_difference/mean"
+        if self.settings.beta > 0:
+            yield "kl"
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
         num_targets = batches.num_targets
         num_rows = len(batches.rows)
         longest = self.settings.max_completion_length
-        divisors = {"dapo": num_targets, "grpo": num_rows, "dr_grpo": num_rows * longest}
+        divisors = {
+            # A mean over all tokens (Yu et al. 2025).
+            "dapo": num_targets,
+            # A mean over answers of each answer's mean (Shao et al. 2024).
+            "grpo": num_rows,
+            # A constant, so that long wrong answers are not favored (Liu et al. 2025).
+            "dr_grpo": num_rows * longest,
+        }
         return Totals(divisors[self.settings.loss_type], num_targets=num_targets)
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
@@ -249,31 +259,33 @@ class Policy(TokenMean):
         logps = -negative
         target_values = batch.target_values
         settings = self.settings
+        # At the first step of a generation the weights are those that answered: the ratio is 1, and
+        # has the gradient alone.
         old_logps = target_values.get("old_logps", logps.detach())
         inputs = TokenInputs(
             logps,
             old_logps,
             reference=-reference[0].detach() if reference else None,
-            # a generation of an older version lacks them
+            # A generation of an older version lacks them.
             sampled_logps=target_values.get("sampled_logps", old_logps),
             advantages=target_values.get("advantages", torch.zeros_like(entropy)),
         )
         assert self.row.token_loss is not None
         loss, metrics = self.row.token_loss(inputs, settings)
-        if settings.loss_type == "grpo":  # each answer's mean
+        if settings.loss_type == "grpo":
+            # A share is one over the tokens of its answer, which makes each answer's sum a mean.
             loss = loss * target_values.get("shares", torch.zeros_like(entropy))
-        is_target = batch.targets != IGNORE_INDEX
         metrics["entropy"] = entropy
-        return (
-            torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)])
-            .mul(is_target)
-            .sum(dim=1)
-        )
+        # [1 + metrics, N]
+        values = torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)])
+        is_target = batch.targets != IGNORE_INDEX
+        return values.mul(is_target).sum(dim=1)
 
 
 class Distillation(TokenMean):
-    """The mean over target tokens of the divergence from a teacher, and of `sft_weight` times their
-    own loss.
+    """The mean over target tokens of the divergence from a teacher.
+
+    With `sft_weight`, so many times the tokens' usual loss is added.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -281,9 +293,13 @@ class Distillation(TokenMean):
         self.reduction = Teacher(self.settings.beta, bool(self.settings.sft_weight))
 
     def _metric_names(self) -> Iterator[str]:
-        yield from ("divergence", "agreement", *(["nll_loss"] if self.settings.sft_weight else []))
+        yield "divergence"
+        yield "agreement"
+        if self.settings.sft_weight:
+            yield "nll_loss"
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
+        # Rows: divergences, agreements and, where they are wanted, the usual losses.
         sums = losses.sum(dim=1)
         loss = sums[0] + (self.settings.sft_weight or 0.0) * sums[2:].sum()
         return torch.stack([loss, *sums.detach()])

@@ -1,5 +1,7 @@
-"""Probes before the first step: whether the loss can be computed in chunks, and rows without
-padding.
+"""Probes before the first step: what a model can compute is tried on a few tokens.
+
+Whether the loss can be computed in chunks, rows without padding, and rows in parts on several
+ranks. No class of a model is named here.
 """
 
 import logging
@@ -50,7 +52,8 @@ _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-
 # The second document is short behind a long one, so that it suffers most from what is left of the
 # first.
 _LENGTHS = (40, 8)
-_FIRST_TOKENS = 3  # of a rank's part of a row: as far as a short convolution looks back
+# Of a rank's part of a row: as far as a short convolution looks back.
+_FIRST_TOKENS = 3
 # Of a token's logits: rounding, also of other kernels, stays far below; what another document
 # leaves, far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -66,14 +69,15 @@ def few_tokens(model: PreTrainedModel) -> torch.Tensor:
 def probe_head_loss(
     model: PreTrainedModel, inputs: Mapping[str, Any], temperature: float = 1.0
 ) -> HeadLoss | None:
-    """The loss over chunks of tokens, or None where the model needs whole logits, which is said in
-    one line.
+    """Find out whether a model's loss can be computed over chunks of tokens.
 
     Called on every rank, with weights loaded; runs the model and compares with its own logits.
 
     Args:
-        inputs: the base model's arguments, as in a step, for `few_tokens`. temperature: of the loss
-        that is returned.
+        inputs: the base model's arguments, as in a step, for `few_tokens`.
+        temperature: of the loss that is returned.
+    Returns:
+        The loss, or None where the model needs whole logits, which is said in one line.
     """
     reason = head_loss_blocker(model)
     if not reason:
@@ -83,6 +87,7 @@ def probe_head_loss(
         errors = {
             form: _loss_error(model, form, inputs, logits) for form in _logit_forms(model.config)
         }
+        # Errors are the largest of all ranks, so every rank finds the same form.
         form = min(errors, key=lambda form: errors[form])
         if errors[form] <= _LOSS_TOLERANCE[logits.dtype]:
             free_head_before_backward(model)
@@ -102,11 +107,11 @@ def check_reference(
     """Make sure that the reference beside the policy is what it is alone. Called on every rank.
 
     Args:
-        inputs: as for `probe_head_loss`. both: the same, or with these tokens as a teacher's behind
-        them.
+        inputs: as for `probe_head_loss`.
+        both: the same, or with these tokens as a teacher's behind them.
     Raises:
         UserError: the model's blocks tell each other more than hidden states, or refuse two batches
-        in one.
+            in one.
     """
     other_way = "Compute it before: --precompute_reference true."
     model.eval()
@@ -114,7 +119,7 @@ def check_reference(
         with reference.beside_policy(), same_tokens(model, both["input_ids"].cpu()):
             beside = model(**both, use_cache=False).logits
     except (RuntimeError, ValueError, IndexError) as error:
-        # of a lost rank, or of memory
+        # An error that names no shape is one of a lost rank or of memory, and none of the model.
         if not re.search(r"\b(shape|size|dimension)s?\b", str(error)):
             raise
         name = type(model).__name__.removeprefix("FSDP")
@@ -126,13 +131,13 @@ def check_reference(
     with as_at_start(adapted_layers(model)), same_tokens(model, inputs["input_ids"].cpu()):
         alone = model(**inputs, use_cache=False).logits
     reshard_all(model)
-    beside = beside.view(-1, *alone.shape[1:])  # behind the policy's in the batch, or in the row
+    # The reference is behind the policy in the batch, a teacher in the row: both become a batch.
+    beside = beside.view(-1, *alone.shape[1:])
     most = _most((beside[len(alone) :] - alone).float().norm() / alone.float().norm())
     if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"The blocks of {type(model).__name__} tell each other more than hidden states, so a "
-            "reference cannot pass "
-            f"through them beside the model that trains. {other_way}"
+            f"reference cannot pass through them beside the model that trains. {other_way}"
         )
 
 
@@ -160,17 +165,19 @@ def head_loss_blocker(model: PreTrainedModel) -> str:
 def _logit_forms(config: PretrainedConfig) -> list[LogitForm]:
     """How the model may make logits of its head's outputs, by the names of its config's numbers."""
     numbers = _numbers(config)
-    cap = next((numbers[name] for name in _CAPS if name in numbers), None)
+    caps = [numbers[name] for name in _CAPS if name in numbers]
+    cap = caps[0] if caps else None
     scales = [numbers[name] for name in _SCALES if name in numbers]
-    return [
-        LogitForm(scale, cap)
-        for scale in dict.fromkeys([1.0, *scales, *(1 / scale for scale in scales)])
-    ]
+    # A model may multiply or divide by the number, or not use it at all.
+    candidates = [1.0, *scales, *(1 / scale for scale in scales)]
+    # Without repetitions, in this order: among equal errors the first form is taken.
+    return [LogitForm(scale, cap) for scale in dict.fromkeys(candidates)]
 
 
 def _numbers(config: PretrainedConfig) -> dict[str, float]:
     """The numbers of a config and of its text model's, by name, but 0."""
     values = config.to_dict() | config.get_text_config().to_dict()
+    # type() and not isinstance: True is an int, too. 0 switches such a number off.
     return {
         name: float(value)
         for name, value in values.items()
@@ -181,8 +188,9 @@ def _numbers(config: PretrainedConfig) -> dict[str, float]:
 def _loss_error(
     model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, Any], logits: torch.Tensor
 ) -> float:
-    """How far decoder and head, called by us, are from the loss of the model's own logits; the most
-    of all ranks.
+    """How far decoder and head, called by us, are from the loss of the model's own logits.
+
+    Relative, and the most of all ranks.
     """
     targets = inputs["input_ids"][0]
     rows = torch.arange(len(targets), device=targets.device)
@@ -193,17 +201,15 @@ def _loss_error(
 
 
 class Probed(NamedTuple):
-    """A loaded model as it is probed.
-
-    documents: the attention implementation for documents, from `attention.choose`. is_exact:
-    whether a token's values in float32 are the same in another batch.
-    """
+    """A loaded model as it is probed."""
 
     model: PreTrainedModel
     documents: str | None
+    """The attention implementation for documents, from `attention.choose`."""
     ranks: Ranks
     precision: Precision
     is_exact: bool
+    """Whether a token's values in float32 are the same in another batch."""
 
     @property
     def tolerance(self) -> float:
@@ -211,11 +217,9 @@ class Probed(NamedTuple):
 
     def tokens(self) -> torch.Tensor:
         """The tokens of both documents, one after the other, int64 [48]."""
-        return (
-            torch.arange(sum(_LENGTHS))
-            .mul(7919)
-            .remainder(self.model.get_input_embeddings().num_embeddings)
-        )
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        # A prime, so that the ids differ and are spread over the vocabulary.
+        return torch.arange(sum(_LENGTHS)).mul(7919).remainder(vocabulary)
 
     def logits(
         self, input_ids: torch.Tensor, *tokens: torch.Tensor, **documents: Any
@@ -236,11 +240,9 @@ def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
 
     Called on every rank. num_shared: try documents that begin with so many tokens computed once.
     """
-    reason = (
-        ("its attention has no such form")
-        if probed.documents is None
-        else packing_blocker(probed.model)
-    )
+    if probed.documents is None:
+        return "its attention has no such form"
+    reason = packing_blocker(probed.model)
     if reason:
         return reason
     try:
@@ -253,22 +255,21 @@ def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
         with torch.no_grad():
             probed.logits(probed.tokens()[None])
     else:
-        most = _most(difference)  # the same decision on every rank
-        is_near = most <= probed.tolerance
-        reason = (
-            None if is_near else (f"a second document in a row differs by {most:.0%} from it alone")
-        )
+        # The most of all ranks, so that every rank comes to the same decision.
+        most = _most(difference)
+        if most > probed.tolerance:
+            reason = f"a second document in a row differs by {most:.0%} from it alone"
     reshard_all(probed.model)
     return reason
 
 
 def check_context(probed: Probed, context: ContextGroup) -> None:
-    """Make sure that a model computes the same where ranks share the tokens of a row. Called on
-    every rank.
+    """Make sure that a model computes the same where ranks share the tokens of a row.
 
-    The first tokens of a part would miss most of what only other ranks know. context: the ranks
-    that share this one's.
+    Called on every rank. The first tokens of a part would miss most of what only other ranks know.
 
+    Args:
+        context: the ranks that share this one's row.
     Raises:
         UserError: something besides attention passes on what other tokens know.
     """
@@ -276,17 +277,17 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     row = probed.tokens()[None]
     documents = describe_documents(list(_LENGTHS), num_parts=context.size)
     row = F.pad(row, (0, documents["position_ids"].shape[1] - row.shape[1]))
-    own = context.own(row.shape[1])
+    local = context.own(row.shape[1])
+    with torch.no_grad(), attending(model, probed.documents):
+        expected = probed.logits(row, **documents)[0, local].double()
+    # Each rank that shares the vocabulary must know which tokens the others look up.
     parts = [rank % context.size for rank in sharing_ranks(model)]
+    tokens = [row[0, context.own(row.shape[1], part)] for part in parts]
+    documents = documents_of_part(documents, context.rank, context.size)
+    documents = documents | {"context_group": context}
     with torch.no_grad(), attending(model, probed.documents):
-        whole = probed.logits(row, **documents)[0, own].double()
-    with torch.no_grad(), attending(model, probed.documents):
-        tokens = [row[0, context.own(row.shape[1], part)] for part in parts]
-        of_part = documents_of_part(documents, context.rank, context.size) | {
-            "context_group": context
-        }
-        part = probed.logits(row[:, own], *tokens, **of_part)[0].double()
-    most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
+        logits = probed.logits(row[:, local], *tokens, **documents)[0].double()
+    most = _most(_relative(logits[:_FIRST_TOKENS], expected[:_FIRST_TOKENS]))
     if most > probed.tolerance:
         raise UserError(
             f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: its "
@@ -296,22 +297,21 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
 
 
 def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The difference of tokens' logits, [tokens, V], relative, median over tokens."""
+    """The relative difference of tokens' logits, [tokens, V]: the median over tokens."""
+    # Without their mean, which a softmax does not see, and which may be far larger than the rest.
     scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    off = (logits - expected).norm(dim=-1)
-    shares = torch.where(scale > 0, off / scale, off).sort().values
-    return shares[len(shares) // 2]
+    difference = (logits - expected).norm(dim=-1)
+    ratios = torch.where(scale > 0, difference / scale, difference).sort().values
+    return ratios[len(ratios) // 2]
 
 
 @torch.no_grad()
 def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
-    """The difference of the second document's logits from those of it alone, relative, median over
-    tokens.
-    """
+    """The difference of the second document's logits from those of it alone, as `_relative`."""
     model = probed.model.eval()
-    (first, second) = probed.tokens().split(_LENGTHS)
+    first, second = probed.tokens().split(_LENGTHS)
     second = torch.cat([first[:num_shared], second[num_shared:]])
-    # in a padded batch rope may depend on its length
+    # Alone, and not in a padded batch: there rope may depend on the length of the longest row.
     alone = probed.logits(second[None])[0, num_shared:].double()
     documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
     with attending(model, probed.documents):

@@ -19,7 +19,7 @@ from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.model.adapters.peft_folder import read_config
 from fsdp_qlora.training.generation.prompt_format import read_questions
 from fsdp_qlora.training.rl import rewards
-from fsdp_qlora.training.rl.source import truncate_rollouts
+from fsdp_qlora.training.rl.rollout_file import truncate_rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import open_named, record_of
 from fsdp_qlora.utils.hub import find_model_folder

@@ -24,7 +24,8 @@ from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.training.forward import token_logprobs
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.objective import Totals, make_objective
-from fsdp_qlora.training.rl.source import Rollout, advantages, metrics_of
+from fsdp_qlora.training.rl.advantages import advantages, metrics_of
+from fsdp_qlora.training.rl.rollout_file import Rollout
 from tests.preferences.answers import (
     ANSWERS,
     CASES,

@@ -19,14 +19,9 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.training.generation.sampling import Completion
+from fsdp_qlora.training.rl.advantages import advantages, metrics_of
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers, parse_rewards
-from fsdp_qlora.training.rl.source import (
-    Rollout,
-    advantages,
-    append_rollouts,
-    metrics_of,
-    truncate_rollouts,
-)
+from fsdp_qlora.training.rl.rollout_file import Rollout, append_rollouts, truncate_rollouts
 from fsdp_qlora.utils.errors import RolloutError, TrainingError, UserError
 
 pytestmark = pytest.mark.quick
@@ -394,7 +389,7 @@ def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(
         if next(full, True):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fsdp_qlora.training.rl.source.os.fsync", flush)
+    monkeypatch.setattr("fsdp_qlora.training.rl.rollout_file.os.fsync", flush)
     for step in (1, 2, 3):
         (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step_{step:06}" / "manifest.json").write_text("{}")

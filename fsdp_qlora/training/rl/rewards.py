@@ -1,5 +1,4 @@
-"""Reward functions: built-in ones and the user's own, called for each generation in a process of
-their own.
+"""Reward functions: built-in ones and the user's own, called in a process of their own.
 
 Each is called as TRL calls it: with the prompts, completions, completion_ids and columns of all
 answers. Built-in ones read the right answer from the first column of ANSWERS that a row has. A
@@ -43,21 +42,24 @@ _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _WORD = re.compile(
     r"(?P<function>.+?)(=(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?", re.IGNORECASE
 )
-_MARK = "####"  # in front of the result in GSM8K's answers
+# In front of the result in GSM8K's answers (Cobbe et al. 2021).
+_MARK = "####"
+# Names of columns that may have the right answer, to be named in a message.
 _CALLED = re.compile(
     "answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE
 )
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
-_MEMORY_BYTES = 4 * 2**30  # besides what the process has when it is ready
+# PR_SET_PDEATHSIG of prctl.h.
+_END_WITH_PARENT = 1
+# Besides what the process has when it is ready: a function that grows without end must not take the
+# memory of the training.
+_MEMORY_BYTES = 4 * 2**30
 
 
 def text_of(completion: Any) -> str:
     """The text of an answer, which is a text or a list of messages."""
-    return (
-        completion
-        if isinstance(completion, str)
-        else "".join(message["content"] for message in completion)
-    )
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion)
 
 
 def _pairs(
@@ -66,10 +68,9 @@ def _pairs(
     """Each answer with the right one; None where its row has none."""
     names = [name for name in ANSWERS if name in columns]
     for place, completion in enumerate(completions):
-        right = next(
-            (columns[name][place] for name in names if columns[name][place] is not None), None
-        )
-        yield text_of(completion), None if right is None else str(right)
+        # Rows of a mixture may have their answers in different columns.
+        values = [columns[name][place] for name in names if columns[name][place] is not None]
+        yield text_of(completion), str(values[0]) if values else None
 
 
 def exact_match(completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -81,17 +82,19 @@ def exact_match(completions: Sequence[Any], **columns: Any) -> list[float | None
 
 
 def number(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 if the last number of the answer is that of the right one, as in GSM8K, where it is behind
-    ####; else 0.
+    """1 if the last number of the answer is that of the right one, else 0.
+
+    In GSM8K's answers it is behind ####.
     """
-    pairs = (
-        (_last_number(said), _last_number(right or ""))
-        for said, right in _pairs(completions, columns)
-    )
-    return [None if right is None else float(said == right) for said, right in pairs]
+    values: list[float | None] = []
+    for answer, right in _pairs(completions, columns):
+        expected = _last_number(right or "")
+        values.append(None if expected is None else float(_last_number(answer) == expected))
+    return values
 
 
 def _last_number(text: str) -> Decimal | None:
+    # Decimal: 1.10 and 1.1 are the same number, and neither is rounded.
     numbers = _NUMBER.findall(text.rpartition(_MARK)[2]) or _NUMBER.findall(text)
     return Decimal(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
 
@@ -99,21 +102,27 @@ def _last_number(text: str) -> Decimal | None:
 def regex(pattern: str) -> Callable[..., list[float]]:
     """1 if the whole answer is of a form, such as regex:<think>.*</think>.*, else 0."""
     form = re.compile(pattern, re.DOTALL)
-    return lambda completions, **_: [
-        float(bool(form.fullmatch(text_of(said).strip()))) for said in completions
-    ]
+
+    def matches(completions: Sequence[Any], **columns: Any) -> list[float]:
+        texts = [text_of(completion).strip() for completion in completions]
+        return [float(bool(form.fullmatch(text))) for text in texts]
+
+    return matches
 
 
 def length(tokens: str) -> Callable[..., list[float]]:
-    """0 up to so many tokens, and then falling to -1 at twice as many (in the manner of Yu et al.
-    2025, eq. 13).
+    """0 up to so many tokens, and then falling to -1 at twice as many.
+
+    In the manner of the soft punishment of overlong answers of Yu et al. 2025, eq. 13.
     """
     most = int(tokens)
     if most < 1:
         raise ValueError("it is below 1")
-    return lambda completion_ids, **_: [
-        max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids
-    ]
+
+    def penalties(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        return [max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids]
+
+    return penalties
 
 
 REWARDS: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "number": number}
@@ -125,13 +134,14 @@ REWARD_FACTORIES: dict[str, Callable[[str], Callable[..., Any]]] = {
 
 
 class Reward(NamedTuple):
-    """A function that scores answers. name: in metrics. weight: of its values in the sum. word:
-    FILE.py:NAME, or the name of a built-in one.
-    """
+    """A function that scores answers."""
 
     name: str
+    """Its name in metrics."""
     weight: float
+    """Of its values in the sum."""
     word: str
+    """FILE.py:NAME, or the name of a built-in one."""
 
     @property
     def path(self) -> Path | None:
@@ -142,6 +152,7 @@ class Reward(NamedTuple):
 
 def parse_rewards(words: Sequence[str]) -> list[Reward]:
     """The functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT.
+
     No file is read.
 
     Raises:
@@ -151,12 +162,12 @@ def parse_rewards(words: Sequence[str]) -> list[Reward]:
     for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
-        reward = Reward(
-            match["function"].rpartition(":")[2], float(match["weight"] or 1), match["function"]
-        )
+        function = match["function"]
+        reward = Reward(function.rpartition(":")[2], float(match["weight"] or 1), function)
         if not reward.path:
-            reward = reward._replace(name=reward.word.partition(":")[0])
-            builtin(reward.word)
+            # regex:PATTERN has its name in front of the colon, and the pattern may have others.
+            reward = reward._replace(name=function.partition(":")[0])
+            builtin(function)
         if not math.isfinite(reward.weight):
             raise UserError(f"--rewards {word}: the weight must be a finite number.")
         rewards.append(reward)
@@ -164,8 +175,8 @@ def parse_rewards(words: Sequence[str]) -> list[Reward]:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(
-            f"--rewards: two functions are called {min(twice)}, and so would be their "
-            "metrics. Rename one."
+            f"--rewards: two functions are called {min(twice)}, and so would be their metrics. "
+            "Rename one."
         )
     return rewards
 
@@ -190,8 +201,9 @@ def builtin(word: str) -> Callable[..., Any]:
 
 
 def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if a function reads the right answer, and no row has one. rows: columns of
-    the prompts.
+    """Raise UserError if a function reads the right answer, and no row has one.
+
+    rows: columns of the prompts.
     """
     reading = [reward.name for reward in rewards if reward.word in REWARDS]
     if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
@@ -208,8 +220,10 @@ class Scorer(Worker):
     """Calls the reward functions on all answers of a generation, in a process that is kept.
 
     Args:
-        words: of --rewards. zero_on_error: count a failing function's values as 0, with a warning,
-            instead of ending the run. seconds: for each function and generation, and for each file.
+        words: of --rewards.
+        zero_on_error: count a failing function's values as 0, with a warning, instead of ending the
+            run.
+        seconds: for each function and generation, and for each file.
     """
 
     def __init__(self, words: Sequence[str], *, zero_on_error: bool, seconds: float) -> None:
@@ -218,12 +232,12 @@ class Scorer(Worker):
         self._zero_on_error = zero_on_error
 
     def start(self) -> list[str]:
-        """Run the functions' files in the process, unless it has. In a thread that stays: the
-        process ends with it.
+        """Run the functions' files in the process, unless it has.
+
+        Called in a thread that stays: the process ends with it.
 
         Returns:
             The functions as records name them, with the files' hashes.
-
         Raises:
             RankError: a file cannot be run in time, or has no such function.
         """
@@ -231,45 +245,41 @@ class Scorer(Worker):
         for reward, reply in replies:
             if "error" in reply:
                 raise RankError(f"--rewards {reward.word}: {printable(reply['error'])}")
-        named = (
-            (Path(each.word).name if each.path else each.word, each, reply)
-            for each, reply in replies
-        )
-        return [
-            f"{name}={reward.weight:g} {reply['hash']}".strip() for name, reward, reply in named
-        ]
+        described = []
+        for reward, reply in replies:
+            # Without the folder, which may be another one on the next machine.
+            name = Path(reward.word).name if reward.path else reward.word
+            described.append(f"{name}={reward.weight:g} {reply['hash']}".strip())
+        return described
 
     def score(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]:
-        """The values of each function, None where it does not apply. rows: numbers of the prompts'
-        rows, for messages.
+        """The values of each function, None where it does not apply.
+
+        rows: numbers of the prompts' rows, for messages.
 
         Raises:
             RolloutError: a function fails, takes too long, or gives something else than a number
-            for each answer.
+                for each answer.
         """
         process = self._process
         try:
             return {reward.name: self._values(reward, batch, rows) for reward in self.rewards}
         finally:
-            if self._process is not process:  # another one ends with this thread
+            # A process that was started again here, after a fault, ends with this thread: better
+            # now than in the middle of the next generation.
+            if self._process is not process:
                 self.close()
 
     def _values(self, reward: Reward, batch: Batch, rows: Sequence[int]) -> list[float | None]:
+        """The values of a function; 0 for answers at which it fails, if that is not the end."""
         everywhere = range(len(rows))
         ends = time.monotonic() + self._seconds
         reply = self._ask(reward, batch, everywhere, self._seconds)
         if "error" not in reply:
             return list(reply["values"])
         places: Sequence[int] = reply.get("places", everywhere)
-        # at which row? These calls' values are not used
         if reply.get("raised") and not self._zero_on_error:
-            each = ((place, ends - time.monotonic()) for place in everywhere)
-            failing = (
-                at
-                for at, left in each
-                if left > 0 and "error" in self._ask(reward, batch, [at], left)
-            )
-            places = list(islice(failing, 1)) or everywhere
+            places = self._first_failing(reward, batch, everywhere, ends) or everywhere
         named = ", ".join(map(str, dict.fromkeys([rows[place] for place in places][:32])))
         message = (
             f"The reward function {reward.name} failed at row {named} of the dataset: "
@@ -277,65 +287,84 @@ class Scorer(Worker):
         )
         if not self._zero_on_error:
             raise RolloutError(
-                f"{message}. No weight was updated. --on_reward_error zero counts "
-                "such answers as 0."
+                f"{message}. No weight was updated. --on_reward_error zero counts such answers "
+                "as 0."
             )
         log.warning("%s. %d answers count as 0.", message, len(places))
         return [0.0 if place in places else reply["values"][place] for place in everywhere]
+
+    def _first_failing(
+        self, reward: Reward, batch: Batch, places: Sequence[int], ends: float
+    ) -> list[int]:
+        """Find an answer for which a function fails when it gets this one alone.
+
+        The values of these calls are not used. ends: the time after which no further one is tried.
+        Returns the first place, in a list, which is empty if there is none.
+        """
+        for place in places:
+            seconds = ends - time.monotonic()
+            if seconds > 0 and "error" in self._ask(reward, batch, [place], seconds):
+                return [place]
+        return []
 
     def _ask(
         self, reward: Reward, batch: Batch, places: Sequence[int], seconds: float
     ) -> dict[str, Any]:
         """The reply about some of the answers; "error" says why there is none."""
-        some = {column: [values[place] for place in places] for column, values in batch.items()}
+        arguments = {
+            column: [values[place] for place in places] for column, values in batch.items()
+        }
+        # default=str: columns may have dates and other values that JSON does not know.
+        request = json.dumps({"reward": reward, "batch": arguments}, default=str)
         began = time.monotonic()
-        reply, status = self._exchange(
-            json.dumps({"reward": reward, "batch": some}, default=str), seconds
-        )
-        if not reply and time.monotonic() - began >= seconds:
+        reply, status = self._exchange(request, seconds)
+        if reply:
+            return dict(json.loads(reply))
+        if time.monotonic() - began >= seconds:
             return {"error": f"it did not return within {seconds:g} s (--hang_minutes)"}
-        return (
-            dict(json.loads(reply))
-            if reply
-            else {"error": f"its process has ended (status {status})"}
-        )
+        return {"error": f"its process has ended (status {status})"}
 
 
 # --- in the process ---
 
 
 def work() -> None:
-    """Answer requests: each line of stdin is one, each line of what was stdout its answer, both
-    JSON.
+    """Answer requests: each line of stdin is one, each line of what was stdout its answer.
+
+    Both are JSON.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
+    # Also a killed run ends this process. Only Linux has prctl.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    # Functions must neither read requests nor write into replies: their input is empty, and what
+    # they print goes to stderr.
     requests = os.fdopen(os.dup(0))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what functions print
+    os.dup2(2, 1)
     guard_output()
     files = dict[Path, tuple[ModuleType, str]]()
     for line in requests:
-        limit_memory(_MEMORY_BYTES)  # besides what the functions hold
+        # Anew for each request, so that what the functions hold by now does not count.
+        limit_memory(_MEMORY_BYTES)
         request = json.loads(line)
         reward = Reward(*request["reward"])
         batch = request["batch"]
         try:
             function = _loaded(reward, files)
-            reply = (
-                _score(function, batch)
-                if batch
-                else {"hash": files[reward.path][1] if reward.path else ""}
-            )
+            if batch:
+                reply = _score(function, batch)
+            else:
+                reply = {"hash": files[reward.path][1] if reward.path else ""}
         except UserError as error:
             reply = {"error": str(error)}
         print(json.dumps(reply), file=replies, flush=True)
 
 
 def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callable[..., Any]:
-    """A function. files: those that have been run, with their hashes. Raises UserError if it cannot
-    be used.
+    """A function to be called. Raises UserError if it cannot be used.
+
+    files: those that have been run, with their hashes; a new one is added.
     """
     path = reward.path
     if path is None:
@@ -345,62 +374,75 @@ def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callab
             files[path] = _run_file(path)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
-    except BaseException as error:  # sys.exit(), too
+    # A file may also call sys.exit().
+    except BaseException as error:
+        # The last line of the file itself, not one of a library that it calls.
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == str(path)
         ]
+        # A SyntaxError has no frame in the file.
         line = getattr(error, "lineno", None) or [0, *lines][-1]
         raise UserError(f"{path}:{line} cannot be run: {_reason(error)}") from error
     function = getattr(files[path][0], reward.name, None)
     if not callable(function):
-        names = [
-            key for key, value in vars(files[path][0]).items() if callable(value) and key[0] != "_"
-        ]
+        members = vars(files[path][0])
+        names = [name for name, value in members.items() if callable(value) and name[0] != "_"]
         raise UserError(f"{path} has no function {reward.name!r}. It has: {', '.join(names)}.")
     return function
 
 
 def _run_file(path: Path) -> tuple[ModuleType, str]:
-    """Import a file as a module that finds those beside it, and dataclasses and pools find it; also
-    the file's hash.
-    """
+    """Run a file as a module. Returns it, and the file's hash as records have it."""
+    # A file called json.py must not take the place of a library.
     name = path.stem
     while name in sys.modules or name in sys.stdlib_module_names:
         name += "_"
     source = read_named(path)
+    # The file finds the modules beside it.
     sys.path.insert(0, str(path.absolute().parent))
-    sys.modules[name] = module = ModuleType(name)
+    # Dataclasses and pickle look a class's module up there.
+    module = ModuleType(name)
+    sys.modules[name] = module
     module.__file__ = str(path)
     exec(compile(source, str(path), "exec"), vars(module))
     return module, f"(sha256 {hashlib.sha256(source).hexdigest()[:12]})"
 
 
 def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    """The values of a function; or the error, with the places that it concerns, or that the
-    function has raised it.
+    """Call a function.
+
+    Returns:
+        "values"; with them "error" and "places" if some values are no numbers. Else "error" alone,
+        and "raised" if the function has raised it.
     """
     count = len(batch["completions"])
     scores = list[float | None]()
     bad = dict[int, str]()
     try:
-        made = function(**batch)
-        if isinstance(made, str | bytes | bytearray | set | Mapping):
-            raise TypeError(f"it returned a {type(made).__name__}, not a list of numbers")
-        values = list(islice(made, count + 1))
-        number = len(made) if hasattr(made, "__len__") else len(values)
+        result = function(**batch)
+        # One can go over these, too, but they are no values in the order of the answers.
+        if isinstance(result, str | bytes | bytearray | set | Mapping):
+            raise TypeError(f"it returned a {type(result).__name__}, not a list of numbers")
+        # A generator may have no end: one value too many is enough to know.
+        values = list(islice(result, count + 1))
+        number = len(result) if hasattr(result, "__len__") else len(values)
         for place, value in enumerate(values):
             scores.append(None if value is None else float(value))
+            # float() takes texts of numbers, which a function returns by mistake.
             if isinstance(value, str | bytes) or not math.isfinite(scores[-1] or 0.0):
                 bad[place] = f"it returned {value!r:.100}"
     except BaseException as error:
         return {"error": _reason(error), "raised": True}
     if number != count:
         return {"error": f"it returned {number} values for {count} answers"}
-    return {"values": scores} | (
-        {"error": next(iter(bad.values())), "places": [*bad]} if bad else {}
-    )
+    reply: dict[str, Any] = {"values": scores}
+    if bad:
+        places = list(bad)
+        reply["error"] = bad[places[0]]
+        reply["places"] = places
+    return reply
 
 
 def _reason(error: BaseException) -> str:

@@ -1,16 +1,12 @@
-"""Rows that a run makes while it trains: answers to its prompts, scored, each generation used for
-some steps.
+"""Rows that a run makes while it trains: answers to its prompts, scored.
 
-They are in rollouts.jsonl, a line for each answer, from which a step's rows are made, fresh or read
-back.
+Each generation is used for some steps. Its answers are in rollouts.jsonl, from which a step's rows
+are made, fresh or read back.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_qlora.checkpoint.result import write_with_room
 from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
 from fsdp_qlora.data.pipeline import Prompt
@@ -36,224 +31,99 @@ from fsdp_qlora.distributed.process_group import (
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.sampling import Completion
+from fsdp_qlora.training.rl.advantages import advantages, metrics_of, weighted_sum
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
+from fsdp_qlora.training.rl.rollout_file import Rollout, append_rollouts, mark_of, truncate_rollouts
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.training.rl.waiting import run_on_rank_0
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
-from fsdp_qlora.utils.files import open_named
-from fsdp_qlora.utils.records import parse_record
 
 log = logging.getLogger("fsdp_qlora")
-
-# Of a line, in their order.
-_NAMES = (
-    *(
-        "step",
-        "version",
-        "row",
-        "prompt",
-        "completion",
-        "finish",
-        "reward",
-        "rewards",
-        "advantage",
-        "prompt_ids",
-    ),
-    *("token_ids", "sampled_logps", "old_logps", "teacher_prompt_ids"),
-)
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A completion that a run learns from: a line of rollouts.jsonl.
-
-    step: the first that learns from it, from 1. version: optimizer steps of the weights that made
-    it. row: the number of its prompt in the dataset. prompt: text or messages. rewards: by
-    function; reward: their sum, None where no function applies. old_logps: of the tokens under
-    these weights, where they are used. teacher_prompt_ids: that a teacher sees, if they are others.
-    """
-
-    step: int
-    version: int
-    row: int
-    prompt: Any
-    text: str
-    completion: Completion
-    reward: float | None
-    rewards: dict[str, float | None]
-    advantage: float
-    prompt_ids: list[int]
-    old_logps: list[float] | None = None
-    teacher_prompt_ids: list[int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        made = self.completion
-        record = vars(self) | {"completion": self.text, "finish": made.finish}
-        record |= {"token_ids": made.token_ids, "sampled_logps": made.logps}
-        return {
-            name: record[name] for name in _NAMES if record[name] is not None or name == "reward"
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
-        values = dict(record) | {"text": record["completion"]}
-        ids = values.pop("token_ids")
-        finish = values.pop("finish")
-        logps = values.pop("sampled_logps", None)
-        return cls(**(values | {"completion": Completion(ids, finish == "stop", logps)}))
-
-
-def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write a generation, on the disk before the first update by it; a full disk loses checkpoints
-    for it.
-
-    Raises:
-        RolloutError: that fails.
-    """
-    size = path.stat().st_size if path.exists() else 0
-
-    def write() -> None:
-        with open_named(path, "ab", follow=False) as file:
-            file.truncate(size)  # what an attempt has left
-            file.write(_lines(rollouts))
-            file.flush()
-            os.fsync(file.fileno())
-
-    error = write_with_room(path.parent, write)
-    if error:
-        raise RolloutError(
-            f"{path} cannot be written: {getattr(error, 'strerror', None) or error}."
-        ) from error
-
-
-def _lines(rollouts: Sequence[Rollout]) -> bytes:
-    return "".join(
-        json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts
-    ).encode()
-
-
-def mark_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The length and hash of a generation's lines, by which a checkpoint recognizes them."""
-    return {"bytes": len(lines := _lines(rollouts)), "sha256": hashlib.sha256(lines).hexdigest()}
-
-
-def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the
-    last step's.
-
-    Damaged lines stay, which somebody may restore.
-
-    Raises:
-        TrainingError: it is not a file, or cannot be read and written.
-    """
-    last = list[dict[str, Any]]()
-    cut = None
-    position = 0
-    is_damaged = False
-    try:
-        with contextlib.suppress(FileNotFoundError), open_named(path, "r+b", follow=False) as file:
-            for line in file:
-                is_whole = line.endswith(b"\n")
-                record = parse_record(line) if is_whole else None
-                if record and record["step"] <= step:
-                    last = [*(last if last and last[0]["step"] == record["step"] else ()), record]
-                    cut = None
-                elif cut is None and (record or not is_whole):
-                    cut = position
-                is_damaged |= is_whole and not record
-                position += len(line)
-            file.truncate(position if cut is None else cut)
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be continued: {error.strerror or error}.") from error
-    if is_damaged:
-        log.warning("%s has damaged lines, which stay.", path)
-    return last
 
 
 def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
     prompts = [rollout.prompt_ids for rollout in rollouts]
-    made = [rollout.completion for rollout in rollouts]
-    logps = {
-        "old_logps": [rollout.old_logps for rollout in rollouts],
-        "sampled_logps": [completion.logps for completion in made],
-    }
-    return dataclasses.replace(
-        join_completions(
-            prompts,
-            [completion.token_ids for completion in made],
-            [rollout.row for rollout in rollouts],
-        ),
-        advantages=np.array([rollout.advantage for rollout in rollouts], np.float32),
-        **{
-            name: _of_tokens(prompts, values)
-            for name, values in logps.items()
-            if values[0] is not None
-        },
+    completions = [rollout.completion for rollout in rollouts]
+    table = join_completions(
+        prompts,
+        [completion.token_ids for completion in completions],
+        [rollout.row for rollout in rollouts],
     )
+    columns = {"advantages": np.array([rollout.advantage for rollout in rollouts], np.float32)}
+    # All rollouts of a generation have log-probabilities, or none.
+    if rollouts[0].old_logps is not None:
+        old_logps = [rollout.old_logps for rollout in rollouts]
+        columns["old_logps"] = _by_token(prompts, old_logps)
+    if completions[0].logps is not None:
+        sampled_logps = [completion.logps for completion in completions]
+        columns["sampled_logps"] = _by_token(prompts, sampled_logps)
+    return dataclasses.replace(table, **columns)
 
 
-def _of_tokens(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
-    """A number for each token, 0 for those of prompts."""
-    pairs = zip(prompts, values, strict=True)
-    return np.concatenate(
-        [np.pad(np.array(own, np.float32), (len(prompt), 0)) for prompt, own in pairs]
-    )
+def _by_token(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
+    """Numbers of completions' tokens as numbers of all tokens, 0 for those of prompts: [tokens]."""
+    parts = []
+    for prompt, values_of_row in zip(prompts, values, strict=True):
+        parts.append(np.pad(np.array(values_of_row, np.float32), (len(prompt), 0)))
+    return np.concatenate(parts)
 
 
 def taught_table(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> TokenizedRows:
-    """The rows of a step that learns from a teacher: a server, or the model itself, with each
-    completion once more.
+    """The rows of a step that learns from a teacher: a server, or the model itself.
+
+    For the model itself, a row has a second document: the completion behind the teacher's prompt.
     """
-    asked = [
-        (rollout.prompt_ids, rollout.teacher_prompt_ids or rollout.prompt_ids)
-        for rollout in rollouts
-    ]
-    made = [rollout.completion.token_ids for rollout in rollouts]
+    completions = [rollout.completion.token_ids for rollout in rollouts]
+    teacher_prompts = [rollout.teacher_prompt_ids or rollout.prompt_ids for rollout in rollouts]
     if teacher:
-        teacher.ask([seen for _, seen in asked], made, rollouts[0].version)
+        teacher.ask(teacher_prompts, completions, rollouts[0].version)
         return table_of(rollouts)
+    prompts_of_documents = []
+    completions_of_documents = []
+    for rollout, teacher_prompt in zip(rollouts, teacher_prompts, strict=True):
+        prompts_of_documents += [rollout.prompt_ids, teacher_prompt]
+        completions_of_documents += [rollout.completion.token_ids] * 2
     rows = [rollout.row for rollout in rollouts]
-    sides = join_completions(
-        [*chain(*asked)], [ids for ids in made for _ in range(2)], np.repeat(rows, 2)
-    )
-    splits = np.diff(sides.offsets)[::2]
-    desired = np.ones(len(rows), np.bool_)
+    documents = join_completions(prompts_of_documents, completions_of_documents, np.repeat(rows, 2))
     return dataclasses.replace(
-        sides,
-        offsets=sides.offsets[::2],
-        row_numbers=sides.row_numbers[::2],
-        splits=splits,
-        desired=desired,
+        documents,
+        # Two documents become a row, which is split where the second one begins.
+        offsets=documents.offsets[::2],
+        row_numbers=documents.row_numbers[::2],
+        splits=np.diff(documents.offsets)[::2],
+        # Rows with a label learn the first document alone, the student's.
+        desired=np.ones(len(rows), np.bool_),
     )
-
-
-_LEAST_SPREAD = 1e-4  # is added to a standard deviation that divides, as TRL does
 
 
 @dataclass(eq=False)
 class Rollouts:
-    """A `RowSource`: each generation is written to rollouts.jsonl before the first step that learns
-    from it.
+    """A `RowSource` of answers that the run samples.
 
-    text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights
-    that answered; None where those of the step itself are as good. scale_rewards: as the option.
-    next_check: the first step that may find whether a server uses the adapter; None if it is known.
-    teacher: on a server, if one is asked.
+    Each generation is written to rollouts.jsonl before the first step that learns from it.
     """
 
     data: RunData
     engine: Engine
     scorer: Scorer
     path: Path
+    """Of rollouts.jsonl."""
     ranks: Ranks
     control: Control
     text_of: Callable[[list[int]], str]
+    """Gives the text of an answer's tokens."""
     logprobs: Callable[..., np.ndarray] | None
+    """Gives log-probabilities of all tokens of a table under the weights that answered; None where
+    those of the step itself are as good.
+    """
     scale_rewards: str
+    """As the option."""
     next_check: int | None = None
+    """The first step that may find whether a server uses the adapter; None if it is known."""
     teacher: ServerTeacher | None = None
+    """On a server, if one is asked."""
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
@@ -261,26 +131,30 @@ class Rollouts:
         """Give every step from `first` on; in the middle of a generation its answers are read back.
 
         Raises:
-            RolloutError: the engine or a reward function has failed. TrainingError: the file cannot
-            be written, or lacks answers. RunStopped: the ranks have agreed to stop.
+            RolloutError: the engine or a reward function has failed.
+            TrainingError: the file cannot be written, or lacks answers.
+            RunStopped: the ranks have agreed to stop.
         """
-        rollouts = self._kept(first)
-        group_size = schedule.num_generations
-        if position and position != mark_of(rollouts):  # older checkpoints have no mark
+        rollouts = self._read_back(first)
+        # Checkpoints of earlier versions have no mark.
+        if position and position != mark_of(rollouts):
             rollouts = []
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
             generation, iteration = divmod(step, schedule.num_iterations)
             memory = {}
             if iteration == 0:
+                # Generation and training reserve blocks of other sizes: what one has cached would
+                # be missing to the other.
                 release_cached_memory(self.ranks.device)
-                rollouts = self._generation(rows.reshape(-1, group_size), generation, step)
-                peak = (
-                    gather_numbers([release_cached_memory(self.ranks.device)], torch.device("cpu"))
-                    .max()
-                    .item()
+                rows_of_prompts = rows.reshape(-1, schedule.num_generations)
+                rollouts = self._generation(rows_of_prompts, generation, step)
+                peaks = gather_numbers(
+                    [release_cached_memory(self.ranks.device)], torch.device("cpu")
                 )
-                memory = {"generation_memory_gib": round(peak, 3)} if peak else {}
+                peak = peaks.max().item()
+                if peak:
+                    memory["generation_memory_gib"] = round(peak, 3)
                 position = mark_of(rollouts)
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
@@ -288,20 +162,20 @@ class Rollouts:
                     "than those of the checkpoint. Restore it, or resume from the checkpoint of a "
                     f"step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
-            table = (
-                table_of(rollouts) if self.scorer.rewards else taught_table(rollouts, self.teacher)
-            )
-            metrics = (
-                metrics_of(rollouts, group_size)
-                | {"generation_seconds": time.perf_counter() - started}
-                | memory
-            )
+            if self.scorer.rewards:
+                table = table_of(rollouts)
+            else:
+                table = taught_table(rollouts, self.teacher)
+            metrics = metrics_of(rollouts, schedule.num_generations)
+            metrics["generation_seconds"] = time.perf_counter() - started
+            metrics |= memory
             yield StepRows(step, table, np.arange(len(rollouts)), position, metrics)
         self.scorer.close()
 
-    def _kept(self, step: int) -> list[Rollout]:
-        """The last rollouts before a step, on every rank; none if they are damaged. What was
-        written later goes.
+    def _read_back(self, step: int) -> list[Rollout]:
+        """The last rollouts before a step, on every rank; none if they are damaged.
+
+        What was written later goes.
         """
         text = ""
         with raise_on_all_ranks(TrainingError, self.ranks.device):
@@ -314,79 +188,115 @@ class Rollouts:
             return []
 
     def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
-        """Complete the prompts of rows [prompts, completions]; called on every rank, with the same
-        result.
+        """Complete the prompts of rows [prompts, completions] and score the answers.
+
+        Called on every rank, with the same result.
         """
         prompts = [self.data.prompts[row] for row in rows.ravel()]
         completions = self.engine([prompt.ids for prompt in prompts], generation, step)
-        answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
-        if self.ranks.is_rank_0:
-            self.scorer.start()
-        score = partial(self.scorer.score, self._batch(answered), numbers)
-        values = json.loads(
-            run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step)
-        )
-        weights = [reward.weight for reward in self.scorer.rewards]
-        sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)] or [
-            None
-        ] * len(answered)
-        if set(sums) == {None} and values:
-            log.warning(
-                "Step %d learns nothing: no reward function gives a value for any of its answers.",
-                step + 1,
-            )
-        gains = (
-            advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards)
-            .ravel()
-            .tolist()
-        )
+        values = self._scores(prompts, completions, numbers, step)
+        rewards = self._rewards(values, len(prompts), step)
+        # An answer without a reward, None, becomes NaN.
+        by_prompt = np.array(rewards, np.float64).reshape(rows.shape)
+        gains = advantages(by_prompt, self.scale_rewards).ravel().tolist()
         rollouts = [
             Rollout(
                 step=step + 1,
                 version=step,
                 row=numbers[place],
                 prompt=prompt.content,
-                text=self.text_of(made.token_ids),
-                completion=made,
-                reward=sums[place],
+                text=self.text_of(completion.token_ids),
+                completion=completion,
+                reward=rewards[place],
                 rewards={name: values[name][place] for name in values},
                 advantage=gains[place],
                 prompt_ids=prompt.ids,
                 teacher_prompt_ids=prompt.teacher_ids,
             )
-            for place, (prompt, made) in enumerate(answered)
+            for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
-        is_checked = self.next_check is not None and step >= self.next_check
-        if self.logprobs and (is_checked or values):
-            table = table_of(rollouts)
-            logps = self.logprobs(table)
-            if is_checked:
-                self.next_check = 2 * step + 1  # each check costs a forward pass
-                self._check_server(table, logps, self.logprobs(table, at_start=True))
-            rollouts = [
-                dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
-                for rollout, of_row in zip(
-                    rollouts, np.split(logps, table.offsets[1:-1]), strict=True
-                )
-            ]
+        rollouts = self._with_old_logps(rollouts, step, has_rewards=bool(values))
         with raise_on_all_ranks(RolloutError, self.ranks.device):
             if self.ranks.is_rank_0:
                 append_rollouts(self.path, rollouts)
         return rollouts
 
-    def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
-        """Decide whether a server uses the adapter, once its log-probabilities are nearer to one
-        side by half.
+    def _scores(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        numbers: Sequence[int],
+        step: int,
+    ) -> dict[str, list[float | None]]:
+        """The value that each reward function gives each answer.
 
+        Only rank 0 calls the functions, which may draw random numbers or ask a service: all ranks
+        must learn from the same values.
+        """
+        if self.ranks.is_rank_0:
+            # In this thread, which lives as long as the run: the process ends with the thread that
+            # has started it.
+            self.scorer.start()
+        score = partial(self.scorer.score, self._batch(prompts, completions), numbers)
+        text = run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step)
+        values: dict[str, list[float | None]] = json.loads(text)
+        return values
+
+    def _rewards(
+        self, values: dict[str, list[float | None]], count: int, step: int
+    ) -> list[float | None]:
+        """The weighted sum of each answer's values."""
+        # A run that learns from a teacher has no functions.
+        if not values:
+            return [None] * count
+        weights = [reward.weight for reward in self.scorer.rewards]
+        rewards = [weighted_sum(scores, weights) for scores in zip(*values.values(), strict=True)]
+        if set(rewards) == {None}:
+            log.warning(
+                "Step %d learns nothing: no reward function gives a value for any of its answers.",
+                step + 1,
+            )
+        return rewards
+
+    def _with_old_logps(
+        self, rollouts: list[Rollout], step: int, *, has_rewards: bool
+    ) -> list[Rollout]:
+        """Add the log-probabilities under the weights that answered, where they are used.
+
+        Checks by them whether a server uses the adapter, if that is due.
+        """
+        is_checked = self.next_check is not None and step >= self.next_check
+        if not self.logprobs or not (is_checked or has_rewards):
+            return rollouts
+        table = table_of(rollouts)
+        logps = self.logprobs(table)
+        if is_checked:
+            # Each check costs a forward pass of the base, so they become rare.
+            self.next_check = 2 * step + 1
+            self._check_server(table, logps, self.logprobs(table, at_start=True))
+        logps_of_rows = np.split(logps, table.offsets[1:-1])
+        return [
+            dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
+            for rollout, of_row in zip(rollouts, logps_of_rows, strict=True)
+        ]
+
+    def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
+        """Decide whether a server uses the adapter.
+
+        It is decided once the server's log-probabilities are twice as near to one side as to the
+        other. At the first steps, an adapter that has learned little is as near as the base.
+
+        Args:
+            logps, base: of the table's tokens with the adapter, and without it.
         Raises:
             RolloutError: it does not, and its answers would stay the base's.
         """
         sampled = table.sampled_logps
         count = table.num_targets.sum()
-        to_model, to_base = (
-            float(np.abs(sampled - values).sum() / count) for values in (logps, base)
-        )
+        # Tokens of prompts are 0 on all sides.
+        to_model = float(np.abs(sampled - logps).sum() / count)
+        to_base = float(np.abs(sampled - base).sum() / count)
         if 2 * to_base < to_model:
             raise RolloutError(
                 f"The server ignores the adapter: its log-probabilities are {to_base:.2g} from the "
@@ -403,75 +313,24 @@ class Rollouts:
             )
             self.next_check = None
 
-    def _batch(self, answered: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
+    def _batch(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's.
 
         Answers to messages are messages too.
         """
-        prompts = [prompt for prompt, _ in answered]
-        said = [completion.token_ids for _, completion in answered]
-        texts: list[Any] = list(map(self.text_of, said))
+        completion_ids = [completion.token_ids for completion in completions]
+        texts: list[Any] = [self.text_of(token_ids) for token_ids in completion_ids]
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.content, str):
                 texts[place] = [{"role": "assistant", "content": texts[place]}]
-        beside = [prompt.for_rewards for prompt in prompts]
-        columns = {
-            name: [row.get(name) for row in beside] for name in dict.fromkeys(chain(*beside))
-        }
-        columns["prompts"] = [prompt.content for prompt in prompts]
-        return columns | {"completions": texts, "completion_ids": said}
-
-
-def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """The sum of an answer's rewards; None if no function applies to it."""
-    weighted = [
-        weight * value for weight, value in zip(weights, values, strict=True) if value is not None
-    ]
-    return sum(weighted) if weighted else None
-
-
-def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
-    """How much better each answer is than the mean of its group (Shao et al. 2024), as TRL computes
-    it.
-
-    Args:
-        rewards: float64 [groups, answers]; NaN for one without a reward, which counts for nothing
-        and gets 0. scale: "group", "batch" or "none": the standard deviation to divide by.
-    """
-    masked = np.ma.masked_invalid(rewards)
-    gains = masked - masked.mean(axis=1, keepdims=True)
-    if scale != "none":
-        gains = gains / (_spread(masked, axis=1 if scale == "group" else None) + _LEAST_SPREAD)
-    return np.asarray(np.ma.filled(gains, 0.0))
-
-
-def _spread(values: Any, axis: int | None = None) -> Any:
-    """The standard deviation, from one less than there are values."""
-    return values.std(axis=axis, ddof=1, keepdims=True)
-
-
-def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, float]:
-    """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
-    lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
-    ended = lengths[[rollout.completion.is_done for rollout in rollouts]]
-    metrics: dict[str, Any] = {}
-    if rollouts[0].rewards:
-        rewards = _masked([rollout.reward for rollout in rollouts])
-        of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
-        metrics |= {"reward": rewards.mean(), "reward_std": _spread(rewards)}
-        metrics["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
-    for name in rollouts[0].rewards:
-        values = _masked([rollout.rewards[name] for rollout in rollouts])
-        metrics |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
-    for name, counts in (("", lengths), ("_terminated", ended if len(ended) else np.zeros(1))):
-        for kind in ("mean", "min", "max"):
-            metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
-    metrics["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
-    return {
-        name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item())
-        for name, value in metrics.items()
-    }
-
-
-def _masked(values: Sequence[float | None]) -> Any:
-    return np.ma.masked_invalid(np.array(values, np.float64))
+        # Rows of several datasets may have other columns: a function gets None for a missing one.
+        rows = [prompt.for_rewards for prompt in prompts]
+        names = dict.fromkeys(chain(*rows))
+        arguments: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        # Last, so that no column of the dataset replaces them.
+        arguments["prompts"] = [prompt.content for prompt in prompts]
+        arguments["completions"] = texts
+        arguments["completion_ids"] = completion_ids
+        return arguments

@@ -1,0 +1,75 @@
+"""Advantages of answers over the others to their prompt, and the metrics of a generation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdp_qlora.training.rl.rollout_file import Rollout
+
+# Added to a standard deviation that divides, as TRL does.
+_LEAST_SPREAD = 1e-4
+
+
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The sum of an answer's rewards; None if no function applies to it."""
+    terms = [
+        weight * value for weight, value in zip(weights, values, strict=True) if value is not None
+    ]
+    return sum(terms) if terms else None
+
+
+def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
+    """How much better each answer is than the mean of its group.
+
+    GRPO's advantages (Shao et al. 2024), computed as TRL does. Without a scale they
+    are those of Dr. GRPO (Liu et al. 2025).
+
+    Args:
+        rewards: float64 [groups, answers]; NaN for one without a reward, which counts for nothing
+            and gets 0.
+        scale: "group", "batch" or "none": the standard deviation to divide by.
+    """
+    # A group's mean and deviation are those of the answers with a reward.
+    masked = np.ma.masked_invalid(rewards)
+    gains = masked - masked.mean(axis=1, keepdims=True)
+    if scale != "none":
+        gains = gains / (_spread(masked, axis=1 if scale == "group" else None) + _LEAST_SPREAD)
+    return np.asarray(np.ma.filled(gains, 0.0))
+
+
+def _spread(values: Any, axis: int | None = None) -> Any:
+    """The standard deviation, from one less than there are values, as torch.std has it."""
+    return values.std(axis=axis, ddof=1, keepdims=True)
+
+
+def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, float]:
+    """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
+    lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
+    ended_lengths = lengths[[rollout.completion.is_done for rollout in rollouts]]
+    metrics: dict[str, Any] = {}
+    if rollouts[0].rewards:
+        rewards = _masked([rollout.reward for rollout in rollouts])
+        of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
+        metrics |= {"reward": rewards.mean(), "reward_std": _spread(rewards)}
+        # The share of groups from which nothing is learned. A group without rewards is not of them.
+        metrics["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
+    for name in rollouts[0].rewards:
+        values = _masked([rollout.rewards[name] for rollout in rollouts])
+        metrics |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
+    # TRL's names and values: 0 where no answer has ended by itself.
+    terminated = ended_lengths if len(ended_lengths) else np.zeros(1)
+    for name, counts in (("", lengths), ("_terminated", terminated)):
+        for kind in ("mean", "min", "max"):
+            metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
+    metrics["completions/clipped_ratio"] = 1 - len(ended_lengths) / len(rollouts)
+    return {
+        name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item())
+        for name, value in metrics.items()
+    }
+
+
+def _masked(values: Sequence[float | None]) -> Any:
+    """The rewards as an array in which those that are None do not count."""
+    # float64 turns None into NaN.
+    return np.ma.masked_invalid(np.array(values, np.float64))
