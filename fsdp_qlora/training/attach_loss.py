@@ -1,4 +1,4 @@
-"""How a sharded model's decoder and head compute the loss in chunks together."""
+"""Attaches the loss in chunks to a sharded model: its decoder and head compute it together."""
 
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -23,9 +23,10 @@ HeadLoss = Callable[..., Tensor]
 
 
 def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
-    """Let a sharded model's base and head compute a loss together, as `probe_head_loss` has tried.
+    """Give a sharded model a method that computes the loss from its decoder and head.
 
-    FSDP2 gathers weights around `forward`, and around methods that are registered with it.
+    `probe_head_loss` tries whether the model allows that. FSDP2 gathers weights around `forward`,
+    and around methods that are registered with it.
     """
     head = model.get_output_embeddings()
     shared = shared_head_of(model)

@@ -128,9 +128,10 @@ def from_distribution(
     for logits_CV in (student_CV, teacher_CV):
         logits_CV.sub_(vocabulary.largest(logits_CV.amax(dim=1, keepdim=True)))
     agree_C = ((student_CV == 0) & (teacher_CV == 0)).any(dim=1).float()
-    totals = vocabulary.summed(
-        torch.stack([student_CV.exp().sum(dim=1), teacher_CV.exp().sum(dim=1), agree_C])
-    )
+    # exp() makes a copy as large as the chunk, which is freed before the next one is made.
+    student_C = student_CV.exp().sum(dim=1)
+    teacher_C = teacher_CV.exp().sum(dim=1)
+    totals = vocabulary.summed(torch.stack([student_C, teacher_C, agree_C]))
     log_totals = totals[:2, :, None].log()
     student_CV.sub_(log_totals[0])
     teacher_CV.sub_(log_totals[1])
@@ -194,7 +195,7 @@ def _outcomes(
     return outcomes_CL, places_CK, is_here_CK
 
 
-def likeliest(logits_CV: Tensor, wanted: Likeliest, vocabulary: Vocabulary) -> Tensor:
+def likeliest(logits_CV: Tensor, request: Likeliest, vocabulary: Vocabulary) -> Tensor:
     """Find the k likeliest tokens of each token of a chunk.
 
     Args:
@@ -203,15 +204,17 @@ def likeliest(logits_CV: Tensor, wanted: Likeliest, vocabulary: Vocabulary) -> T
         float32 [C, 2 * k + 1]: ids, log-probabilities, and that of all other tokens, as `Teacher`
         has them.
     """
-    k = wanted.k
-    logits_CV[:, max(0, wanted.vocabulary - vocabulary.first) :] = -torch.inf
+    k = request.k
+    logits_CV[:, max(0, request.vocabulary - vocabulary.first) :] = -torch.inf
     # The likeliest of all are among the likeliest of each rank's part, which may have fewer than k.
     values, places = logits_CV.topk(min(k, logits_CV.shape[1]), dim=1)
     # One all-gather for both. Ids are exact in float32 up to 2^24.
     pairs_2CK = torch.stack([values, (places + vocabulary.first).float()])
-    pairs_2CK = torch.nn.functional.pad(pairs_2CK, (0, k - pairs_2CK.shape[2]), value=-torch.inf)
+    missing = k - pairs_2CK.shape[2]
+    pairs_2CK = torch.nn.functional.pad(pairs_2CK, (0, missing), value=-torch.inf)
     # Tokens come first, since all_gather concatenates along the first dim.
-    pairs_RC2K = vocabulary.all_gather(pairs_2CK.transpose(0, 1)).view(-1, len(logits_CV), 2, k)
+    gathered = vocabulary.all_gather(pairs_2CK.transpose(0, 1))
+    pairs_RC2K = gathered.view(-1, len(logits_CV), 2, k)
     values, ids = pairs_RC2K.permute(2, 1, 0, 3).flatten(2)
     values_CK, best_CK = values.topk(k, dim=1)
     ids_CK = ids.gather(1, best_CK)

@@ -148,7 +148,7 @@ class ForwardPass:
         return losses, on_device
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
-        """In this block attention does not cross rows.
+        """Keep attention from crossing rows in this block.
 
         Backward passes must be in it, too: they compute blocks again that recompute.
         """
@@ -178,11 +178,11 @@ def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup
     documents = losses.split(sizes, dim=1)[:-1]
     if documents:
         sums = torch.stack([-part.sum(dim=1) for part in documents], dim=1)
-        policy, *beside = context.summed(sums)
+        policy, *references = context.summed(sums)
     else:
-        policy, *beside = losses[:, :0]
-    if beside:
-        reference = beside[0].detach()
+        policy, *references = losses[:, :0]
+    if references:
+        reference = references[0].detach()
     elif len(batch.reference):
         reference = batch.reference
     else:
@@ -220,7 +220,7 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
 
 
 def likeliest_of_rows(
-    forward: ForwardPass, table: TokenizedRows, rows: np.ndarray, wanted: Likeliest
+    forward: ForwardPass, table: TokenizedRows, rows: np.ndarray, request: Likeliest
 ) -> np.ndarray:
     """Find the likeliest tokens at the targets of consecutive rows: see `divergence.likeliest`.
 
@@ -230,8 +230,8 @@ def likeliest_of_rows(
     first = int(table.num_targets[: rows[0]].sum())
     count = int(table.num_targets[rows].sum())
     batches = forward.collator.lay_out_evaluation(table, rows)
-    empty = np.zeros((count, 2 * wanted.k + 1), np.float32)
-    return _by_target(forward, batches, wanted, empty, first)
+    empty = np.zeros((count, 2 * request.k + 1), np.float32)
+    return _by_target(forward, batches, request, empty, first)
 
 
 def token_logprobs(
@@ -249,7 +249,7 @@ def token_logprobs(
 
 
 def likeliest_of_tokens(
-    forward: ForwardPass, table: TokenizedRows, wanted: Likeliest
+    forward: ForwardPass, table: TokenizedRows, request: Likeliest
 ) -> np.ndarray:
     """The likeliest tokens in the place of each learned token, as `divergence.likeliest`.
 
@@ -258,7 +258,7 @@ def likeliest_of_tokens(
     Returns:
         float32 [tokens, 2 * k + 1]; 0 for tokens that are not learned.
     """
-    return _by_token(forward, table, wanted, width=2 * wanted.k + 1)
+    return _by_token(forward, table, request, width=2 * request.k + 1)
 
 
 def _by_token(

@@ -27,7 +27,9 @@ from fsdp_qlora.training.divergence import Likeliest, Teacher, Vocabulary, Whole
 # For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in
 # 16 bits, enough for matrix products at full speed.
 MAX_CHUNK_BYTES = 384 * 2**20
-_WHOLE_TILE = 128  # rows of a tile of GPU matrix products
+# Rows of a tile of GPU matrix products: a chunk of 129 tokens would cost nearly as much as one of
+# 256.
+_WHOLE_TILE = 128
 # A probability of fp16's smallest number, 6e-8, would be lost in a vocabulary of 150,000. The
 # gradient of the head's outputs is scaled by this while it is in fp16; gradients of up to 64 times
 # the head's largest weight fit then.
@@ -41,7 +43,7 @@ Reduction = Literal["sum", "none", "entropy"] | Tensor | Teacher | Likeliest
 
 
 class LogitForm(NamedTuple):
-    """How a model makes logits of its head's outputs.
+    """The way from a head's outputs to a model's logits.
 
     scale * output, and with a cap, cap * tanh(scale * output / cap); then divided by the
     temperature. The scale is granite's and cohere's, the cap gemma2's.
@@ -73,7 +75,7 @@ class LogitForm(NamedTuple):
 
 
 def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
-    """How many tokens' logits there are at once."""
+    """The number of tokens whose logits are there at once: a chunk."""
     tokens = max(1, MAX_CHUNK_BYTES // (vocabulary * _bytes_per_logit(dtype)))
     return tokens - tokens % _WHOLE_TILE if tokens > _WHOLE_TILE else tokens
 
@@ -145,7 +147,7 @@ def chunked_loss(
 
 
 class _Request(NamedTuple):
-    """How the losses of tokens are computed.
+    """The losses that are to be computed.
 
     weights: of the tokens. measured: if a list, it gets the entropies of chunks' tokens, or
     agreements with a teacher.
@@ -158,7 +160,7 @@ class _Request(NamedTuple):
     weights: Tensor | None = None
 
     def tokens_at_a_time(self, dtype: torch.dtype) -> int:
-        """As the function, with the memory that a teacher needs."""
+        """The number of tokens of a chunk, with the memory that a teacher needs."""
         vocabulary = self.vocabulary.vocabulary
         if self.teacher is not None and self.teacher.hidden is not None:
             # A teacher's hidden states become logits too, and twice as many numbers compare both.
@@ -327,7 +329,8 @@ def _loss_of_chunk(
         # The entropy of e / Z is log Z - sum(e log e) / Z, without log-probabilities, which are as
         # large as the logits.
         parts = exponentials_CV.split(-(-len(exponentials_CV) // _ENTROPY_PARTS))
-        sums.append(torch.cat([torch.special.xlogy(part, part).sum(dim=1) for part in parts]))
+        weighted_parts = [torch.special.xlogy(part, part).sum(dim=1) for part in parts]
+        sums.append(torch.cat(weighted_parts))
     # One all-reduce for all sums: some KiB, of which the latency is the cost.
     total, of_target, *weighted = vocabulary.summed(torch.stack(sums))
     if entropies is not None:
@@ -359,7 +362,7 @@ def _divergence_of_chunk(
     scale: float | None,
     request: _Request,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_loss_of_chunk`, for the divergence from the teacher.
+    """The tokens' divergences from the teacher, with what `_loss_of_chunk` returns.
 
     teacher_CV: the head's outputs for the teacher's hidden states, if it has these.
     """
@@ -385,7 +388,8 @@ def _divergence_of_chunk(
     loss = vocabulary.local_chunk(torch.where(is_learned, losses_C, 0.0))
     if scale is None:
         return loss, None
-    return loss, torch.mul(grad_CV.mul_(slope), (is_learned * scale)[:, None], out=outputs_CV)
+    factor_C1 = (is_learned * scale)[:, None]
+    return loss, torch.mul(grad_CV.mul_(slope), factor_C1, out=outputs_CV)
 
 
 @torch.no_grad()
@@ -394,18 +398,18 @@ def likeliest_tokens(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     form: LogitForm,
-    wanted: Likeliest,
+    request: Likeliest,
     vocabulary: Vocabulary,
 ) -> Tensor:
     """The likeliest tokens of each of N, float32 [2 * k + 1, N], as `divergence.likeliest`."""
     dtype = weight_VH.dtype
     parts = []
     for chunk in hidden_NH.to(dtype).split(tokens_at_a_time(vocabulary.vocabulary, dtype)):
-        # Without a name, which would keep the logits while the next chunk's are made.
-        found = divergence.likeliest(
+        # The logits have no name, which would keep them while the next chunk's are made.
+        likeliest = divergence.likeliest(
             form.logits(F.linear(vocabulary.all_gather(chunk), weight_VH, bias_V)),
-            wanted,
+            request,
             vocabulary,
         )
-        parts.append(vocabulary.local_chunk(found))
+        parts.append(vocabulary.local_chunk(likeliest))
     return torch.cat(parts).T

@@ -117,7 +117,7 @@ def check_reference(
     model.eval()
     try:
         with reference.beside_policy(), same_tokens(model, both["input_ids"].cpu()):
-            beside = model(**both, use_cache=False).logits
+            together = model(**both, use_cache=False).logits
     except (RuntimeError, ValueError, IndexError) as error:
         # An error that names no shape is one of a lost rank or of memory, and none of the model.
         if not re.search(r"\b(shape|size|dimension)s?\b", str(error)):
@@ -132,9 +132,10 @@ def check_reference(
         alone = model(**inputs, use_cache=False).logits
     reshard_all(model)
     # The reference is behind the policy in the batch, a teacher in the row: both become a batch.
-    beside = beside.view(-1, *alone.shape[1:])
-    most = _most((beside[len(alone) :] - alone).float().norm() / alone.float().norm())
-    if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
+    together = together.view(-1, *alone.shape[1:])
+    difference = (together[len(alone) :] - alone).float().norm()
+    most = _most(difference / alone.float().norm())
+    if len(together) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"The blocks of {type(model).__name__} tell each other more than hidden states, so a "
             f"reference cannot pass through them beside the model that trains. {other_way}"
@@ -163,7 +164,7 @@ def head_loss_blocker(model: PreTrainedModel) -> str:
 
 
 def _logit_forms(config: PretrainedConfig) -> list[LogitForm]:
-    """How the model may make logits of its head's outputs, by the names of its config's numbers."""
+    """The ways from outputs to logits that the names of a config's numbers allow."""
     numbers = _numbers(config)
     caps = [numbers[name] for name in _CAPS if name in numbers]
     cap = caps[0] if caps else None
@@ -188,9 +189,9 @@ def _numbers(config: PretrainedConfig) -> dict[str, float]:
 def _loss_error(
     model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, Any], logits: torch.Tensor
 ) -> float:
-    """How far decoder and head, called by us, are from the loss of the model's own logits.
+    """The relative error of the loss by decoder and head, the most of all ranks.
 
-    Relative, and the most of all ranks.
+    It is compared with the loss of the model's own logits.
     """
     targets = inputs["input_ids"][0]
     rows = torch.arange(len(targets), device=targets.device)
@@ -276,7 +277,9 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     model = probed.model.eval()
     row = probed.tokens()[None]
     documents = describe_documents(list(_LENGTHS), num_parts=context.size)
-    row = F.pad(row, (0, documents["position_ids"].shape[1] - row.shape[1]))
+    # Padding makes the row's length a multiple of the number of parts.
+    missing = documents["position_ids"].shape[1] - row.shape[1]
+    row = F.pad(row, (0, missing))
     local = context.own(row.shape[1])
     with torch.no_grad(), attending(model, probed.documents):
         expected = probed.logits(row, **documents)[0, local].double()

@@ -109,7 +109,7 @@ class TextGenerator:
 
     @contextlib.contextmanager
     def _generating(self, num_prompts: int, beat: Callable[[], object]) -> Iterator[None]:
-        """In this block `model.generate` runs as on one device. Called on every rank.
+        """Prepare the model for `generate` in this block. Called on every rank.
 
         num_prompts: of this rank's batch, the one of a rank without prompts included.
         """
@@ -182,7 +182,7 @@ class TextGenerator:
         return [completions[place] for place in sorted(completions)]
 
     def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
-        """One processor if tokens are drawn or log-probabilities are wanted, else none."""
+        """The processor that draws tokens, in a list; empty if the likeliest ones are enough."""
         if not self._options.temperature and not self._options.plain_logps:
             return []
         seeds_of_prompts = []

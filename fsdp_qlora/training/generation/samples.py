@@ -46,14 +46,10 @@ class Samples:
         # One prompt at a time on each rank: its cache of keys and values must fit into the memory
         # of the training.
         completions = self._generator.answer_all(self._prompts, 1, beat)
-        records = [
-            {
-                "step": step,
-                "prompt": prompt_text(question),
-                "text": self._generator.stops.text_of(completion.token_ids),
-            }
-            for question, completion in zip(self._questions, completions, strict=True)
-        ]
+        records = []
+        for question, completion in zip(self._questions, completions, strict=True):
+            text = self._generator.stops.text_of(completion.token_ids)
+            records.append({"step": step, "prompt": prompt_text(question), "text": text})
         if self._generator.ranks.is_rank_0:
             self._keep(step, redact_values(records))
 

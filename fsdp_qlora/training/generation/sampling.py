@@ -1,4 +1,4 @@
-"""How an answer's tokens are chosen, and when it ends."""
+"""Sampling: the options, the choice of each token, and the end of an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> fl
 
 
 def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
-    """How much better each answer is than the mean of its group.
+    """The advantage of each answer: how much better it is than the mean of its group.
 
     GRPO's advantages (Shao et al. 2024), computed as TRL does. Without a scale they
     are those of Dr. GRPO (Liu et al. 2025).

@@ -136,8 +136,9 @@ def _likeliest_of(logps: Any, k: int, vocab_size: int) -> list[float]:
     # A teacher with more tokens may name too few of the student's. A token that nobody has counts
     # nothing.
     known += [(-1, LEAST_LOGP)] * (k - len(known))
-    ids: list[float] = [token for token, _ in known]
-    return [*ids, *(logp for _, logp in known), math.log(max(others, LEAST))]
+    known_ids: list[float] = [token for token, _ in known]
+    known_logps = [logp for _, logp in known]
+    return [*known_ids, *known_logps, math.log(max(others, LEAST))]
 
 
 def _logp_of(token: str, value: Any) -> float:

@@ -76,8 +76,8 @@ def _pairs(
 def exact_match(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """1 for the right answer, without blanks around it, else 0."""
     return [
-        None if right is None else float(said.strip() == right.strip())
-        for said, right in _pairs(completions, columns)
+        None if right is None else float(answer.strip() == right.strip())
+        for answer, right in _pairs(completions, columns)
     ]
 
 
@@ -193,7 +193,7 @@ def builtin(word: str) -> Callable[..., Any]:
         except (ValueError, re.error) as error:
             raise UserError(f"--rewards {word}: {argument} cannot be used: {error}.") from error
     if colon or name not in REWARDS:
-        names = ", ".join([*REWARDS, *(f"{made}:..." for made in REWARD_FACTORIES)])
+        names = ", ".join([*REWARDS, *(f"{factory}:..." for factory in REWARD_FACTORIES)])
         raise UserError(
             f"--rewards {word}: there is no such function. Give FILE.py:function, or of {names}."
         )
@@ -209,7 +209,8 @@ def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) 
     if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
         return
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    chosen = next(filter(_CALLED.search, columns), "COLUMN")
+    likely = [name for name in columns if _CALLED.search(name)]
+    chosen = likely[0] if likely else "COLUMN"
     raise UserError(
         f"--rewards {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. "
         f"They have: {', '.join(columns)}. Say which it is, such as --columns answer={chosen}."
@@ -280,7 +281,9 @@ class Scorer(Worker):
         places: Sequence[int] = reply.get("places", everywhere)
         if reply.get("raised") and not self._zero_on_error:
             places = self._first_failing(reward, batch, everywhere, ends) or everywhere
-        named = ", ".join(map(str, dict.fromkeys([rows[place] for place in places][:32])))
+        # A row has several answers, but is named once; a message has room for a few.
+        numbers = dict.fromkeys([rows[place] for place in places][:32])
+        named = ", ".join(map(str, numbers))
         message = (
             f"The reward function {reward.name} failed at row {named} of the dataset: "
             f"{printable(reply['error'])}"

@@ -33,9 +33,9 @@ class ServerTeacher:
         self._values = torch.zeros(1, 2 * self.k + 1)
 
     def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """As `TaughtRows.of_targets`, for the completions that were asked about last.
+        """The teacher's tokens of rows, in the form of `TaughtRows.of_targets`.
 
-        Other rows get any values.
+        For the completions that were asked about last; other rows get any values.
         """
         # Rows that nobody has asked about, such as a probe's, may have more targets: the remainder
         # keeps their numbers in range.

@@ -66,7 +66,8 @@ def _by_token(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.nda
     """Numbers of completions' tokens as numbers of all tokens, 0 for those of prompts: [tokens]."""
     parts = []
     for prompt, values_of_row in zip(prompts, values, strict=True):
-        parts.append(np.pad(np.array(values_of_row, np.float32), (len(prompt), 0)))
+        numbers = np.array(values_of_row, np.float32)
+        parts.append(np.pad(numbers, (len(prompt), 0)))
     return np.concatenate(parts)
 
 
@@ -200,8 +201,9 @@ class Rollouts:
         # An answer without a reward, None, becomes NaN.
         by_prompt = np.array(rewards, np.float64).reshape(rows.shape)
         gains = advantages(by_prompt, self.scale_rewards).ravel().tolist()
-        rollouts = [
-            Rollout(
+        rollouts = []
+        for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            rollout = Rollout(
                 step=step + 1,
                 version=step,
                 row=numbers[place],
@@ -214,8 +216,7 @@ class Rollouts:
                 prompt_ids=prompt.ids,
                 teacher_prompt_ids=prompt.teacher_ids,
             )
-            for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]
+            rollouts.append(rollout)
         rollouts = self._with_old_logps(rollouts, step, has_rewards=bool(values))
         with raise_on_all_ranks(RolloutError, self.ranks.device):
             if self.ranks.is_rank_0:

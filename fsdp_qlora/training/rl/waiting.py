@@ -1,4 +1,8 @@
-"""How the ranks of a run wait for answers without a collective that hangs."""
+"""Lets the ranks of a run wait for answers that only rank 0 gets.
+
+A collective that waits for rank 0 would hide for minutes whether a rank lives, and could not be
+stopped: instead all ranks exchange signs of life, twice a second.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import wait
