@@ -30,9 +30,11 @@ def publish_with_room(output_dir: Path, write: Callable[[Path], object]) -> None
 
 
 def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
-    """Call `write`. On a full disk, delete a checkpoint and call it again. Returns the last error,
-    None on success.
+    """Call `write`; on a full disk, delete a checkpoint and call it again.
+
+    Returns the last error, None on success.
     """
+    # It ends: each round deletes a checkpoint, and the newest one is never deleted.
     while True:
         try:
             write()
@@ -47,6 +49,5 @@ def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception 
 def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
     return TrainingError(
         f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: "
-        "free disk space, and "
-        "the same command saves it without training again."
+        "free disk space, and the same command saves it without training again."
     )

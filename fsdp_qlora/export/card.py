@@ -40,16 +40,18 @@ _PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
 
 
 class BaseName(NamedTuple):
-    """The base model as a result names it. is_on_hub: whether loaders find it by this name."""
+    """The base model's name in a result. is_on_hub: whether loaders find it by this name."""
 
     name: str
     is_on_hub: bool
 
     @classmethod
     def of(cls, model_name: str, published: str | None = None) -> "BaseName":
-        """Make it of a --model_name. published: a name on the hub for it."""
+        """The name for a --model_name. published: its name on the hub, if it was given."""
         name = published or public_name(model_name)
-        return cls(name, is_on_hub="/" in name or not Path(model_name).expanduser().is_dir())
+        # without a slash it is a name such as gpt2 of the hub, or that of a local folder
+        is_local = "/" not in name and Path(model_name).expanduser().is_dir()
+        return cls(name, is_on_hub=not is_local)
 
 
 def training_record(
@@ -63,19 +65,23 @@ def training_record(
     """
     step = progress["step"]
     losses = {"loss": progress.get("loss")}
+    # eval_loss only if these weights were evaluated: an earlier step's would praise other ones
     if progress.get("first_eval_loss") is not None:
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
     installed = versions()
-    shown = (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
-    stored = {"format": about["base_format"]} if "base_format" in about else {}
+    packages = (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
+    base_facts = {
+        "name": base.name,
+        "is_on_hub": base.is_on_hub,
+        "weights": about["facts"].get("base"),
+    }
+    if "base_format" in about:
+        base_facts["format"] = about["base_format"]
     record = {
         "format": 1,
-        "base": (
-            {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")}
-            | stored
-        ),
+        "base": base_facts,
         "run_id": about["run_id"],
         "parent": about.get("parent"),
         "step": step,
@@ -87,15 +93,16 @@ def training_record(
         "data": about.get("data", []),
         "eval_data": about.get("eval_data", []),
         "settings": identity_settings(about["options"])[0],
-        "versions": {name: installed[name] for name in shown if name in installed},
+        "versions": {name: installed[name] for name in packages if name in installed},
     }
-    # As in a checkpoint's JSON, so that a run and `export` write the same.
+    # Tuples become lists, as in a checkpoint's JSON, so that a run and `export` write the same.
     return dict(json.loads(json.dumps(redact_values(record))))
 
 
 def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
-    """File name -> text: training.json and the model card. kind: of the adapter; None for a whole
-    model.
+    """File name -> text: training.json and the model card.
+
+    kind: the adapter's, lora or dora; None for a whole model.
     """
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     return {RECORD: text, CARD: _card(record, kind)}
@@ -107,14 +114,14 @@ def merged_documents(
     settings: Mapping[str, Any],
     merged: Mapping[str, str],
 ) -> dict[str, str]:
-    """File name -> text: training.json and the model card of an adapter that was merged into its
-    base.
+    """File name -> text: training.json and the card of an adapter that was merged into its base.
 
     Args:
         earlier: the adapter's training.json; empty if it is not of this program, and `base` and
         `settings` count then. merged: adapter, the name of its folder; kind, lora or dora; into,
         original or dequantized.
     """
+    # Another program's folder may have a training.json, too, with other keys.
     if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
         earlier = _UNKNOWN | {"base": base._asdict(), "settings": dict(settings)}
     record = dict(earlier) | {"merged": dict(merged) | {"version": __version__}}
@@ -124,15 +131,24 @@ def merged_documents(
 def _card(record: Mapping[str, Any], kind: str | None) -> str:
     name = record["base"]["name"]
     base = BaseName(name, record["base"].get("is_on_hub", "/" in name))
-    preference = [name for name in (record["settings"].get("objective", "sft"),) if name != "sft"]
+    objective = record["settings"].get("objective", "sft")
+    tags = [kind] if kind else []
+    tags.append("fsdp_qlora")
+    if objective != "sft":
+        tags.append(objective)
     metadata = ModelCardData(
         base_model=base.name if base.is_on_hub else None,
         library_name="peft" if kind else "transformers",
         pipeline_tag="text-generation",
-        tags=[*([kind] if kind else []), "fsdp_qlora", *preference],
+        tags=tags,
     )
     prompt = record["prompt"]
     eval_loss = record["losses"].get("eval_loss")
+    perplexity = None
+    # Other objectives' losses are no negative log-likelihoods; exp(100) says nothing, and from 710
+    # on it is no float.
+    if objective == "sft" and eval_loss is not None and eval_loss < 100:
+        perplexity = math.exp(eval_loss)
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -147,9 +163,7 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
         stored=record["base"].get("format"),
         kind=kind,
         kinds=_KINDS,
-        perplexity=math.exp(eval_loss)
-        if eval_loss is not None and eval_loss < 100 and not preference
-        else None,
+        perplexity=perplexity,
         prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
         changed=identity_settings(record["settings"])[1],
     )

@@ -1,4 +1,4 @@
-"""The changes of an adapter to the weights of its base: PEFT's own layers tell them.
+"""The changes of an adapter to the weights of its base, as PEFT's own layers describe them.
 
 Shapes: a weight is [.., rows, columns], where the first dims number the experts; A [rank, in], B
 [out, rank].
@@ -34,8 +34,9 @@ _NAME = "default"  # PEFT's, of the only adapter
 
 
 class PeftFolder(NamedTuple):
-    """config: without the initial values, which the saved tensors replace. files: tensors by their
-    names.
+    """An opened adapter in PEFT's format.
+
+    config: without initial values, which the saved tensors replace. files: its tensors by name.
     """
 
     path: Path
@@ -53,8 +54,9 @@ class PeftFolder(NamedTuple):
 
 
 def open_adapter(path: Path) -> PeftFolder:
-    """Open an adapter's folder; its tensors stay in the file until they are read. Raises UserError
-    if damaged.
+    """Open an adapter's folder; its tensors stay in the file until they are read.
+
+    Raises UserError if it is damaged.
     """
     peft_folder.read_config(path)
     weights = weights_file(path)
@@ -66,6 +68,7 @@ def open_adapter(path: Path) -> PeftFolder:
         raise UserError(
             f"--adapter {path}: its adapter_config.json cannot be used ({error})."
         ) from error
+    # PiSSA, OLoRA and LoftQ would change the base, which is on the meta device, to initialize.
     config.init_lora_weights = True
     config.inference_mode = True
     return PeftFolder(path, config, WeightFiles(path, file=weights.name))
@@ -73,8 +76,7 @@ def open_adapter(path: Path) -> PeftFolder:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """W + s L R for each matrix of a weight; with a magnitude its rows are scaled to that length
-    (DoRA).
+    """W + s L R for each matrix of a weight; a magnitude scales its rows to that length (DoRA).
 
     left [experts, rows, rank], right [experts, rank, columns], magnitude [rows]: float32.
     """
@@ -92,6 +94,7 @@ class LowRankUpdate:
         """
         rows = self.left.shape[1]
         done = 0
+        # The rows may begin in the middle of an expert's matrix and end in another's.
         while done < len(values):
             expert, row = divmod(first + done, rows)
             part = values[done : done + rows - row]
@@ -99,6 +102,7 @@ class LowRankUpdate:
                 self.left[expert, row : row + len(part)], self.right[expert], alpha=self.scaling
             )
             if self.magnitude is not None:
+                # A row of zeros has the norm 0, and 0 / 0 would be NaN; so it stays 0.
                 norm = torch.linalg.vector_norm(part, dim=1).clamp_min(
                     torch.finfo(torch.float32).tiny
                 )
@@ -111,8 +115,8 @@ class LowRankUpdate:
 class Replacement:
     """The weight becomes the tensor `name` of the adapter's file.
 
-    is_copy: it is a module's own; else it takes the place of the base's tensor, which embeddings
-    and head may share.
+    is_copy: it is the tensor of one module (modules_to_save); otherwise it takes the place of the
+    base's tensor, which embeddings and head may share.
     """
 
     name: str
@@ -120,19 +124,21 @@ class Replacement:
 
 
 class Changes:
-    """The changes of an adapter, by the weights' names in the model. Raises UserError if they do
-    not fit the base.
+    """The changes of an adapter, by the weights' names in the model.
+
+    Raises UserError if they do not fit the base.
 
     Args:
         model: the base on the meta device; PEFT's layers are put into it.
     Attributes:
         layers: weight to which something is added -> path of PEFT's layer in the file, and that
-        layer. new_rows: of these the weights of which rows of new tokens are replaced. replaced:
+        layer. new_rows: the weights among them in which rows of new tokens are replaced. replaced:
         weight -> the tensor that takes its place: of modules_to_save, biases, resized embeddings.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:
         self.adapter = adapter
+        # tied weights under all of their names: the adapter may name either one
         weights = {
             canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
         }
@@ -150,23 +156,23 @@ class Changes:
             for name, (_, layer) in self.layers.items()
             if isinstance(layer, TrainableTokensLayer)
         }
-        self.replaced = {
-            weight: Replacement(name, is_copy=name in expected)
-            for name in adapter.files.files
-            if (weight := canonical_name(name).removeprefix(PREFIX)) in weights
-        }
-        # which may have other shapes, and none in `expected`
-        own = {change.name for change in self.replaced.values()}
+        self.replaced = {}
+        for name in adapter.files.files:
+            weight = canonical_name(name).removeprefix(PREFIX)
+            if weight in weights:
+                self.replaced[weight] = Replacement(name, is_copy=name in expected)
+        # A tensor that replaces another may have another shape (resized embeddings), and PEFT
+        # expects no shape of some; so only the others are compared.
+        replacing = {change.name for change in self.replaced.values()}
         stored = {
-            name: adapter.files.shape(name) for name in adapter.files.files if name not in own
+            name: adapter.files.shape(name) for name in adapter.files.files if name not in replacing
         }
-        wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
-        problems = "; ".join(tensor_differences(stored, wanted))
+        needed = {name: tensor.shape for name, tensor in expected.items() if name not in replacing}
+        problems = "; ".join(tensor_differences(stored, needed))
         if problems:
-            path = adapter.path
             raise UserError(
-                f"--adapter {path} does not fit this base: {problems}. Give the base "
-                "it was trained on."
+                f"--adapter {adapter.path} does not fit this base: {problems}. Give the base it "
+                "was trained on."
             )
 
     def changes_any(self, weights: Iterable[str]) -> bool:
@@ -176,7 +182,7 @@ class Changes:
         """Read what changes a weight, or the tensor that replaces it."""
         if weight not in self.layers:
             return None
-        (path, layer) = self.layers[weight]
+        path, layer = self.layers[weight]
         adapter = self.adapter
         if weight in self.new_rows:
             return TokenRows(
@@ -184,7 +190,8 @@ class Changes:
                 adapter.read(f"{path}.trainable_tokens_delta"),
             )
         scaling = layer.scaling[_NAME]
-        if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
+        # An embedding's weight is [rows, columns], A is [rank, rows] and B [columns, rank].
+        if f"{path}.lora_embedding_A" in adapter.files.files:
             lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
             return LowRankUpdate(lora_A.T[None], lora_B.T[None], scaling)
         lora_A, lora_B = (adapter.read(f"{path}.lora_{which}.weight") for which in "AB")
@@ -192,10 +199,14 @@ class Changes:
         lengths = adapter.read(magnitude).flatten() if magnitude in adapter.files.files else None
         experts = layer.num_experts if isinstance(layer, ParamWrapper) else 1
         all_A = lora_A.view(experts, -1, lora_A.shape[1])
-        # the order of PEFT's ParamWrapper
+        # PEFT's ParamWrapper keeps A as [experts * rank, in] and B as [out, rank * experts]: the
+        # expert is the slowest index of A and the fastest of B.
         all_B = lora_B.view(lora_B.shape[0], -1, experts).permute(2, 0, 1)
         of_experts = isinstance(layer, ParamWrapper) and experts > 1
-        if layer._did_swap_in_out_features if of_experts else not layer.fan_in_fan_out:
+        is_out_by_in = not layer.fan_in_fan_out  # Conv1D of GPT-2 keeps [in, out]
+        if of_experts:
+            is_out_by_in = layer._did_swap_in_out_features
+        if is_out_by_in:
             return LowRankUpdate(all_B, all_A, scaling, lengths)
         return LowRankUpdate(all_A.mT, all_B.mT, scaling, lengths)
 
@@ -205,13 +216,13 @@ def _lora_layers(
 ) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
     """(weight that is changed, (path of PEFT's layer in the file, that layer))."""
     for path, layer in wrapped.named_modules():
+        # a tied head has a layer without values of its own: the embedding's are in the file
         if isinstance(layer, TrainableTokensLayer) and not layer.tied_adapter:
-            yield (
-                f"{canonical_name(path).removeprefix(PREFIX).removesuffix('.token_adapter')}.weight",
-                (path, layer),
-            )
+            module = canonical_name(path).removeprefix(PREFIX).removesuffix(".token_adapter")
+            yield f"{module}.weight", (path, layer)
         if not isinstance(layer, LoraLayer) or _NAME not in layer.r:
             continue
+        # Variants such as aLoRA and Arrow depend on the tokens, so they cannot be merged.
         variants = [type(variant).__name__ for variant in layer.lora_variant.values()]
         if variants not in ([], ["DoraLinearVariant"]) or (variants and layer.fan_in_fan_out):
             raise UserError(

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,9 @@ def write_sidecar(
     """
     try:
         tokenizer.save_pretrained(str(folder))
-    except Exception as error:  # the package tokenizers raises Exception itself
+    # The package tokenizers raises Exception itself, also for a full disk. As OSError it is one for
+    # `write_with_room`, which makes room and tries again.
+    except Exception as error:
         if "No space left" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise
@@ -77,8 +79,10 @@ def write_sidecar(
 
 
 class _Writer:
-    """Writes on rank 0 while every rank takes part in gathering: a failure waits until all has been
-    gathered.
+    """Writes on rank 0 while every rank takes part in gathering.
+
+    A failure is raised when all has been gathered: a rank that left earlier would let the others
+    wait in a collective.
 
     writes: whether this rank is to write more.
     """
@@ -114,13 +118,15 @@ def save_adapter(
     sidecar: Callable[[Path], object] = lambda folder: None,
     for_server: bool = False,
 ) -> None:
-    """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and
-    writes it.
+    """Gather the adapter and save it in PEFT's format.
+
+    Every rank calls it; rank 0 holds and writes it.
 
     Args:
         sidecar: writes the files beside it into the folder. for_server: as vLLM reads the adapters
             of experts (`_as_served`).
     """
+    # float32, as the adapter trains: a resumed or continued training loses nothing
     state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
     if for_server and values.keeps:
         state, config = _as_served(model, config, state)
@@ -138,52 +144,67 @@ def save_adapter(
 def _as_served(
     model: PreTrainedModel, config: LoraConfig, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], LoraConfig]:
-    """Name the adapters of experts as the base's weight files do, and as vLLM of August 2026 reads
-    them.
+    """Name the adapters of experts as the base's weight files do, for vLLM of August 2026.
 
-    Of a base whose files hold each expert's matrices it ignores PEFT's 3-D adapters (vllm#41754).
+    If the base's files hold each expert's matrices, vLLM ignores PEFT's 3-D adapters (vllm#41754).
     """
     state = dict(state)
     config = copy.copy(config)
-    wrapped = [
-        (canonical_name(path), module)
-        for path, module in model.named_modules()
-        if isinstance(module, LoraExperts)
-    ]
-    for prefix, module in wrapped:
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraExperts):
+            continue
+        prefix = canonical_name(path)
+        # PEFT wraps one parameter after the other, so the last one is outermost in its file
         for index, (name, lora) in enumerate(reversed([*module.lora.items()])):
             assert isinstance(lora, ExpertsLora)
-            keys = [
-                f"{PREFIX}{prefix}{'.base_layer' * index}.lora_{factor}.weight" for factor in "AB"
-            ]
-            (lora_A, lora_B) = (state[key] for key in keys)
-            experts = lora.num_experts
-            all_B = lora_B.view(len(lora_B), -1, experts).permute(2, 0, 1).contiguous()
-            parts_B = _as_stored(model, f"{prefix}.{name}", all_B)
-            # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
-            if len(parts_B) == 1:
+            wrapper = f"{PREFIX}{prefix}{'.base_layer' * index}"
+            keys = [f"{wrapper}.lora_{factor}.weight" for factor in "AB"]
+            split = _split_experts(model, f"{prefix}.{name}", lora.num_experts, state, keys)
+            if split is None:
                 continue
-            # Of matrices in one parameter, such as gate and up, each has its own rows of B, and all
-            # of A.
-            all_A = lora_A.view(experts, -1, lora_A.shape[1]).repeat(1, len(parts_B) // experts, 1)
-            parts_A = _as_stored(model, f"{prefix}.{name}", all_A)
-            for factor, key, parts in zip("AB", keys, (parts_A, parts_B), strict=True):
+            leaves = {path.rpartition(".")[2] for path in split}
+            for key in keys:
                 del state[key]
-                paths = [part.removesuffix(".weight") for part in parts]
-                state |= zip(
-                    (f"{PREFIX}{path}.lora_{factor}.weight" for path in paths),
-                    parts.values(),
-                    strict=True,
-                )
-            leaves = {path.rpartition(".")[2] for path in paths}
+            for factor, of_factor in zip("AB", zip(*split.values(), strict=True), strict=True):
+                for path_of_part, value in zip(split, of_factor, strict=True):
+                    state[f"{PREFIX}{path_of_part}.lora_{factor}.weight"] = value
             config.target_modules = {*(config.target_modules or ()), *leaves}
             config.target_parameters = None
     return state, config
 
 
+def _split_experts(
+    model: PreTrainedModel,
+    parameter: str,
+    num_experts: int,
+    state: Mapping[str, torch.Tensor],
+    keys: Sequence[str],
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
+    """Path of each matrix in the base's files -> its A and B; None if the files fuse all experts.
+
+    Args:
+        keys: the names of A and B in `state`.
+    """
+    lora_A, lora_B = (state[key] for key in keys)
+    # PEFT's file: A [experts * rank, in], B [out, rank * experts]
+    all_B = lora_B.view(len(lora_B), -1, num_experts).permute(2, 0, 1).contiguous()
+    parts_B = _as_stored(model, parameter, all_B)
+    # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
+    if len(parts_B) == 1:
+        return None
+    # A parameter may fuse matrices, such as gate and up: each has its own rows of B and all of A.
+    all_A = lora_A.view(num_experts, -1, lora_A.shape[1])
+    all_A = all_A.repeat(1, len(parts_B) // num_experts, 1)
+    parts_A = _as_stored(model, parameter, all_A)
+    return {
+        part.removesuffix(".weight"): (parts_A[part], value_B) for part, value_B in parts_B.items()
+    }
+
+
 def _write_config(config: LoraConfig, folder: Path) -> None:
-    """adapter_config.json as PEFT writes it, but with its sets in order: the same file for the same
-    adapter.
+    """Write adapter_config.json as PEFT does, but with its sets in order.
+
+    So the same adapter has the same file: Python's order of a set of texts differs by process.
     """
     config.save_pretrained(str(folder))
     path = folder / "adapter_config.json"
@@ -215,15 +236,18 @@ def save_model(
     Raises:
         TrainingError: it could not be written, on rank 0.
     """
-    tensors = (*model.named_parameters(), *persistent_buffers(model))  # tied ones once
+    # named_parameters gives tied ones once, and all ranks the same order, which the gathering needs
+    tensors = (*model.named_parameters(), *persistent_buffers(model))
     gathered = [
         (canonical_name(name), tensor)
         for name, tensor in tensors
         if tensor.requires_grad or base is None
     ]
+    # The layout of the files is computed with meta tensors, so that each value can be written to
+    # its place as soon as it is gathered, and rank 0 never holds more than one.
     empty = {
-        name: torch.empty(each.shape, dtype=_dtype_of(each, dtype), device="meta")
-        for name, each in gathered
+        name: torch.empty(tensor.shape, dtype=_dtype_of(tensor, dtype), device="meta")
+        for name, tensor in gathered
     }
     stored = {name: _as_stored(model, name, tensor) for name, tensor in empty.items()}
     counts = Counter(part for parts in stored.values() for part in parts)
@@ -247,9 +271,10 @@ def save_model(
             result.write(partial(files.write, name, 0, original))
     for name, tensor in gathered:
         whole = _gather_all([(name, values.whole(tensor))], dtype, keep=result.writes)
-        for part, value in (
-            whole if name in fused or not whole else _as_stored(model, name, whole[name])
-        ).items():
+        if not whole:
+            continue
+        parts = whole if name in fused else _as_stored(model, name, whole[name])
+        for part, value in parts.items():
             result.write(partial(files.write, part, 0, value))
     result.write(files.sync)
     result.check()
@@ -257,13 +282,13 @@ def save_model(
     def write(folder: Path) -> None:
         sidecar(folder)
         if base is None:
-            saved = type(config).from_dict(
-                config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
-            )
+            dtype_name = str(dtype).removeprefix("torch.")
+            saved = type(config).from_dict(config.to_dict() | {"dtype": dtype_name})
+            # fully_shard gives the model a class of its own, such as FSDPLlamaForCausalLM
             saved.architectures = [type(model).__name__.removeprefix("FSDP")]
             saved.save_pretrained(folder)
         record_result(folder, result.staging.iterdir())
-        # last: what is moved is lost where there is no room for another file
+        # last: this may be called again where there was no room, and what was moved is lost then
         for path in result.staging.iterdir():
             path.replace(folder / path.name)
         result.staging.rmdir()
@@ -277,8 +302,9 @@ def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor under its published name; merged parameters of experts are split, as transformers
-    does on saving.
+    """The tensors that a parameter is in the base's files, by their names there.
+
+    Merged parameters of experts are split, as transformers does on saving.
     """
     if not expert_parameters(model):
         return {name: tensor}
@@ -291,10 +317,12 @@ def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[
 def _gather_all(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """Take whole tensors one at a time, floats in `dtype` on the CPU; without `keep` each is freed
-    at once.
+    """Take whole tensors one at a time, floats in `dtype` on the CPU.
+
+    Without `keep` each is freed at once.
     """
     state = {}
+    # `named` gathers as it is iterated, so every rank has to consume all of it
     for name, whole in named:
         if keep:
             state[name] = whole.to("cpu", _dtype_of(whole, dtype)).contiguous()
@@ -303,11 +331,10 @@ def _gather_all(
 
 @dataclass(frozen=True)
 class ResultForm:
-    """The form of a run's results, whatever the step: an adapter if there is its configuration,
-    else a whole model.
+    """The form of a run's results at any step: an adapter, or a whole model without its `adapter`.
 
-    open_base: opens the base's weights, for what does not train. for_server: write an adapter as
-    vLLM reads it.
+    adapter: its configuration. open_base: opens the base's weights, for what does not train.
+    for_server: write an adapter as vLLM reads it.
     """
 
     plan: ModelPlan
@@ -325,8 +352,9 @@ class ResultForm:
         about: Mapping[str, Any],
         progress: Mapping[str, Any],
     ) -> None:
-        """Save the adapter, or the whole model if its blocks or all weights were trained. Called on
-        every rank.
+        """Save the adapter, or the whole model if its blocks or all weights were trained.
+
+        Called on every rank.
 
         Args:
             about, progress: as in a checkpoint of the step.
@@ -337,22 +365,22 @@ class ResultForm:
         model = self.plan.meta.model
         record = training_record(about, progress, self.base, self.kind)
         texts = documents(record, kind=self.kind.adapter)
-        template = (record["prompt"] or {}).get("chat_template")
-        if template:
-            plan.tokenizer.chat_template = template  # that was trained with
-        ends = (record["prompt"] or {}).get("ends")
-        if ends:
+        prompt = record["prompt"] or {}
+        # the template that was trained with: a chat that another one writes is another text
+        if prompt.get("chat_template"):
+            plan.tokenizer.chat_template = prompt["chat_template"]
+        if prompt.get("ends"):
             texts["generation_config.json"] = generation_config_with(
-                plan.folder, plan.tokenizer, ends
+                plan.folder, plan.tokenizer, prompt["ends"]
             )
         if self.kind.trains_new_blocks:
-            said = read_json(plan.folder / "config.json")
-            content = with_own_head(said, plan.config)
-            if content != said:
+            base_config = read_json(plan.folder / "config.json")
+            content = with_own_head(base_config, plan.config)
+            if content != base_config:
                 texts["config.json"] = json.dumps(content, indent=2) + "\n"
-        sidecar = partial(
-            write_sidecar, plan.tokenizer, texts, None if self.adapter is not None else plan.folder
-        )
+        # a whole model needs the base's configuration; an adapter's folder has PEFT's own
+        base_folder = None if self.adapter is not None else plan.folder
+        sidecar = partial(write_sidecar, plan.tokenizer, texts, base_folder)
         if self.adapter is not None:
             save_adapter(
                 model,
@@ -368,8 +396,9 @@ class ResultForm:
         save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
 
     def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
-        """Save the result of a checkpoint. For one process; a model in training must not be needed
-        meanwhile.
+        """Save the result of a checkpoint.
+
+        For one process: the values are read from files, and nothing is gathered.
 
         Args:
             state: its state.json.
@@ -389,43 +418,42 @@ class ResultForm:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
 
     def leave_adapters(self, output_dir: Path, *, newest: bool) -> None:
-        """Save the newest checkpoint's adapter in the run's folder, and the best one's, if any, in
-        best/. For rank 0.
+        """Save the newest checkpoint's adapter in the run's folder, and the best one's in best/.
 
-        A failure is only logged, because the checkpoints contain everything.
+        For rank 0. A failure is only logged, because the checkpoints contain everything.
         """
         folders = checkpoint.published(output_dir / CHECKPOINTS)
-        wanted = {
+        steps = {
             output_dir: max(folders, default=None) if newest else None,
             output_dir / BEST: best_step(folders),
         }
-        for target, step in wanted.items():
+        for target, step in steps.items():
             if step is None:
                 continue
             is_best = target != output_dir
             try:
-                # The newest one has just been written; the best may have been there for days.
-                state = (
-                    checkpoint.verify(folders[step])
-                    if is_best
-                    else read_json(folders[step] / checkpoint.STATE)
-                )
+                # The newest one has just been written; the best may have been there for days, so
+                # its files are hashed again.
+                if is_best:
+                    state = checkpoint.verify(folders[step])
+                else:
+                    state = read_json(folders[step] / checkpoint.STATE)
                 self.save_checkpoint(folders[step], state, target)
             except (OSError, KeyError, ValueError, TrainingError) as error:
                 log.warning("The result of step %d was not saved in %s: %s", step, target, error)
             else:
                 loss = state["progress"]["eval_loss"] if is_best else None
-                what = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
+                reason = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
                 log.info(
                     "%s of step %d%s: %s",
                     "Adapter" if self.adapter else "Model",
                     step,
-                    what,
+                    reason,
                     target,
                 )
 
     def log_how_to_load(self, output_dir: Path) -> None:
-        """Say where it is written how to load an adapter whose base is a local folder."""
+        """Name the card, which says how to load an adapter whose base is a local folder."""
         if self.adapter is not None and not self.base.is_on_hub:
             log.info("How to load the adapter and its base, a local folder: %s", output_dir / CARD)
 
@@ -438,8 +466,9 @@ def save_result(
     about: Mapping[str, Any],
     progress: Progress,
 ) -> None:
-    """Save the adapter, or the whole model if its blocks or all weights were trained. Called on
-    every rank.
+    """Save the adapter, or the whole model if its blocks or all weights were trained.
+
+    Called on every rank.
 
     Raises:
         TrainingError: it could not be written; the same on every rank.
@@ -453,10 +482,10 @@ def save_result(
 
 
 def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
-    """Save the adapters of the newest and the best checkpoint when the run ends early. Called on
-    every rank.
+    """Save the adapters of the newest and the best checkpoint when the run ends early.
 
-    The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
+    Called on every rank. The other ranks wait for rank 0, because torchrun ends all of them when
+    one has ended.
     """
     with raise_on_all_ranks(TrainingError, ranks.device):
         if ranks.is_rank_0 and form.adapter is None:

@@ -25,8 +25,9 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def check_uploads(config: TrainConfig) -> None:
-    """Refuse repositories of --push_to_hub and --mirror that cannot be written to, or are public;
-    for rank 0.
+    """Refuse repositories of --push_to_hub and --mirror that cannot be written to, or are public.
+
+    For rank 0, before training: a run of days must not end without a place for its result.
 
     Raises:
         RankError: as `check_repository`.
@@ -38,10 +39,10 @@ def check_uploads(config: TrainConfig) -> None:
 
 
 def check_repository(option: str, target: str) -> None:
-    """Refuse a repository on the hub that this login cannot write to, or that everybody can read
-    without :public.
+    """Refuse a repository on the hub that this login cannot write to, or a public one.
 
-    A hub that does not answer now may do so at the end, so that is only a warning.
+    :public behind its name allows a public one. A hub that does not answer now may do so at the
+    end, so that is only a warning.
 
     Raises:
         RankError: there is no login, it has no right to write there, or the repository is public.
@@ -67,31 +68,33 @@ def check_repository(option: str, target: str) -> None:
             ) from error
         log.warning("%s %s could not be checked: %s.", option, repo, hub_reason(error))
         return
-    names = [login["name"], *(one["name"] for one in login.get("orgs", []))]
+    names = [login["name"], *(organization["name"] for organization in login.get("orgs", []))]
+    # Of "read", "write" and "fineGrained" only the first says for certain that writing is refused.
     role = login.get("auth", {}).get("accessToken", {}).get("role")
     if repo.partition("/")[0].lower() not in map(str.lower, names) or role == "read":
         raise RankError(
             f"{option} {repo}: the login {login['name']} may not write there. Give a name of "
-            f"{' or '.join(names)}, and "
-            "a token that may write."
+            f"{' or '.join(names)}, and a token that may write."
         )
     if is_public and not may_be_public:
         raise RankError(f"{option} {repo} is public. Give a private one, or {repo}{PUBLIC}.")
 
 
 def upload(folder: Path, target: str) -> str | None:
-    """Upload a result's files, and those of best/ in it, in one commit.
+    """Upload a result's files, and the files of best/ in it, in one commit.
 
     Args:
-        target: OWNER/NAME; with :public behind it a new repository is made public, and an old one
-        may be.
+        target: OWNER/NAME; with :public behind it a new repository is made public, and an existing
+        one may be public.
     Returns:
         None, or in a sentence why it could not be done.
     """
     repo = target.removesuffix(PUBLIC)
     try:
+        # once more: the repository may have been made public since the start of the run
         check_repository("--push_to_hub", target)
         HfApi().create_repo(repo, private=repo == target, exist_ok=True)
+        # one commit, so that nobody can load an adapter of one run with the tokenizer of another
         operations = [CommitOperationAdd(name, path) for name, path in _files(folder)]
         HfApi().create_commit(repo, operations, commit_message="Add the result of a training run")
     except Exception as error:  # of the HTTP library, the hub's client or the file system
@@ -105,18 +108,25 @@ def upload(folder: Path, target: str) -> str | None:
 
 
 def push_result(folder: Path, target: str | None, ranks: Ranks) -> None:
-    """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for
-    rank 0.
+    """Upload a run's result if --push_to_hub names a repository.
+
+    Called on every rank; all wait for rank 0.
     """
     if target is None:
         return
+    # the others wait here: torchrun ends all ranks when one has ended
     with raise_on_all_ranks(TrainingError, ranks.device):
-        if ranks.is_rank_0 and (failure := upload(folder, target)):
-            log.warning(failure)
+        if ranks.is_rank_0:
+            failure = upload(folder, target)
+            if failure:
+                log.warning(failure)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(path in the repository, file) of what result.json lists here and in best/."""
+    """(path in the repository, file) of what result.json lists here and in best/.
+
+    Other files of the folder, such as checkpoints and metrics, stay on this machine.
+    """
     for prefix in ("", f"{BEST}/"):
         result = folder / prefix / RESULT
         if result.is_file():

@@ -32,22 +32,26 @@ def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
     Readers see each file complete or not at all.
     """
     staging = output_dir / STAGING
+    # what a killed process has left
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     write(staging)
+    # before the renames: after a power cut a file may otherwise be there by name and empty
     flush_files(staging)
     # Weights first: programs look for the configuration to decide whether a model is there.
     # result.json has the hashes of all files, so it comes last: a kill in between leaves a result
     # that does not pass verification.
-    for path in sorted(
-        staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)
-    ):
+    for path in sorted(staging.iterdir(), key=_place_of_publishing):
         target = output_dir / path.name
         if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
             shutil.rmtree(target)
         path.replace(target)
     staging.rmdir()
     flush(output_dir)
+
+
+def _place_of_publishing(path: Path) -> tuple[bool, bool, str]:
+    return path.name == RESULT, path.suffix == ".json", path.name
 
 
 def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
@@ -66,10 +70,9 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
 
 
 def result_error(output_dir: Path, only: Collection[str] | None = None) -> str | None:
-    """Compare the result in a folder with result.json. Returns the first difference, None if there
-    is none.
+    """Compare the result in a folder with result.json.
 
-    The card (README.md) may be edited.
+    Returns the first difference, None if there is none. The card (README.md) may be edited.
 
     Args:
         only: compare only these files, and only if result.json lists them. Without `only` a result
@@ -84,6 +87,7 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         return None if only is not None else f"{RESULT} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotAFile) as error:
         return f"{RESULT} cannot be read ({error})"
+    # the file may be a stranger's: its names must not lead out of the folder
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} lists no files of the folder"
     files = {
