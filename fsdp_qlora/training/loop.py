@@ -67,8 +67,10 @@ def train(
     Evaluates before the first step, every `eval_steps` and after the last one.
 
     Args:
-        data: the rows to evaluate on. source: of those to train on. progress: where to start;
-        updated after each step.
+        data: has the rows to evaluate on.
+        source: gives the rows to train on.
+        progress: where to start; updated after each step.
+        observer: gets the numbers of each step, and saves checkpoints.
     Raises:
         RunStopped: all ranks have agreed to stop and have saved a checkpoint.
         TrainingError: the run cannot continue.
@@ -85,6 +87,7 @@ def train(
             if _is_no_longer_improving(trainer, progress):
                 break
             record = trainer.train_step(rows)
+            # All of `progress` is that of after this step before anybody can save it.
             usual_loss = progress.add_step(record)
             progress.stream = dict(rows.position)
             progress.loss_scale = trainer.loss_scale.state()
@@ -102,7 +105,9 @@ def train(
                 is_best = _evaluate(trainer, data, progress, observer)
             _stop_if_asked(trainer.control, progress, observer)
             if is_best or trainer.control.save or observer.is_save_due(progress.step):
+                # The file is written while the next step computes.
                 observer.save(progress, wait=False)
+            # Making the next rows may take long, such as sampling answers: the heartbeat names it.
             trainer.heartbeat.beat(progress.step, "rows")
     except (NotFinite, RolloutError, RunStopped):
         # The weights are those of the previous step, and worth keeping.

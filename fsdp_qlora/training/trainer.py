@@ -147,8 +147,10 @@ class Trainer:
         if not is_finite:
             record["skipped"] = True
         if self.loss_scale.enabled:
+            # The scale of this step's gradients, which the update may have changed for the next.
             record["loss_scale"] = scale
         if self.watch_memory:
+            # All ranks have the same figures, so all change their blocks at the same step.
             reserved_gib = exchanged.memory[:, -1].max().item()
             record["recompute"] = self.watch_memory(reserved_gib)
         return record
@@ -164,6 +166,7 @@ class Trainer:
         factor = self.loss_scale.scale * self.ranks.world_size / totals.divisor
         measured = list[torch.Tensor]()
         self.model.train()
+        # The backward passes are in it, too, since they compute blocks again that recompute.
         with self.forward.attending():
             # Every rank has the same number of micro-batches, since each forward and backward pass
             # has collectives. A rank without rows for a round computes tokens without a target.
@@ -200,7 +203,7 @@ class Trainer:
         torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
 
     def _exchange(self, step: int, measured: list[torch.Tensor]) -> _Exchanged:
-        """Share the step's numbers: its only communication besides FSDP2's.
+        """Share the step's numbers: its only communication besides those of forward and backward.
 
         It also carries the flags by which the ranks of `control` agree whether to stop or save.
         Only at its end does the host wait for the device, once in a step.

@@ -139,7 +139,7 @@ class Reward(NamedTuple):
     name: str
     """Its name in metrics."""
     weight: float
-    """Of its values in the sum."""
+    """The factor of its values in the sum."""
     word: str
     """FILE.py:NAME, or the name of a built-in one."""
 

@@ -110,7 +110,7 @@ class Rollouts:
     engine: Engine
     scorer: Scorer
     path: Path
-    """Of rollouts.jsonl."""
+    """The path of rollouts.jsonl."""
     ranks: Ranks
     control: Control
     text_of: Callable[[list[int]], str]
