@@ -83,9 +83,10 @@ def whole_weights(module: FSDPModule) -> Iterator[None]:
     """Gather all weights of a sharded module on the device while the block runs. Collective."""
     module.unshard()
     for part in module.modules():  # type: ignore[attr-defined]
-        bring = getattr(part, "bring_weights", None)
-        if bring:  # set by sharding/weight_stream.py
-            bring()
+        # Set by sharding/weight_stream.py: weights that FSDP2 does not manage are on the host.
+        load_weights_to_gpu = getattr(part, "load_weights_to_gpu", None)
+        if load_weights_to_gpu:
+            load_weights_to_gpu()
     yield
     module.reshard()
 

@@ -1,5 +1,4 @@
-"""Host memory for a GPU: one pinned allocation for a rank's shards, a stream for copies, offloaded
-activations.
+"""Host memory for a GPU: one pinned allocation for shards, a copy stream, offloaded activations.
 
 torch's allocator rounds each pinned tensor up to a power of two, so that freed blocks fit later
 requests: this adds 12% to the shards of a 70B model and 70% to those of a 13B model. Here ordinary
@@ -26,11 +25,13 @@ _ALIGNMENT = 64  # bytes, for each part: the width of AVX-512 loads
 
 
 class _Pinned(mmap.mmap):
-    """Pages registered with CUDA. They are unregistered before they are unmapped, since the address
-    may be reused.
+    """Pages registered with CUDA.
+
+    They are unregistered before they are unmapped, since the system may give the same addresses to
+    another mapping, which CUDA would take for pinned.
     """
 
-    pointer: int = 0
+    pointer: int = 0  # 0 until the pages are registered
 
     def __del__(self) -> None:
         if self.pointer:
@@ -48,14 +49,15 @@ def split_arena(
     Raises:
         MemoryError: the memory cannot be allocated or pinned.
     """
-    *starts, total = itertools.accumulate(
-        (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0
-    )
+    aligned = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    *starts, total = itertools.accumulate(aligned, initial=0)
     memory = f"{total / 2**30:.1f} GiB of host memory for {what}"
+    # Anonymous pages are zero, and cost no memory until they are written or pinned.
     try:
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
         raise MemoryError(f"{memory} cannot be allocated: {error}") from error
+    # The tensor keeps the mapping alive: the pages live as long as any view of them.
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         if total >= _SLOW_BYTES:
@@ -90,12 +92,14 @@ class SideStream:
         self.compute = torch.cuda.current_stream(device) if on_gpu else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy after all work that is queued on the compute stream. Returns an event at the end of
-        the copy.
+        """Copy after all work that is queued on the compute stream.
+
+        Returns an event at the end of the copy; None on a CPU, where the copy is done.
         """
         if self.stream is None or self.compute is None:
             target.copy_(source)
             return None
+        # That work may still write the source, or use the memory that the target has now.
         self.stream.wait_stream(self.compute)
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
@@ -126,23 +130,21 @@ class InputStore:
         self._newest: weakref.ref[_Kept] | None = None
 
     def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
-        """Copy a block's input to the host. Other tensors, such as scalars and positions, are kept
-        on the device.
-        """
+        """Copy a block's input to the host. Others, such as positions, stay on the device."""
         if not tensor.is_floating_point() or tensor.dim() < 2:
             return tensor
         self.side = self.side or SideStream(tensor.device)
         before = self._newest
+        # The block before has run by now, or at least its work is queued: its input may go.
         if before is not None and (last := before()) is not None:
             last.release_device_copy()
         kept = _Kept(self, tensor.detach(), before)
+        # Weak: autograd alone keeps inputs alive, and frees each after its block's backward pass.
         self._newest = weakref.ref(kept)
         return kept
 
     def unpack(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
-        """The tensor on the device, for use on the compute stream. Also prefetches the previous
-        block's input.
-        """
+        """The tensor, for the compute stream. Also prefetches the previous block's input."""
         if isinstance(kept, torch.Tensor):
             return kept
         tensor = kept.prefetch()
@@ -158,15 +160,18 @@ class InputStore:
             if memory.numel() >= size:
                 return self.free.pop(index)
         assert self.side is not None
-        if self.free:  # all are too short: replace one
+        if self.free:
+            # All are too short: replace one. Pages are unregistered and unmapped when it is freed,
+            # which no copy may see.
             self.side.finish()
             self.free.pop()
         return split_arena([size], pinned=self.side.stream is not None, what="activations")[0]
 
 
 class _Kept:
-    """A tensor on the host, on the device, or being copied. copied: event at the end of the last
-    copy.
+    """A tensor on the host, on the device, or being copied.
+
+    copied: event at the end of the last copy. before: the input of the block before.
     """
 
     def __init__(
@@ -188,6 +193,7 @@ class _Kept:
 
     def release_device_copy(self) -> None:
         if self.on_device is not None:
+            # Its memory is the compute stream's: the next tensor there may overwrite it.
             self.side.compute_waits(self.copied)
             self.on_device = None
 
@@ -199,5 +205,8 @@ class _Kept:
         return self.on_device
 
     def __del__(self) -> None:
+        # Autograd frees it in its own thread, with whichever stream current: `SideStream` knows the
+        # compute stream by itself. A later copy into the host memory is behind the last one from it
+        # in the order of the side stream, so the memory may be used again at once.
         self.release_device_copy()
         self.store.free.append(self.memory)

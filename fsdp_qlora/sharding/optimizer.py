@@ -25,9 +25,12 @@ def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimi
 
 
 class OptimizerKind(NamedTuple):
-    """build: makes it over parameter groups, each on one device, given lr and weight_decay. state:
+    """An optimizer that the option --optimizer names.
+
+    build: makes it over parameter groups, each on one device, given lr and weight_decay. state:
     float32 values per trainable parameter of each tensor of its state. is_local: its state is
-    packed by rank, so each rank saves its own.
+    packed by rank, so each rank saves its own. is_paged: its state is in managed memory, which
+    CUDA moves between GPU and host.
     """
 
     build: Callable[..., torch.optim.Optimizer]
@@ -117,16 +120,16 @@ class ShardedOptimizer:
         # Both learning rates have groups on every rank, also where it owns no A or no B.
         by_scale: dict[float, dict[torch.device, list[nn.Parameter]]] = {1.0: {}, lr_ratio_B: {}}
         for path, parameter in model.named_parameters():
+            # Shares the shard's memory: the optimizer's update in place is the model's.
             local = local_part(parameter).detach()
             if parameter.requires_grad and local.numel():
                 self._local[parameter] = nn.Parameter(local)
                 scale = lr_ratio_B if ".lora_B." in path or parameter.dim() == 1 else 1.0
                 by_scale[scale].setdefault(local.device, []).append(self._local[parameter])
-        groups = [
-            {"params": tensors, "lr_scale": scale}
-            for scale, by_device in by_scale.items()
-            for tensors in by_device.values() or [[]]
-        ]
+        groups = []
+        for scale, by_device in by_scale.items():
+            for tensors in by_device.values() or [[]]:
+                groups.append({"params": tensors, "lr_scale": scale})
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
         self.optimizer = (
             self._kind.build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
@@ -141,6 +144,8 @@ class ShardedOptimizer:
 
     def take_gradients(self) -> None:
         """Take the gradients that FSDP2 has reduced onto this rank."""
+        # FSDP2 reduces on a stream of its own, and makes the compute stream wait for it at the end
+        # of the backward pass. So what is queued from here on sees the sums.
         for parameter, local in self._local.items():
             local.grad = None if parameter.grad is None else local_part(parameter.grad)
 
@@ -153,6 +158,7 @@ class ShardedOptimizer:
 
         Offloaded gradients are on the CPU, the others on the GPU. Nothing waits for the GPU here.
         """
+        # In float64, in which `gather_numbers` exchanges them for the sum over ranks.
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in self._gradients():
             by_device.setdefault(gradient.device, []).append(gradient)
@@ -182,9 +188,7 @@ class ShardedOptimizer:
     # --- state ---
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's own values for one of the model's parameters, to read; empty before a
-        step.
-        """
+        """The optimizer's values for a parameter of the model, to read; empty before a step."""
         local = self._local.get(parameter)
         if self.optimizer is None or local is None or local not in self.optimizer.state:
             return {}
@@ -193,9 +197,7 @@ class ShardedOptimizer:
         return dict(self.optimizer.state[local])
 
     def set_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Replace the values for one of the model's parameters by copies of these, which may be on
-        any device.
-        """
+        """Replace the values for a parameter of the model by copies of these, from any device."""
         local = self._local.get(parameter)
         if self.optimizer is not None and local is not None and state:
             self.optimizer.state[local] = {
@@ -203,12 +205,11 @@ class ShardedOptimizer:
             }
 
     def _own_value(self, local: nn.Parameter, key: str, value: Any) -> Any:
-        """A copy of a value where this optimizer would have made it, wherever the run that saved it
-        kept it.
-        """
+        """A copy of a value where this optimizer would have made it, in this run."""
         if not isinstance(value, torch.Tensor):
             return value
-        # may move between GPU and host at any time
+        # CUDA may move a paged state between GPU and host at any time, so it must be in managed
+        # memory, which only bitsandbytes allocates.
         if self._kind.is_paged and key in _PAGED_STATES:
             buffer: torch.Tensor = self.optimizer.get_state_buffer(local, dtype=value.dtype)  # type: ignore[union-attr]
             return buffer.copy_(value)
@@ -230,11 +231,10 @@ class ShardedOptimizer:
         """
         if self.optimizer is None or self.optimizer.state or self._kind.is_paged:
             return []
-        sizes = [
-            (int(share * p.numel()), p.device)
-            for share in self._kind.state
-            for p in self._local.values()
-        ]
-        return [
-            torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size
-        ]
+        room = []
+        for share in self._kind.state:
+            for local in self._local.values():
+                size = int(share * local.numel())
+                if size:
+                    room.append(torch.empty(size, dtype=torch.float32, device=local.device))
+        return room

@@ -41,7 +41,8 @@ from fsdp_qlora.sharding.weight_stream import is_streamed, stream_weights
 
 log = logging.getLogger("fsdp_qlora")
 
-_ALIGNMENT = 16  # bytes that each rank's part of a gather is a multiple of
+# Bytes that each rank's part of a gather is a multiple of: the width of NCCL's widest copy.
+_ALIGNMENT = 16
 # Gathers weights in their own dtype.
 _AS_STORED = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -54,8 +55,7 @@ def shard_model(
     precision: Precision,
     on_host: Sequence[nn.Module] = (),
 ) -> None:
-    """Apply FSDP2: per block one group of adapters and one of the rest, then towers, embeddings,
-    head and root.
+    """Apply FSDP2 to blocks (adapters and the rest apart), towers, embeddings, head and root.
 
     Frozen embeddings and heads that ranks share are never gathered in training (vocabulary.py).
     Frozen weights are gathered as they are stored: only groups that train are cast to param_dtype.
@@ -89,6 +89,8 @@ def shard_model(
             [module], mesh, policy, besides, reshard_after_forward=reshard, offload_policy=where
         )
 
+    # From the inside out: a group takes the parameters that no group before it has, but for
+    # `besides`. All ranks build the same groups, so their gathers come in the same order.
     for block in parts.blocks:
         in_fp32 = magnitudes(block)
         if in_fp32:
@@ -116,12 +118,14 @@ def shard_model(
         if lookup_of(model) is None:
             shard(parts.embedding, reshard=reshard_after_forward)
         if shared_head_of(model) is None:
-            # Its backward pass directly follows its forward pass.
+            # Its backward pass directly follows its forward pass: a second gather would be waste.
             shard(parts.head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
+    # Before the first gather, which would change bits on a GPU without a message.
     check_gathered_as_bytes(parts)
     _skip_backward_gathers(parts)
+    # One rank gathers nothing. Offloaded weights need FSDP2's own stream (see `set_prefetch`).
     if shard_size(mesh) > 1 and not on_host:
         set_prefetch(parts)
 
@@ -133,8 +137,7 @@ def shard_aligned(
     ignored: Collection[nn.Parameter] = frozenset(),
     **options: Any,
 ) -> None:
-    """`fully_shard` modules as one group, of which each rank gives a multiple of 16 bytes to a
-    gather.
+    """`fully_shard` modules as one group, whose part on each rank is a multiple of 16 bytes.
 
     NCCL copies 16 bytes at a time if the parts of all ranks begin at a multiple of that, else a
     single byte, which was measured to be 3.5 times slower. FSDP2 does not pad, so a group that
@@ -142,31 +145,33 @@ def shard_aligned(
     the parameter where it was found, and `with_fillers` finds it; loading, saving, the byte account
     and whatever else walks the model do not.
     """
-    owners = {
-        parameter: owner
-        for module in modules
-        for owner in module.modules()
-        for parameter in owner.parameters(recurse=False)
-        if parameter not in ignored and not isinstance(parameter, DTensor)  # that of a group inside
-    }
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for module in modules:
+        for owner in module.modules():
+            for parameter in owner.parameters(recurse=False):
+                # A DTensor belongs to a group inside this one.
+                if parameter not in ignored and not isinstance(parameter, DTensor):
+                    owners[parameter] = owner
     size = shard_size(mesh)
     dtypes = [policy.param_dtype or parameter.dtype for parameter in owners]
-    shapes = [
-        (shard_bounds(len(parameter), rank=0, size=size)[1], *parameter.shape[1:])
-        for parameter in owners
-    ]
-    part = sum(
-        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
+    bytes_of_rank = 0
+    for parameter, dtype in zip(owners, dtypes, strict=True):
+        # FSDP2 pads the rows of all ranks to those of the first.
+        _, num_rows = shard_bounds(len(parameter), rank=0, size=size)
+        bytes_of_rank += num_rows * math.prod(parameter.shape[1:]) * dtype.itemsize
     owner = next(iter(owners.values()), modules[0])
     filler = nn.Module()
-    if size > 1 and (missing := -part % _ALIGNMENT):
+    missing = -bytes_of_rank % _ALIGNMENT
+    if size > 1 and missing:
         # A dtype that the group has, so that it is gathered as before; the smallest, which fills
         # any gap.
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
         device = next(iter(owners)).device  # meta, but where a model has its weights already
+        # One row for each rank, so that every rank's part grows by the missing bytes.
         filling = torch.zeros(size, missing // dtype.itemsize, dtype=dtype, device=device)
         filler.weight = nn.Parameter(filling, requires_grad=False)
+    # A submodule while FSDP2 looks for parameters, and none afterwards: FSDP2 keeps the module and
+    # the name, so that it still finds the parameter to gather.
     owner.gather_filler = filler
     fully_shard([*modules], mesh=mesh, mp_policy=policy, ignored_params={*ignored}, **options)
     del owner.gather_filler
@@ -181,9 +186,7 @@ def with_fillers(module: nn.Module) -> list[nn.Module]:
 def _parameters_fsdp_ignores(
     parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None, *, offloads_all: bool
 ) -> set[nn.Parameter]:
-    """The parameters that FSDP2 does not manage: a shared vocabulary,
-    or what a rank holds whole.
-    """
+    """The parameters that FSDP2 does not manage: a shared vocabulary, or what a rank has whole."""
     if shard_size(mesh) > 1:
         return share_vocabulary(parts, mesh, param_dtype)
     in_blocks = {*parts.blocks.parameters()}
@@ -208,8 +211,7 @@ def _parameters_fsdp_ignores(
 
 
 def _skip_backward_gathers(parts: ModelParts) -> None:
-    """Do not gather modules before the first trainable one for the backward pass: no gradient
-    reaches them.
+    """Do not gather modules before the first trainable one in backward: no gradient reaches them.
 
     FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
@@ -259,8 +261,7 @@ def set_prefetch(parts: ModelParts) -> None:
 def materialize(
     parts: ModelParts, device: torch.device, *, on_host: Sequence[nn.Module] = ()
 ) -> None:
-    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU,
-    others on `device`.
+    """Allocate memory for the sharded meta parameters: in one arena on the CPU, or on `device`.
 
     Buffers have held real values since construction and are moved. Shards keep this memory: padded
     if the split is uneven, pinned if they are offloaded.
@@ -273,9 +274,9 @@ def materialize(
     places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
-        return (
-            places[parameter] if parameter in places else torch.empty_like(parameter, device=device)
-        )
+        if parameter in places:
+            return places[parameter]
+        return torch.empty_like(parameter, device=device)
 
     # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have
     # memory by then.
@@ -285,13 +286,16 @@ def materialize(
             part._apply(place, recurse=False)
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
+    # `_apply` may have replaced parameters, each use of a tied one by its own.
     model.tie_weights()
     for parameter in offloaded:
         _leave_out_padding(parameter)
+    # A lookup copies the rows of its tokens alone; FSDP2 copies what it manages.
     looked_up = parts.embedding if lookup_of(model) else None
+    candidates = parts.in_order if model in on_host else on_host
     modules = [
         module
-        for module in (parts.in_order if model in on_host else on_host)
+        for module in candidates
         if module is not looked_up and any(map(is_streamed, module.parameters()))
     ]
     if modules:
@@ -303,36 +307,35 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
     on_device = {module for adapter in adapter_modules(parts.model) for module in adapter.modules()}
     frozen_parts = (*parts.in_order, *parts.token_tables)
     may_be_plain = {parameter for module in frozen_parts for parameter in module.parameters()}
-    parameters = (
-        parameter
-        for part in on_host
-        for module in part.modules()
-        if module not in on_device
-        for owner in with_fillers(module)
-        for parameter in owner.parameters(recurse=False)
-        if isinstance(parameter, DTensor) or parameter in may_be_plain
-    )
-    return [*dict.fromkeys(parameters)]  # tied ones once
+    # A dict and not a list: tied parameters appear once, in the order of their first module, which
+    # the stream of weights relies on to copy a module in one piece.
+    found: dict[torch.Tensor, None] = {}
+    for part in on_host:
+        for module in part.modules():
+            if module in on_device:
+                continue
+            for owner in with_fillers(module):
+                for parameter in owner.parameters(recurse=False):
+                    if isinstance(parameter, DTensor) or parameter in may_be_plain:
+                        found[parameter] = None
+    return list(found)
 
 
 def _offloaded_places(
     parameters: Sequence[torch.Tensor], *, pinned: bool
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """For each parameter a tensor in a common arena; of a sharded one the local tensor, with
-    FSDP2's padding.
+    """For each parameter a tensor in a common arena, which a sharded one has as its local tensor.
 
-    Without the padding FSDP2 would make a padded copy.
+    Local tensors have FSDP2's padding: without it FSDP2 would make a padded copy.
     """
-    shapes = [
-        (padded_rows(parameter), *parameter.shape[1:])
-        if isinstance(parameter, DTensor)
-        else parameter.shape
-        for parameter in parameters
-    ]
-    sizes = [
-        math.prod(shape) * parameter.element_size()
-        for shape, parameter in zip(shapes, parameters, strict=True)
-    ]
+    shapes: list[tuple[int, ...]] = []
+    sizes = []
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            shape = (padded_rows(parameter), *shape[1:])
+        shapes.append(shape)
+        sizes.append(math.prod(shape) * parameter.element_size())
     places: dict[torch.Tensor, torch.Tensor] = {}
     for parameter, shape, part in zip(
         parameters, shapes, split_arena(sizes, pinned=pinned), strict=True
@@ -375,6 +378,7 @@ def check_gathered_as_bytes(parts: ModelParts) -> None:
         statistics = {
             getattr(module, name).dtype for module in quantized for name in module.statistics
         }
+        # float32 is copied without a change, so codes in that storage may be alone.
         assert codes <= {torch.float32} or len(codes | statistics) > 1, (codes, statistics)
 
 
@@ -384,20 +388,20 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights, so that `model.parameters()` are shards again (after a forward
-    alone).
-    """
+    """Free all gathered weights: after a forward pass alone, `model.parameters()` are no shards."""
     for module in fsdp_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
-    """In this block a rank that uses the modules has their weights. Called on every rank, as it is
-    collective.
+    """Gather the modules' weights for the duration of the block. Called on every rank: collective.
+
+    is_used: whether this rank uses them. Otherwise it only takes part in the gather.
     """
     groups = [module for module in modules if isinstance(module, FSDPModule)]
     for module in groups:
+        # Also on a rank that does not use them: the others would wait for its shards.
         module.unshard()
         if not is_used:
             module.reshard()
@@ -408,8 +412,7 @@ def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_gathered(model: PreTrainedModel) -> Iterator[None]:
-    """In this block blocks keep the weights that their first forward pass gathers, for many without
-    gradients.
+    """Keep gathered weights between forward passes, for many passes without gradients.
 
     For strategies that free a block's weights after its forward pass.
     """

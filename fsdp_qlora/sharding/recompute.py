@@ -1,6 +1,4 @@
-"""Activation checkpointing of decoder blocks, switched between steps, and a reference pass beside
-the policy's.
-"""
+"""Activation checkpointing of decoder blocks, and a reference pass beside the policy's."""
 
 import contextlib
 import copy
@@ -23,8 +21,7 @@ from fsdp_qlora.sharding.host_memory import InputStore
 
 
 class RecomputedBlock(ActivationWrapper):
-    """A decoder block that keeps only its input for the backward pass, and recomputes its
-    activations.
+    """A decoder block that keeps only its input, and recomputes its activations in backward.
 
     is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the
     bit. store: keeps the input on the host; None if it stays on the device. follow: computes the
@@ -39,7 +36,9 @@ class RecomputedBlock(ActivationWrapper):
         self.follow: Callable[[RecomputedBlock, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.follow(self, args, kwargs) if self.follow else self.compute(*args, **kwargs)
+        if self.follow:
+            return self.follow(self, args, kwargs)
+        return self.compute(*args, **kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
@@ -53,12 +52,14 @@ class RecomputedBlock(ActivationWrapper):
 
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
-    """Let the first `num_blocks` blocks (None for all) recompute. With `offload` their inputs are
-    kept on the CPU.
+    """Let the first `num_blocks` blocks (None for all) recompute.
+
+    offload: whether their inputs are kept on the CPU.
     """
     blocks = find_blocks(model)
     store = InputStore()
     num_blocks = len(blocks) if num_blocks is None else num_blocks
+    # Every block gets a wrapper, so that `set_recompute` may choose others between steps.
     for index, block in enumerate(blocks):
         blocks[index] = RecomputedBlock(block, store if offload and index < num_blocks else None)
     set_recompute(model, num_blocks)
@@ -73,6 +74,8 @@ def set_recompute(model: nn.Module, num_blocks: int) -> None:
     """
     for index, block in enumerate(recomputed_blocks(model)):
         block.is_on = index < num_blocks
+        # A block that keeps its activations computes norms and gated products again, which is cheap
+        # beside their memory. One that recomputes keeps nothing of them anyway.
         set_save_inputs_only(block, not block.is_on)
 
 
@@ -87,20 +90,22 @@ def unwrapped(block: nn.Module) -> nn.Module:
 
 
 def adapter_owners(block: nn.Module) -> list[nn.Module]:
-    """The modules at whose calls FSDP2 gathers a block's adapters: the block inside its wrapper, or
-    else the adapters.
+    """The modules at whose calls FSDP2 gathers a block's adapters: its own block, or the adapters.
 
     FSDP2's hooks take the host 50 us, and on the adapters they would run again when the block is
     recomputed. The wrapper has the hooks of the base weights.
     """
     adapters = adapter_modules(block)
     inner = unwrapped(block)
-    return [inner] if adapters and inner is not block else adapters
+    if adapters and inner is not block:
+        return [inner]
+    return adapters
 
 
 class ReferencePass:
-    """Computes the hidden states of the reference (the model that training started from) in the
-    policy's forward pass.
+    """Computes the reference's hidden states in the policy's forward pass.
+
+    The reference is the model that training started from.
 
     A block's weights are gathered (or copied from the host) once for both. The reference has no
     autograd graph, and holds the hidden states of one block at a time. After the last block they
@@ -115,45 +120,46 @@ class ReferencePass:
     def __init__(self, model: nn.Module) -> None:
         self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
         self._hidden: torch.Tensor | None = None
-        self._told: dict[int, Any] = {}
+        # id of the policy's mapping -> the reference's copy of it, for one pass
+        self._mappings: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
-        """While the block runs, the model's forward pass returns [2 * B, T, H]: the policy, then
-        the reference.
-        """
+        """Let the model return [2 * B, T, H] in the block: the policy, then the reference."""
         for block in self._adapted:
             block.follow = self._follow
         try:
             yield
         finally:
             self._hidden = None
-            self._told = {}
+            self._mappings = {}
             for block in self._adapted:
                 block.follow = None
 
     def _follow(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the policy's block and, after it, the reference's."""
-        own, beside = take_apart(args, kwargs, has_both=self._hidden is None)
-        output = block.compute(*own[0], **own[1])
-        (args, kwargs) = beside
-        # the embedding has no adapters
+        policy, beside = take_apart(args, kwargs, has_both=self._hidden is None)
+        output = block.compute(*policy[0], **policy[1])
+        args, kwargs = beside
+        # The first block gets what the embedding gives, which has no adapters: the same for both.
         hidden = args[0].detach() if self._hidden is None else self._hidden
-        # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already. Where
-        # blocks tell later ones their keys and values, the reference's have a mapping of their own.
-        told = {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
-        told = {
-            name: self._told.setdefault(id(value), copy.copy(value)) for name, value in told.items()
-        }
+        # Where blocks hand keys and values to later ones in a mapping, the reference has its own:
+        # it would read the policy's.
+        mappings = {}
+        for name, value in kwargs.items():
+            if isinstance(value, MutableMapping):
+                mappings[name] = self._mappings.setdefault(id(value), copy.copy(value))
+        # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already.
         with torch.no_grad(), as_at_start(self._adapted[block]):
-            reference = unwrapped(block).forward(hidden, *args[1:], **kwargs | told)
+            reference = unwrapped(block).forward(hidden, *args[1:], **(kwargs | mappings))
         reference = reference if isinstance(reference, torch.Tensor) else reference[0]
         if block is not next(reversed(self._adapted)):
             self._hidden = reference
             return output
         self._hidden = None
-        self._told = {}
-        dim = 0 if own is beside else 1
+        self._mappings = {}
+        # A teacher's tokens are in the same row as the student's, behind them.
+        dim = 0 if policy is beside else 1
         if isinstance(output, torch.Tensor):
             return torch.cat([output, reference], dim)
         return torch.cat([output[0], reference], dim), *output[1:]
@@ -165,8 +171,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def take_apart(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, has_both: bool
 ) -> tuple[Arguments, Arguments]:
-    """A block's arguments for the student's tokens, and for the teacher's behind them; twice the
-    same without any.
+    """A block's arguments for the student's tokens and the teacher's; twice the same without any.
 
     A tensor with a dim of as many values as tokens is divided along it; what describes the
     documents is there twice.
@@ -174,24 +179,28 @@ def take_apart(
     Args:
         has_both: whether the hidden states, which come first, are of both.
     """
-    of_teacher = {
-        name.removeprefix(BESIDE): value
-        for name, value in kwargs.items()
-        if name.startswith(BESIDE)
-    }
+    of_student: dict[str, Any] = {}
+    of_teacher: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name.startswith(BESIDE):
+            of_teacher[name.removeprefix(BESIDE)] = value
+        else:
+            of_student[name] = value
     if not of_teacher:
-        return ((args, kwargs),) * 2
-    sizes = [sum(told["document_lengths"]) for told in (kwargs, of_teacher)]
+        # One tuple twice, by whose identity `_follow` knows that there is no teacher.
+        arguments = (args, kwargs)
+        return arguments, arguments
+    sizes = [sum(described["document_lengths"]) for described in (of_student, of_teacher)]
 
     def part(index: int, value: Any) -> Any:
+        """The student's (0) or the teacher's (1) part of a value."""
         if not isinstance(value, torch.Tensor) or sum(sizes) not in value.shape:
             return value
         return value.split(sizes, dim=value.shape.index(sum(sizes)))[index]
 
     hidden = args[0].split(sizes, dim=1) if has_both else args[:1] * 2
-    others = (
-        args[1:],
-        {name: value for name, value in kwargs.items() if not name.startswith(BESIDE)},
-    )
-    own, beside = (tree_map(partial(part, index), others) for index in range(2))
-    return ((hidden[0], *own[0]), own[1]), ((hidden[1], *beside[0]), beside[1] | of_teacher)
+    others = (args[1:], of_student)
+    student_args, student_kwargs = tree_map(partial(part, 0), others)
+    teacher_args, teacher_kwargs = tree_map(partial(part, 1), others)
+    student = ((hidden[0], *student_args), student_kwargs)
+    return student, ((hidden[1], *teacher_args), teacher_kwargs | of_teacher)

@@ -1,6 +1,4 @@
-"""Self-tests of the sharded model: a count of all bytes,
-and a layer that is compared bit for bit.
-"""
+"""Self-tests of the sharded model: a count of all bytes, and a layer compared bit for bit."""
 
 import logging
 import math
@@ -26,8 +24,9 @@ _IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
 
 
 def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
-    """Check that the ranks' shards add up to exactly one copy of the model, split evenly. Returns a
-    line for the log.
+    """Check that the ranks' shards add up to exactly one copy of the model, split evenly.
+
+    Collective. Returns a line for the log.
 
     Raises:
         RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
@@ -37,9 +36,9 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
     local = sum(local_part(parameter).nbytes for parameter in parameters)
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
-    by_rank = [
-        int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()
-    ]
+    # float64 holds every integer below 2**53, far more bytes than a model has.
+    gathered = gather_numbers([local], device, mesh["shard"].get_group())
+    by_rank = [int(count) for count in gathered.flatten()]
     counts = count_bytes(Counter(parameters.values()), size)
     # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess
     # is allowed: for adapters, which have few rows and few bytes, all of it; for frozen weights up
@@ -48,10 +47,9 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
         name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()
     }
     trainable = uneven.pop("trainable", 0)
-    allowed = (
-        max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20))
-        + trainable
-    )
+    with_imbalance = total / size * (1 + _IMBALANCE)
+    with_few_rows = total // size + min(sum(uneven.values()), 2**20)
+    allowed = max(with_imbalance, with_few_rows) + trainable
     if sum(by_rank) != total or max(by_rank) > allowed:
         raise RuntimeError(
             f"The model is not sharded evenly: {total} bytes over {size} ranks, bytes on each "
@@ -65,11 +63,10 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
 
 @torch.no_grad()
 def check_one_layer(parts: ModelParts, weights: Weights) -> str:
-    """Gather one layer of the first block and compare its weight with an unsharded computation, bit
-    for bit.
+    """Gather one layer of the first block and compare its weight with an unsharded computation.
 
-    If the weights in the files are 4-bit already, their bytes are compared. Returns a line for the
-    log.
+    Collective. They must be equal bit for bit. If the weights in the files are 4-bit already, their
+    bytes are compared. Returns a line for the log.
 
     Raises:
         RuntimeError: the weights differ.
@@ -79,17 +76,17 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> str:
     name, layer = _first_linear(parts, weights.sources)
     with whole_weights(block):
         if weights.packed and isinstance(layer, QuantizedWeight):
-            same = _has_stored_bytes(layer, f"{name}.weight", weights)
-            how = "in the file"
+            is_equal = _has_stored_bytes(layer, f"{name}.weight", weights)
+            reference = "in the file"
         else:
-            same, how = _has_stored_values(layer, f"{name}.weight", weights)
-    _report(same, name, f"its weight {how}")
+            is_equal, reference = _has_stored_values(layer, f"{name}.weight", weights)
+    _report(is_equal, name, f"its weight {reference}")
     _check_one_expert(parts, weights)
-    return f"a layer is bit-identical to its weight {how}"
+    return f"a layer is bit-identical to its weight {reference}"
 
 
-def _report(same: bool, name: str, expected: str) -> None:
-    if not same:
+def _report(is_equal: bool, name: str, expected: str) -> None:
+    if not is_equal:
         raise RuntimeError(
             f"Self-test failed: {name}, gathered from its shards, differs from {expected}. The run "
             "stops; please report the model and this machine."
@@ -98,17 +95,18 @@ def _report(same: bool, name: str, expected: str) -> None:
 
 
 def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
-    """Compare the codes of the last expert of a quantized tensor, which has the largest offset, if
-    there is one.
+    """Compare the codes of the last expert of a quantized tensor, if there is one.
+
+    The last one has the largest offset in the file, which is computed, not read.
     """
-    layers = (
-        (path, layer)
-        for path, layer in parts.model.named_modules()
-        if isinstance(layer, QuantizedExperts)
-    )
-    path, layer = next(layers, (None, None))
-    if path is None or layer is None:
+    experts = [
+        (path, module)
+        for path, module in parts.model.named_modules()
+        if isinstance(module, QuantizedExperts)
+    ]
+    if not experts:
         return
+    path, layer = experts[0]
     name = canonical_name(path)
     block = next(block for block in parts.blocks if layer in {*block.modules()})
     assert isinstance(block, FSDPModule)
@@ -125,22 +123,21 @@ def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
             expected = files.read_flat(source, start, stop).to(codes.device)
         else:
             expected = layer.codes(files.read_rows(source, last, last + 1).to(codes.device))
-        same = torch.equal(codes, expected.view(-1).view(torch.uint8))
-    _report(same, f"expert {last} of {name}", "the same expert quantized alone")
+        # As bytes: codes viewed as floats have NaNs, which are equal to nothing.
+        is_equal = torch.equal(codes, expected.view(-1).view(torch.uint8))
+    _report(is_equal, f"expert {last} of {name}", "the same expert quantized alone")
 
 
 def _has_stored_values(
     layer: QuantizedWeight | nn.Linear, weight: str, weights: Weights
 ) -> tuple[bool, str]:
-    """Whether a gathered layer equals the weight in the files, quantized whole; and what it was
-    compared with.
-    """
+    """Whether a gathered layer equals its weight in the files; and what it was compared with."""
     whole = weights.read_whole(weight)
     if isinstance(layer, QuantizedWeight):
         decoded = layer.dequantize()
-        return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), (
-            "quantized whole"
-        )
+        # On the layer's device: kernels of another one may round differently.
+        expected = layer.quantize_whole(whole.to(decoded.device))
+        return torch.equal(decoded, expected), "quantized whole"
     return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
 
 
@@ -156,16 +153,12 @@ def _has_stored_bytes(layer: QuantizedWeight, weight: str, weights: Weights) -> 
 def _first_linear(
     parts: ModelParts, sources: Mapping[str, str]
 ) -> tuple[str, QuantizedWeight | nn.Linear]:
-    """The name in the files and the first linear layer of the first block that the
-    files contain.
-    """
-    first = {*parts.blocks[0].modules()}
+    """The first linear layer of the first block that the files contain, after its name there."""
+    in_first_block = {*parts.blocks[0].modules()}
     for path, module in parts.model.named_modules():
-        name = canonical_name(path)
-        if (
-            module in first
-            and isinstance(module, QuantizedWeight | nn.Linear)
-            and f"{name}.weight" in sources
-        ):
-            return name, module
+        is_linear = isinstance(module, QuantizedWeight | nn.Linear)
+        if is_linear and module in in_first_block:
+            name = canonical_name(path)
+            if f"{name}.weight" in sources:
+                return name, module
     raise AssertionError("no linear layer in the blocks")

@@ -218,9 +218,9 @@ def test_each_rank_fetches_each_embedding_row_once() -> None:
         for other, start in zip(wanted, starts, strict=True):
             parts = (weight[start : start + 107][other.rows]).split(other.sent)
             taken.append(parts[rank])
-        assert own.taken == [len(part) for part in taken]
+        assert own.received == [len(part) for part in taken]
         assert torch.equal(torch.cat(taken)[own.places], weight[tokens[rank]])
-    assert [sum(own.taken) for own in wanted] == [4, 1, 1]
+    assert [sum(own.received) for own in wanted] == [4, 1, 1]
 
 
 class Scaled(nn.Embedding):

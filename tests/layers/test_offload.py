@@ -172,14 +172,14 @@ def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch: pytest.Monk
         places = split_arena([parameter.nbytes for parameter in frozen], pinned=False)
         for parameter, place in zip(frozen, places, strict=True):
             parameter.data = place.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
-    bring = weight_stream._Part.bring
+    bring = weight_stream._Part.load_to_gpu
     brought = []
 
     def note(self: weight_stream._Part, layer: QuantizedExperts, experts: list[int]) -> None:
         bring(self, layer, experts)
-        brought.append(None if self.brought is None else sorted(self.brought[layer]))
+        brought.append(None if self.loaded is None else sorted(self.loaded[layer]))
 
-    monkeypatch.setattr(weight_stream._Part, "bring", note)
+    monkeypatch.setattr(weight_stream._Part, "load_to_gpu", note)
     weight_stream.stream_weights(model, blocks, torch.device("cpu"))  # type: ignore[arg-type]
     empty_like = torch.empty_like
     monkeypatch.setattr(

@@ -30,46 +30,52 @@ class MergedTensor:
     ) -> None:
         self.name = name
         self.shape = shape
-        # the first of the parameters that the conversion makes, by which transformers calls it
+        # The first of the parameters that the conversion makes, by which transformers calls it.
         self._first = name
         self._converters = converters
         self._model = model
         self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
 
     def add(self, source: str, pattern: str) -> None:
+        """Add a tensor of the files, which matches this pattern of the conversion."""
         self._sources.setdefault(pattern, []).append(source)
 
     @property
     def _converter(self) -> WeightConverter:
-        pattern = next(iter(self._sources))
-        return next(
-            converter for converter in self._converters if pattern in converter.source_patterns
-        )
+        # The first pattern that was found says which conversion it is.
+        pattern, *_ = self._sources
+        for converter in self._converters:
+            if pattern in converter.source_patterns:
+                return converter
+        raise AssertionError(pattern)
 
     def missing(self) -> list[str]:
+        """Names of the parts that the files do not have."""
         absent = [
             pattern for pattern in self._converter.source_patterns if pattern not in self._sources
         ]
         for pattern, sources in self._sources.items():
+            # transformers' "*." stands for the number of an expert, the index in the first dim.
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
             matches = [match for match in map(numbered.search, sources) if match and match.groups()]
             if matches:
                 indices = {int(match[1]) for match in matches}
-                (start, end) = matches[0].span(1)
+                start, end = matches[0].span(1)
                 before = matches[0].string[:start]
                 after = matches[0].string[end:]
                 absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
         return absent
 
     def define(self, files: WeightFiles) -> None:
-        """Define the parameter in the files: as the concatenation of its parts, or computed if that
-        is not enough.
+        """Define the parameter in the files: as a concatenation of its parts, or else as computed.
 
         Raises UserError if the shapes of the parts do not fit together.
         """
         sources = sorted(source for group in self._sources.values() for source in group)
         forms = {source: files.form(source) for source in sources}
         result = self._convert(_on_meta(forms))[self.name]
+        # A concatenation is preferred: ranks read only their own elements of it, while a computed
+        # parameter needs all of its parts on each.
         is_split = len(self._converter.target_patterns) > 1
         order = self._rows(files, *sources) if is_split else self._order(files, sources)
         if order:
@@ -78,8 +84,9 @@ class MergedTensor:
             files.define(self.name, _Converted(self.name, forms, result, self._convert))
 
     def siblings(self, files: WeightFiles) -> Iterator["MergedTensor"]:
-        """The other parameters that the conversion makes from the same parts, such as keys and
-        values of fused ones.
+        """The other parameters that the conversion makes from the same parts.
+
+        Such as keys and values beside queries, where the files have all in one tensor.
         """
         if len(self._converter.target_patterns) == 1:
             return
@@ -93,51 +100,60 @@ class MergedTensor:
 
     def _rows(self, files: WeightFiles, source: str, *others: str) -> list[TensorSlice] | None:
         """The rows of the only part that are the parameter; None if it is something else."""
+        # Convert a small tensor of consecutive integers, of all rows and two columns. Neighbouring
+        # rows come out as consecutive integers; columns that change places do not.
         shape = files.shape(source)
-        numbers = (
-            torch.arange(2 * shape[0]).view(-1, 2) if len(shape) > 1 else torch.arange(shape[0])
-        )
+        if len(shape) > 1:
+            numbers = torch.arange(2 * shape[0]).view(-1, 2)
+        else:
+            numbers = torch.arange(shape[0])
         try:
-            found = self._convert({source: numbers})[self.name].flatten()
+            converted = self._convert({source: numbers})[self.name].flatten()
         except (UserError, KeyError):  # several parts, or the conversion requires all columns
             return None
-        first = int(found[0])
-        row = shape.numel() // numbers.numel()
-        if others or not torch.equal(found, torch.arange(len(found)) + first):
+        first = int(converted[0])
+        last = first + len(converted)
+        if others or not torch.equal(converted, torch.arange(first, last)):
             return None
-        return [TensorSlice(source, first * row, (first + len(found)) * row)]
+        # Elements of the tensor for each of the integers.
+        scale = shape.numel() // numbers.numel()
+        return [TensorSlice(source, first * scale, last * scale)]
 
     def _order(self, files: WeightFiles, sources: list[str]) -> list[TensorSlice] | None:
-        """The parts in an order in which their concatenation is the flattened parameter; None if
-        there is none.
-        """
+        """The parts in the order in which they are the flattened parameter; None if none is."""
         # Convert small tensors of consecutive integers: their order in the result is the order of
-        # all elements.
+        # all elements. Two in each dim, so that a transposed dim shows.
         side = 2
         integers = {}
         for index, source in enumerate(sources):
             dims = [side] * len(files.shape(source))
-            integers[source] = (torch.arange(side ** len(dims)) + index * side ** len(dims)).view(
-                dims
-            )
+            count = side ** len(dims)
+            integers[source] = torch.arange(index * count, (index + 1) * count).view(dims)
         try:
             order = self._convert(integers)[self.name].flatten()
         except UserError:  # the conversion requires the real shapes
             return None
+        # One row for each part, which must hold all integers of one part, in their order.
         runs = order.view(len(sources), -1)
-        indices = runs[:, 0] // runs.shape[1]
-        if not torch.equal(runs, torch.arange(runs.shape[1]) + indices[:, None] * runs.shape[1]):
+        count = runs.shape[1]
+        indices = runs[:, 0] // count
+        if not torch.equal(runs, torch.arange(count) + indices[:, None] * count):
             return None
-        return [part for index in indices.tolist() for part in files.parts(sources[index])]
+        slices: list[TensorSlice] = []
+        for index in indices.tolist():
+            slices += files.parts(sources[index])
+        return slices
 
     def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the parts' values by transformers' conversion. Returns parameter -> value."""
+        # A copy: a converter collects tensors, and keeps those of an earlier call.
         converter = copy.deepcopy(self._converter)
         for pattern, sources in self._sources.items():
             for source in sorted(sources, key=dot_natural_key):
                 converter.add_tensor(self._first, source, pattern, tensors[source])
         try:
             results = converter.convert(self._first, model=self._model, config=self._model.config)
+        # torch's and transformers' errors about shapes that do not fit together.
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise UserError(
                 f"The parts of {self.name} in the weight files do not fit together: {error}"
@@ -149,8 +165,9 @@ class MergedTensor:
 
 
 class ModelAsInFiles:
-    """A model as conversions ask for it: with each weight in its shape in the files, though layers
-    keep others.
+    """A model as conversions ask for it: each weight has its shape in the files.
+
+    Quantized layers of the real model have packed weights of other shapes.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size | None]) -> None:
@@ -170,8 +187,7 @@ def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
 
 
 class _Converted(DecodedTensor):
-    """A parameter that transformers' conversion computes from whole tensors, such as one with its
-    rows reordered.
+    """A parameter that transformers' conversion computes, such as one with its rows reordered.
 
     form: the parameter on the meta device. convert: `MergedTensor._convert`.
     """
@@ -183,14 +199,15 @@ class _Converted(DecodedTensor):
         form: torch.Tensor,
         convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
     ) -> None:
+        # One unit: a conversion needs whole tensors.
         super().__init__([*forms], form.shape, form.dtype, unit=form.numel())
         self._name = name
         self._forms = forms
         self._convert = convert
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        shapes = {part: form.shape for part, form in self._forms.items()}
         whole = {
-            part: read(part, 0, math.prod(shape)).view(shape) for part, shape in shapes.items()
+            part: read(part, 0, math.prod(form.shape)).view(form.shape)
+            for part, form in self._forms.items()
         }
         return self._convert(whole)[self._name].contiguous()
