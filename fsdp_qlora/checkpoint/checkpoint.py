@@ -63,6 +63,7 @@ def quarantined(root: Path) -> list[Path]:
 def quarantine(folder: Path) -> Path:
     """Rename a checkpoint so that it is no longer used; its files stay."""
     target = folder.with_name(folder.name + _SET_ASIDE)
+    # An earlier one of the same step: a rename does not replace a folder with files in it.
     shutil.rmtree(target, ignore_errors=True)
     os.rename(folder, target)
     return target
@@ -70,6 +71,8 @@ def quarantine(folder: Path) -> Path:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; a reader sees all of it or nothing."""
+    # Renamed first: a kill in the middle of deleting would leave the name with some of the files.
+    # `remove_leftovers` finds the other name by its beginning.
     removing = folder.with_name(f".{folder.name}.removing")
     shutil.rmtree(removing, ignore_errors=True)
     os.rename(folder, removing)
@@ -99,6 +102,7 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
         OSError: a file is missing, the disk is full, or the step is published already: it is never
         replaced.
     """
+    # As the file system has them: an incomplete file must not get a manifest.
     for name, record in files.items():
         if (staging / name).stat().st_size != record.size:
             raise OSError(errno.EIO, "the file is incomplete", str(staging / name))
@@ -106,6 +110,9 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
         "format": FORMAT_VERSION,
         "files": {name: record._asdict() for name, record in files.items()},
     }
+    # Last of the files, which are flushed: whatever has a manifest is whole, also on a mirror,
+    # where no rename helps. A kill before the rename leaves a staging folder, which the next start
+    # deletes; a kill after it, a checkpoint.
     write_hashed_json(staging / MANIFEST, manifest | {"sha256": _manifest_hash(manifest)})
     publish_folder(staging, target)
 
@@ -126,6 +133,7 @@ def verify(folder: Path) -> dict[str, Any]:
         is away; it may be undamaged.
     """
     check_files(folder, _read_manifest(folder))
+    # Read after its hash was checked, so it is valid JSON.
     state: dict[str, Any] = json.loads(read_named(folder / STATE))
     return state
 
@@ -136,6 +144,7 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise DamagedCheckpoint(f"{path.name} {'is not a file' if path.exists() else 'is missing'}")
     try:
         manifest = json.loads(read_named(path))
+        # The hash first: what a changed file calls its format means nothing.
         if manifest.pop("sha256") != _manifest_hash(manifest):
             raise ValueError("its hash differs")
         version = manifest["format"]
@@ -145,8 +154,8 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     if version != FORMAT_VERSION:
         raise UserError(
             f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads "
-            f"{FORMAT_VERSION}. Resume "
-            "with the version that saved it, or start from zero with --resume off:replace."
+            f"{FORMAT_VERSION}. Resume with the version that saved it, or start from zero with "
+            "--resume off:replace."
         )
     return files
 

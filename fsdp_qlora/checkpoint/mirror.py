@@ -1,4 +1,4 @@
-"""Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
+"""Mirrors: copies of a run in another place, made in the background, in case a machine is lost.
 
 A mirror is a folder, a URL that fsspec opens, or a private repository on the Hugging Face hub. It
 holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and
@@ -61,6 +61,7 @@ class Mirror:
     def __init__(self, output_dir: Path, store: "Store | None") -> None:
         self.output_dir = output_dir
         self.store = store
+        # One thread: copies are made one after another, in the order of the checkpoints.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._is_failing = False
 
@@ -81,8 +82,7 @@ class Mirror:
             if not self._is_failing:
                 log.warning(
                     "The mirror %s has no copy of the last checkpoint: %s. Training continues, and "
-                    "the mirror is tried "
-                    "again at the next checkpoint.",
+                    "the mirror is tried again at the next checkpoint.",
                     store.name,
                     error,
                 )
@@ -104,17 +104,16 @@ class Store:
     # --- file operations ---
 
     def files(self, folder: str) -> list[str]:
-        """The paths of all files below a folder, relative to it;
-        empty if there is no such folder.
-        """
+        """The paths of all files below a folder, relative to it; empty if there is none."""
         with _as_os_error():
+            # fsspec keeps listings, which another machine may have made old.
             self._system.invalidate_cache()
             prefix = f"{folder}/"
             try:
                 paths: list[str] = self._system.find(folder)
             except FileNotFoundError:
                 return []
-        # without markers of folders
+        # Without the markers that object stores have in place of folders.
         return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]
 
     def read(self, file: str) -> str:
@@ -123,15 +122,13 @@ class Store:
             try:
                 self._refuse_pipe(file)
                 content: bytes = self._system.cat_file(file)
-            # or a file stands where the mirror should be
+            # The latter: a file stands where the mirror should be.
             except (FileNotFoundError, NotADirectoryError):
                 return ""
         return content.decode()
 
     def _refuse_pipe(self, file: str) -> None:
-        """Raise OSError for what the system would wait for, or read without an end, in a folder of
-        this machine.
-        """
+        """Raise OSError for a file of this machine that the system would wait for or never end."""
         if isinstance(self._system.fs, LocalFileSystem):
             check_is_file(Path(self._system.path, file))
 
@@ -139,11 +136,15 @@ class Store:
         """Copy the files of `source` into a folder of the store. The manifest comes last."""
         with _as_os_error():
             self._system.makedirs(folder, exist_ok=True)
+            # A copy that a kill has cut off has no manifest, and so is no checkpoint.
             for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
                 target = f"{folder}/{path.name}".lstrip("/")
-                # the run's own files are replaced atomically
+                # The run's own files are replaced: a reader sees the old one or the new one. Those
+                # of a checkpoint are written once.
                 written = target if folder else f"{target}.partial"
                 self._system.put_file(str(path), written)
+                # Flushed before the rename, and before the manifest is written. Other systems have
+                # stored what they acknowledge.
                 if isinstance(self._system.fs, LocalFileSystem):
                     flush(Path(self._system.path, written))
                 if written != target:
@@ -162,27 +163,30 @@ class Store:
         """Delete an existing folder with its content."""
         with _as_os_error():
             with contextlib.suppress(FileNotFoundError):
-                # first: without it a kill leaves no valid checkpoint
+                # First: what a kill then leaves is no checkpoint.
                 self._system.rm_file(f"{folder}/{MANIFEST}")
             self._system.rm(folder, recursive=True)
 
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
-        """Put folders (path -> source) in order, then delete outdated ones, in one commit if the
-        store has commits.
+        """Put folders (path -> source) in order, then delete outdated ones.
+
+        In one commit, if the store has commits.
         """
         for folder, source in folders.items():
             try:
                 self.put(source, folder)
             except OSError:
+                # Otherwise the run has deleted this old checkpoint meanwhile.
                 if source.exists():
-                    raise  # otherwise the run has deleted this old checkpoint meanwhile
+                    raise
         for folder in outdated:
             self.delete(folder)
 
     @functools.cached_property
     def _system(self) -> DirFileSystem:
-        """The file system of the store's folder, opened at the first use: opening may connect to a
-        server.
+        """The file system of the store's folder, opened at the first use.
+
+        Opening may connect to a server, which a store that is only named need not.
         """
         system, root = fsspec.core.url_to_fs(self.url)
         return DirFileSystem(root.rstrip("/") or root, system)
@@ -202,8 +206,7 @@ class Store:
         return [step for step, is_complete in self._checkpoints().items() if is_complete]
 
     def update(self, output_dir: Path) -> None:
-        """Copy a run folder's new checkpoints to the store, and delete those that the run has
-        deleted.
+        """Copy a run folder's new checkpoints to the store, and delete what the run has deleted.
 
         Checkpoints later than any in the folder stay: they belong to a start that got further on
         another machine.
@@ -217,22 +220,21 @@ class Store:
             _write_small_files(output_dir, Path(small))
             # run.json first: checkpoints without it would belong to no run.
             folders = {"": Path(small)}
-            folders |= {
-                _path(step): folder
-                for step, folder in reversed(local.items())
-                if not copied.get(step)
-            }
+            # The newest one next: it is what a lost machine would cost most.
+            for step, folder in reversed(local.items()):
+                if not copied.get(step):
+                    folders[_path(step)] = folder
             self.put_all(folders, outdated, f"Checkpoints up to step {max(local, default='none')}")
 
     def delete_later_than(self, last_step: int) -> None:
-        """Delete checkpoints later than a step: another run's (-1: all), or an abandoned branch of
-        this run.
+        """Delete checkpoints later than a step.
+
+        They are another run's (-1: all), or an abandoned branch of this run.
         """
         outdated = [_path(step) for step in self._checkpoints() if step > last_step]
         if outdated:
-            self.put_all(
-                {}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run"
-            )
+            message = f"Back to step {last_step}" if last_step >= 0 else "Another run"
+            self.put_all({}, outdated, message)
 
     def _checkpoints(self) -> dict[int, bool]:
         """Step -> whether the checkpoint is complete, oldest first."""
@@ -246,20 +248,17 @@ class Store:
 
 
 class HubStore(Store):
-    """A private repository on the Hugging Face hub; each change is one commit,
-    as the hub advises.
-    """
+    """A private repository on the Hugging Face hub. Each change is one commit, as it advises."""
 
     def __init__(self, repo: str) -> None:
         super().__init__(f"hf://{repo}")
         self.repo = repo
 
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
-        added = [
-            CommitOperationAdd(f"{folder}/{path.name}".lstrip("/"), path)
-            for folder, source in folders.items()
-            for path in source.iterdir()
-        ]
+        added = []
+        for folder, source in folders.items():
+            for path in source.iterdir():
+                added.append(CommitOperationAdd(f"{folder}/{path.name}".lstrip("/"), path))
         gone = [CommitOperationDelete(f"{folder}/", is_folder=True) for folder in outdated]
         with _as_os_error():
             HfApi().create_repo(self.repo, private=True, exist_ok=True)
@@ -284,8 +283,7 @@ def open_store(target: str) -> Store:
 
 
 def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
-    """Copy the newest verified checkpoint later than a step, and the small files, into a run's
-    folder.
+    """Copy the newest verified checkpoint later than a step, and small files, to a run's folder.
 
     A killed fetch is completed by the next one, which keeps the files that it finds. status.json
     names the checkpoint before run.json makes the folder a run's, so a run without its checkpoint
@@ -296,16 +294,16 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     """
     root = output_dir / CHECKPOINTS
     steps = [step for step in reversed(store.steps()) if step > later_than]
-    newest = next(
-        (
-            step
-            for step in steps
-            if _fetch_step(store, step, staging_folder(root, step, "fetching"))
-        ),
-        -1,
-    )
+    newest = -1
+    # From the newest on, until one passes verification.
+    for step in steps:
+        if _fetch_step(store, step, staging_folder(root, step, "fetching")):
+            newest = step
+            break
     if steps and newest < 0:
         return False
+    # status.json, run.json, checkpoint: a kill between any two leaves a folder that the next start
+    # fetches again or recognizes as a run without its checkpoint.
     output_dir.mkdir(parents=True, exist_ok=True)
     write_json(output_dir / STATUS, json.loads(store.read(STATUS) or "{}") | {"saved_step": newest})
     for name in (RUN, *_RECORDS):
@@ -314,6 +312,7 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
             with staged_file(output_dir / name) as partial:
                 partial.write_text(text)
     if newest >= 0:
+        # fsspec has not flushed them, and the rename must not reach the disk before their content.
         fetched = staging_folder(root, newest, "fetching")
         flush_files(fetched)
         publish_folder(fetched, checkpoint.step_folder(root, newest))

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_qlora.utils.records import plain
 
-# losses to compare with, at most and at least
+# Losses to compare with, at most and at least: fewer do not tell how far losses scatter.
 _RECENT = 50
 _MIN_RECENT = 20
 _SIGMAS = 8.0
@@ -72,6 +72,7 @@ class Progress(Evaluations):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+        # Without names that it does not know: an earlier or later version may have saved them.
         names = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
@@ -84,6 +85,7 @@ class Progress(Evaluations):
         self.step = record["step"]
         self.num_tokens += record["num_tokens"]
         self.train_seconds += record["step_seconds"]
+        # A step whose gradients have overflowed in fp16: its loss says nothing.
         if record.get("skipped"):
             self.num_skipped += 1
             return None
@@ -110,6 +112,7 @@ def spike(recent: list[float], loss: float) -> float | None:
     """
     if len(recent) < _MIN_RECENT:
         return None
+    # Nearly equal losses have a tiny deviation, hence also a tenth of the median.
     center = median(recent)
     sigma = 1.4826 * median(abs(value - center) for value in recent)
     is_far = math.isfinite(loss) and loss > center + max(_SIGMAS * sigma, 0.1 * center)

@@ -33,6 +33,7 @@ from fsdp_qlora.utils.run_files import CHECKPOINTS
 
 log = logging.getLogger("fsdp_qlora")
 
+# The disk, the user's quota, and the largest file that the file system or a limit allows.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MIN_BACKGROUND_BYTES = 2**26  # a smaller state is written in less time than a step takes
 _Failure = tuple[bool, str]  # whether the disk is full, and the error's text
@@ -41,8 +42,9 @@ _Part = tuple[_Failure | None, dict[str, Any]]  # a rank's failure, and the reco
 
 @dataclass
 class _Save:
-    """A checkpoint being written. part: this rank's result. made_progress: a tensor was written
-    since the last beat.
+    """A checkpoint being written.
+
+    part: this rank's result. made_progress: whether a tensor was written since the last beat.
     """
 
     progress: dict[str, Any]
@@ -93,29 +95,34 @@ class Saver:
         """
         self.finish()
         if self.saved_step == progress.step:
-            # a killed start may have published this checkpoint without deleting an old one
+            # A killed start may have published this checkpoint without deleting an old one.
             self._prune()
             return True
         started = time.monotonic()
+        # Before anything is written: with NaN in it, the newest checkpoint could not be resumed.
         self.state.check_finite()
         staging = checkpoint.staging_folder(self.root, progress.step)
         failure = None
         if self.ranks.is_rank_0:
             try:
+                # A killed start may have left one.
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
             except OSError as error:
+                # Not raised: the other ranks are on their way to the next collective. The failure
+                # goes to all with the parts.
                 failure = self._describe(error)
         # Called even if until_published: it is a collective, after which rank 0 has created the
         # folder.
         in_background = self._fits_in_memory() and not until_published
         contents, description = self.state.contents()
         if in_background:
+            # Training goes on and changes the parameters, so all values are copied now.
             contents = {name: content.copied() for name, content in contents.items()}
         save = _Save(
             progress.to_dict(), staging, contents, description, started, in_background=in_background
         )
-        # raises if a rank is lost meanwhile: then there is nothing to wait for
+        # Raises if a rank is lost meanwhile: then there is nothing to wait for.
         self._start(save, failure)
         self._save = save
         if in_background:
@@ -134,13 +141,16 @@ class Saver:
         return self._save is not None
 
     def finish(self) -> None:
-        """Wait for a background save and publish it. On a full disk, delete an old checkpoint and
-        write it again.
+        """Wait for a background save and publish it. Collective, if there is one.
+
+        On a full disk, an old checkpoint is deleted, and the new one written again.
         """
         save = self._save
         if save is None:
             return
         step = save.progress["step"]
+        # All ranks get the same outcome from rank 0, and so make as many attempts. It ends: each
+        # attempt has deleted a checkpoint, and the newest one is never deleted.
         while (failure := self._wait_and_publish(save)) and failure["freed"]:
             log.warning(
                 "Step %d: %s. %s was deleted to make room.",
@@ -162,13 +172,15 @@ class Saver:
         log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
 
     def _wait_and_publish(self, save: _Save) -> dict[str, Any] | None:
-        """Wait until all ranks have written their parts. Returns the result of `_publish`, on every
-        rank.
-        """
+        """Wait until all ranks have written their parts. Returns `_publish`'s result, on all."""
+        # The thread that writes must not beat by itself: the heartbeat is the training thread's. A
+        # write that hangs makes no progress, and the watchdog ends the run.
         while not wait([save.part], timeout=1).done:
             if save.made_progress:
                 save.made_progress = False
                 self.state.beat()
+        # Every part is on disk when the gather returns, so rank 0 may publish. The second gather
+        # keeps all ranks here until it has.
         parts = all_gather_strings(json.dumps(save.part.result()), self.ranks.device)
         outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
         failure: dict[str, Any] | None = json.loads(
@@ -177,8 +189,9 @@ class Saver:
         return failure
 
     def close(self) -> None:
-        """Publish a save in the background that rank 0 writes alone. After a failed run other ranks
-        may be gone.
+        """Publish a save in the background that rank 0 writes alone.
+
+        After a failed run other ranks may be gone, so nothing is collective here.
         """
         save = self._save
         self._save = None
@@ -188,14 +201,16 @@ class Saver:
         self._thread.shutdown()
 
     def _fits_in_memory(self) -> bool:
-        """Whether the state is large enough for a thread, and the host's memory has room for a
-        copy. Collective.
-        """
+        """Whether the state is large enough for a thread, and the host has room. Collective."""
+        # Decided from all ranks' numbers, since all must take the same way.
         local = json.dumps([self.state.num_bytes, psutil.virtual_memory().available])
-        sizes, free = zip(
-            *map(json.loads, all_gather_strings(local, self.ranks.device)), strict=True
-        )
-        # ranks of one machine share its memory
+        sizes = []
+        free = []
+        for text in all_gather_strings(local, self.ranks.device):
+            rank_bytes, rank_free = json.loads(text)
+            sizes.append(rank_bytes)
+            free.append(rank_free)
+        # As if all ranks were on one machine, whose memory they share.
         return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2
 
     def _start(self, save: _Save, failure: _Failure | None = None) -> None:
@@ -217,6 +232,7 @@ class Saver:
             name: content._replace(values=counted(content.values))
             for name, content in save.contents.items()
         }
+        # Also after a failure: taking the values may be collective, and other ranks take theirs.
         try:
             files = self.state.write(save.staging, contents)
             return failure, {name: record._asdict() for name, record in files.items()}
@@ -225,17 +241,14 @@ class Saver:
 
     def _note_failure(self, step: int, reason: str, failing_seconds: float) -> None:
         """Report a failed save. End the run if saving has failed for too long."""
-        last = (
-            (f"the last checkpoint is step {self.saved_step}")
-            if self.saved_step >= 0
-            else "there is none yet"
-        )
+        last = "there is none yet"
+        if self.saved_step >= 0:
+            last = f"the last checkpoint is step {self.saved_step}"
         if failing_seconds > self.max_failing_seconds:
             raise TrainingError(
                 f"Step {step}: no checkpoint could be saved for {failing_seconds / 60:.0f} "
-                f"minutes: {reason}. The run "
-                f"ends, since its work would be lost; {last}. Make {self.root} writable, and the "
-                "same command resumes."
+                f"minutes: {reason}. The run ends, since its work would be lost; {last}. Make "
+                f"{self.root} writable, and the same command resumes."
             )
         log.warning(
             "Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last
@@ -252,7 +265,8 @@ class Saver:
         failures: list[_Failure] = []
         files: dict[str, FileRecord] = {}
         for failure, records in map(json.loads, parts):
-            failures += filter(None, [failure])
+            if failure:
+                failures.append(failure)
             files |= {name: FileRecord(**record) for name, record in records.items()}
         if not failures:
             try:
@@ -261,6 +275,8 @@ class Saver:
                     "tensors": save.description,
                     "about": self.identity,
                 }
+                # Order: the ranks' tensors (written and flushed), state.json, the manifest with the
+                # hashes of all, the rename. Until the rename nothing is visible to a reader.
                 files[checkpoint.STATE] = write_hashed_json(
                     save.staging / checkpoint.STATE, content
                 )
@@ -269,8 +285,9 @@ class Saver:
                 return None
             except OSError as error:
                 failures.append(self._describe(error))
+        # First, as it is the room that the next attempt needs, too.
         shutil.rmtree(save.staging, ignore_errors=True)
-        freed = delete_oldest(self.root) if any(is_full for is_full, _ in failures) else None
+        freed = delete_oldest(self.root) if any(full for full, _ in failures) else None
         if freed:
             with contextlib.suppress(OSError):  # the next attempt fails then, and reports it
                 save.staging.mkdir()
@@ -284,10 +301,11 @@ class Saver:
     # --- deleting old checkpoints ---
 
     def _prune(self) -> None:
+        # Only after a newer one is published: at no time is there none.
         folders = checkpoint.published(self.root) if self.ranks.is_rank_0 else {}
         keep = {*list(folders)[-self.save_total_limit :], best_step(folders)}
         for step, folder in folders.items():
-            # an unreadable one may be the best
+            # One whose state cannot be read may be the best.
             if step not in keep and read_json(folder / checkpoint.STATE):
                 try:
                     checkpoint.remove(folder)
@@ -296,8 +314,9 @@ class Saver:
 
 
 def delete_oldest(root: Path) -> str | None:
-    """Delete a quarantined checkpoint, otherwise the oldest one; the best by evaluation loss last,
-    the newest never.
+    """Delete a quarantined checkpoint, or else the oldest one; the best one last, the newest never.
+
+    The best one by evaluation loss. Returns the name of what was deleted.
     """
     for folder in checkpoint.quarantined(root):
         shutil.rmtree(folder, ignore_errors=True)
@@ -313,18 +332,15 @@ def delete_oldest(root: Path) -> str | None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the disk or the quota is full. The safetensors library reports the system's error as
-    text.
-    """
+    """Whether the disk or the quota is full."""
     if isinstance(error, OSError):
         return error.errno in _FULL
+    # The safetensors library, in Rust, reports the system's error as text.
     return any(f"os error {code}" in str(error) for code in _FULL)
 
 
 def best_step(folders: Mapping[int, Path]) -> int | None:
-    """The step of the checkpoint with the lowest evaluation loss, among those evaluated at their
-    own step.
-    """
+    """The step of the checkpoint with the lowest loss, among those evaluated at their own step."""
     losses: dict[int, float] = {}
     for step, folder in folders.items():
         progress = read_json(folder / checkpoint.STATE).get("progress", {})
@@ -335,8 +351,7 @@ def best_step(folders: Mapping[int, Path]) -> int | None:
 
 
 def find_checkpoint(source: Path, *, best: bool) -> Path:
-    """Find a checkpoint by its own folder, or by that of its run, of which it is the newest or the
-    best one.
+    """Find a checkpoint by its own folder, or the newest or best one by the folder of its run.
 
     Raises:
         UserError: there is none.

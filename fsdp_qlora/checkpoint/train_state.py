@@ -49,8 +49,10 @@ _PARAMETER = "parameter"  # the key of the parameter itself
 
 
 class Tensors(NamedTuple):
-    """The content of a safetensors file. forms: dtype and shape of each tensor. values: the
-    tensors, in that order.
+    """The content of a safetensors file.
+
+    forms: dtype and shape of each tensor. values: the tensors, in that order. They may be computed
+    as they are taken, one at a time, so that no rank holds all of them.
     """
 
     forms: Mapping[str, TensorForm]
@@ -95,15 +97,17 @@ class TrainState:
     @property
     def num_bytes(self) -> int:
         """Size of this rank's part in bytes."""
-        values = itertools.chain.from_iterable(map(self._local_values, self.parameters.values()))
-        return sum(value.numel() * value.element_size() for value in values)
+        return sum(
+            value.numel() * value.element_size()
+            for parameter in self.parameters.values()
+            for value in self._local_values(parameter)
+        )
 
     def contents(self) -> tuple[dict[str, Tensors], dict[str, Any]]:
         """The files that this rank writes, by name, and the description that `load` needs.
-        Collective.
 
-        Taking a value copies it to the host, and may be a collective: every rank must take all
-        values, in order.
+        Collective. Taking a value copies it to the host, and may be a collective: every rank must
+        take all values, in order.
         """
         layout = self._agreed_layout()
         is_sharded = self.is_large or _has_local(layout)
@@ -118,51 +122,45 @@ class TrainState:
             f"{name}/{key}": self._local_value(name, key, layout[name][key], is_sharded=is_sharded)
             for name, key in _tensors_of_file(layout, index)
         }
+        # Lazy: a value is copied, or gathered, when it is taken. The layout is the same on all
+        # ranks, so their gathers come in the same order.
         on_host = itertools.starmap(self._on_host, values.values())
-        is_first_replica = "replicate" not in (
-            self.mesh.mesh_dim_names or ()
-        ) or not self.mesh.get_local_rank(0)
-        if not (is_first_replica if is_sharded else self.ranks.is_rank_0):
-            for _ in on_host:  # gathering is a collective
+        has_replicas = "replicate" in (self.mesh.mesh_dim_names or ())
+        is_first_replica = not has_replicas or self.mesh.get_local_rank(0) == 0
+        writes = is_first_replica if is_sharded else self.ranks.is_rank_0
+        if not writes:
+            # Taken and dropped: gathering is a collective, and the writer waits for this rank.
+            for _ in on_host:
                 pass
             return {}, description
-        forms = {
-            name: TensorForm(
-                value.dtype,
-                tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]),
-            )
-            for name, (value, num_rows) in values.items()
-        }
+        forms = {}
+        for name, (value, num_rows) in values.items():
+            shape = tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:])
+            forms[name] = TensorForm(value.dtype, shape)
         return {_file(index): Tensors(forms, on_host)}, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
-        """Write the files returned by `contents`. All values are taken, even if this raises
-        OSError.
-        """
+        """Write the files from `contents`. All values are taken, even if it raises OSError."""
         return {name: write_tensors(folder / name, *content) for name, content in contents.items()}
 
     def check_finite(self) -> None:
         """Raise TrainingError on every rank if a parameter or its optimizer state is not finite.
+
         Collective.
         """
         names = list(self.parameters)
-        bad = [
-            index
-            for index, parameter in enumerate(self.parameters.values())
-            if not all(
-                value.isfinite().all()
-                for value in self._local_values(parameter)
-                if value.is_floating_point()
-            )
-        ]
-        first = (
-            gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
-        )
-        if first < len(names):
+        first = len(names)
+        for index, parameter in enumerate(self.parameters.values()):
+            values = (value for value in self._local_values(parameter) if value.is_floating_point())
+            if first == len(names) and not all(value.isfinite().all() for value in values):
+                first = index
+        # The first of any rank: a rank sees its own rows only.
+        lowest = int(gather_numbers([first], self.ranks.device).min().item())
+        if lowest < len(names):
             raise TrainingError(
-                f"{names[int(first)]} or its optimizer state has values that are not finite, so "
-                "nothing is saved. "
-                "Earlier checkpoints are intact. A lower --lr or --precision bf16/fp32 may help."
+                f"{names[lowest]} or its optimizer state has values that are not finite, so "
+                "nothing is saved. Earlier checkpoints are intact. A lower --lr or --precision "
+                "bf16/fp32 may help."
             )
 
     def _local_values(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -172,8 +170,9 @@ class TrainState:
                 yield value
 
     def _agreed_layout(self) -> _Layout:
-        """The entries to store for each parameter. A rank without rows of a parameter gets them
-        from the others.
+        """The entries to store for each parameter, the same on every rank. Collective.
+
+        A rank without rows of a parameter has no state of it, and gets them from the others.
         """
         local: _Layout = {}
         for name, parameter in self.parameters.items():
@@ -188,6 +187,8 @@ class TrainState:
         for name in self.parameters:
             described = [ranks_layout[name] for ranks_layout in by_rank if name in ranks_layout]
             layout[name] = described[0]
+            # A kind is told by the shape, which on one rank may be the shard's by chance. What the
+            # ranks describe differently is valid for this split alone.
             for key in {key for entry in described for key in entry}:
                 if any(entry.get(key) != described[0].get(key) for entry in described):
                     layout[name][key] = {"kind": "local"}
@@ -196,15 +197,14 @@ class TrainState:
     def _local_value(
         self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool
     ) -> tuple[torch.Tensor, int | None]:
-        """This rank's value of an entry, with 0 rows if it has none; and the number of rows to
-        gather (None: none).
+        """This rank's value of an entry, with 0 rows if it has none; and how many rows to gather.
+
+        The latter is None if nothing is gathered.
         """
         parameter = self.parameters[name]
-        value = (
-            local_part(parameter)
-            if key == _PARAMETER
-            else self.optimizer.state_of(parameter).get(key)
-        )
+        value: torch.Tensor | None = local_part(parameter)
+        if key != _PARAMETER:
+            value = self.optimizer.state_of(parameter).get(key)
         if value is None:
             dims = entry.get("dims", ())
             dtype = DTYPES[entry.get("dtype", "F32")]
@@ -214,15 +214,17 @@ class TrainState:
 
     def _on_host(self, value: torch.Tensor, num_rows: int | None) -> torch.Tensor:
         self.beat()
-        return (value if num_rows is None else gather_rows(value, num_rows, self.mesh)).to(
-            "cpu", copy=True
-        )
+        if num_rows is not None:
+            value = gather_rows(value, num_rows, self.mesh)
+        # A copy also where it is on the CPU: the next step changes parameters in place.
+        return value.to("cpu", copy=True)
 
     # --- reading ---
 
     def check(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that `load` could not load here, from its description alone. Called
-        on every rank.
+        """Refuse a checkpoint that `load` could not load here, from its description alone.
+
+        Called on every rank.
 
         Raises:
             UserError: it has other parameters, or requires another number of ranks; the same on
@@ -233,8 +235,8 @@ class TrainState:
         if _has_local(description["layout"]) and description["files"] != shard_size(self.mesh):
             raise UserError(
                 f"{folder} holds optimizer state that can be resumed on {description['files']} "
-                "ranks only, and this "
-                f"run has {shard_size(self.mesh)}. Start {description['files']} ranks."
+                f"ranks only, and this run has {shard_size(self.mesh)}. Start "
+                f"{description['files']} ranks."
             )
 
     def load(self, folder: Path, description: Mapping[str, Any]) -> None:
@@ -253,13 +255,15 @@ class TrainState:
             with torch.no_grad(), contextlib.ExitStack() as opened:
                 count = num_files if is_reader else 0
                 files = [opened.enter_context(_open_file(folder, index)) for index in range(count)]
+                # In the order of the model and of the description, which are the same on all ranks:
+                # `fill` may broadcast.
                 for name, parameter in self.parameters.items():
-                    values = {
-                        key: entry["value"]
-                        if entry["kind"] == "number"
-                        else fill(files, name, key, entry)
-                        for key, entry in layout[name].items()
-                    }
+                    values = {}
+                    for key, entry in layout[name].items():
+                        if entry["kind"] == "number":
+                            values[key] = entry["value"]
+                        else:
+                            values[key] = fill(files, name, key, entry)
                     self._put(parameter, values)
         except (FileNotFoundError, SafetensorError) as error:
             raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
@@ -269,6 +273,8 @@ class TrainState:
     ) -> torch.Tensor:
         device = self.ranks.device
         is_rows = entry["kind"] == "rows"
+        # Rank 0 alone has opened the file. The others know dtype and shape from the description,
+        # which was sent to them.
         if files:
             whole = files[0].get_tensor(f"{name}/{key}").to(device)
         else:
@@ -277,34 +283,37 @@ class TrainState:
                 (*num_rows, *entry["dims"]), dtype=DTYPES[entry["dtype"]], device=device
             )
         dist.broadcast(whole, src=0)
-        return whole[slice(*own_rows(self.parameters[name], self.mesh))] if is_rows else whole
+        if not is_rows:
+            return whole
+        start, stop = own_rows(self.parameters[name], self.mesh)
+        return whole[start:stop]
 
     def _fill_from_shards(
         self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]
     ) -> torch.Tensor:
         stored = f"{name}/{key}"
         if entry["kind"] != "rows":
-            value: torch.Tensor = files[
-                shard_rank(self.mesh) if entry["kind"] == "local" else 0
-            ].get_tensor(stored)
+            # `check` has refused local entries of another split; file 0 has what is stored once.
+            index = shard_rank(self.mesh) if entry["kind"] == "local" else 0
+            value: torch.Tensor = files[index].get_tensor(stored)
             return value
         start, stop = own_rows(self.parameters[name], self.mesh)
         num_rows = self.parameters[name].shape[0]
         parts = []
         for index, file in enumerate(files):
+            # The rows of this file that are this rank's; a file is not read for none.
             first, end = shard_bounds(num_rows, rank=index, size=len(files))
-            if max(start, first) < min(stop, end):
-                parts.append(
-                    file.get_slice(stored)[max(start, first) - first : min(stop, end) - first]
-                )
-        return (
-            torch.cat(parts)
-            if parts
-            else torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
-        )
+            low = max(start, first)
+            high = min(stop, end)
+            if low < high:
+                parts.append(file.get_slice(stored)[low - first : high - first])
+        if not parts:
+            return torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
+        return torch.cat(parts)
 
     def _put(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Store the values of a parameter and of its optimizer state. They may be on any device."""
+        # In place: FSDP2 has views of this memory, and the optimizer the very tensor.
         local = local_part(parameter)
         if local.numel():
             local.copy_(values.pop(_PARAMETER))
@@ -338,11 +347,10 @@ class StoredValues:
             description["shapes"],
             {name: list(value.shape) for name, value in trained.items()},
         )
-        tensors = (
-            *named.items(),
-            *((canonical_name(name), buffer) for name, buffer in persistent_buffers(model)),
-        )
-        self._names = {id(each): name for name, each in tensors}
+        # By identity: callers ask for a tensor of the model, and `==` compares values.
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        for name, buffer in persistent_buffers(model):
+            self._names[id(buffer)] = canonical_name(name)
         self._trained = trained
         self._read = read_frozen
         self._opened = contextlib.ExitStack()
@@ -370,21 +378,25 @@ def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any
         name for name in (own.keys() | stored.keys()) if own.get(name) != stored.get(name)
     )
     if changed:
+        names = ", ".join(changed[:4]) + (", ..." if len(changed) > 4 else "")
         raise UserError(
-            f"{folder} belongs to a model with other trainable parameters: {', '.join(changed[:4])}"
-            f"{', ...' if len(changed) > 4 else ''} differ."
+            f"{folder} belongs to a model with other trainable parameters: {names} differ."
         )
 
 
 def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
-    """The description of a stored value: its kind; of a tensor also its dtype and dims (without the
-    sharded dim).
+    """The description of a stored value: its kind; of a tensor also its dtype and dims.
+
+    Dims are without the sharded one, so that ranks with different numbers of rows agree.
     """
-    if isinstance(value, torch.Tensor):
-        kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
-        entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
-        return entry if kind == "local" else (entry | {"dims": list(value.shape[kind == "rows" :])})
-    return {"kind": "number", "value": value}
+    if not isinstance(value, torch.Tensor):
+        return {"kind": "number", "value": value}
+    dtype = DTYPE_NAMES[value.dtype]
+    if value.dim() == 0:
+        return {"kind": "once", "dtype": dtype, "dims": []}
+    if value.shape == local.shape:
+        return {"kind": "rows", "dtype": dtype, "dims": list(value.shape[1:])}
+    return {"kind": "local", "dtype": dtype}
 
 
 def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,8 @@ class ContextGroup:
         self.size = size
         self.rank = rank
         self.group = group
-        self._sent: deque[dist.Work] = deque()  # they keep what is sent alive
+        # Sends that may not be done. A work object keeps the memory of what it sends alive.
+        self._sent: deque[dist.Work] = deque()
 
     def own(self, length: int, rank: int | None = None) -> slice:
         """The part of this rank, or of another of the group, among so many tokens or heads."""
@@ -40,8 +41,9 @@ class ContextGroup:
         return slice(first, first + count)
 
     def to_heads(self, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries [1, H, T / N, D], keys and values [1, G, T / N, D] of a rank's tokens become
-        those of its heads.
+        """Exchange a rank's tokens of all heads for all tokens of its heads.
+
+        Takes queries [1, H, T / N, D], keys and values [1, G, T / N, D].
 
         H is a multiple of N: model/row_sharing.py has refused other sizes.
 
@@ -49,52 +51,60 @@ class ContextGroup:
             [1, H / N, T, D], and of keys and values [1, G' / N, T, D]: fewer heads than ranks are
             repeated to G'.
         """
-        query, *others = projected
-        repeats = self.size // math.gcd(self.size, others[0].shape[1])
+        query, *keys_and_values = projected
+        repeats = self.size // math.gcd(self.size, keys_and_values[0].shape[1])
         if repeats > 1:
-            others = [heads.repeat_interleave(repeats, dim=1) for heads in others]
-        parts = (
-            heads[0].unflatten(0, (self.size, -1)).transpose(1, 2) for heads in (query, *others)
-        )
-        return tuple(self._exchanged(part).flatten(0, 1).transpose(0, 1)[None] for part in parts)
+            # Each head beside its copies: queries of a rank stay with the keys that they had.
+            keys_and_values = [heads.repeat_interleave(repeats, dim=1) for heads in keys_and_values]
+        of_own_heads = []
+        # One exchange each, in the order of the arguments, on every rank of the group.
+        for heads in (query, *keys_and_values):
+            by_rank = heads[0].unflatten(0, (self.size, -1)).transpose(1, 2)  # [N, T / N, H / N, D]
+            received = self._exchanged(by_rank)
+            of_own_heads.append(received.flatten(0, 1).transpose(0, 1)[None])  # [1, H / N, T, D]
+        return tuple(of_own_heads)
 
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
-        """The outputs of attention for a rank's heads, [T, H / N, D], become those of its tokens,
-        [T / N, H, D].
-        """
+        """Exchange outputs of attention for a rank's heads, [T, H / N, D], for [T / N, H, D]."""
         return self._exchanged(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 
     def pieces(self, lengths: list[int]) -> tuple[list[int], bool, bool]:
-        """The tokens of documents in this rank's part of T, whether the first began before, and the
-        last goes on.
+        """The documents in this rank's part of T.
+
+        Returns:
+            Numbers of their tokens here, whether the first began before, and the last goes on.
         """
         own = self.own(sum(lengths))
         ends = [0, *itertools.accumulate(lengths)]
-        found = [
-            min(end, own.stop) - max(start, own.start) for start, end in itertools.pairwise(ends)
-        ]
-        return (
-            [length for length in found if length > 0],
-            own.start not in ends,
-            own.stop not in ends,
-        )
+        here = []
+        for start, end in itertools.pairwise(ends):
+            length = min(end, own.stop) - max(start, own.start)
+            if length > 0:
+                here.append(length)
+        return here, own.start not in ends, own.stop not in ends
 
     def hand_on(self, values: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Send values to the next rank, without a wait; if it trains, it returns the gradient of
-        what is returned.
+        """Send values to the next rank, without a wait.
+
+        If it trains, the gradient of what is returned is the one that the next rank sends back.
         """
         self._send(values.detach().contiguous(), self.rank + 1)
         if trains:
+            # The hook needs a place in the graph also where nothing before it trains.
             values = values if values.requires_grad else values.detach().requires_grad_()
+            # In backward the ranks go in the reverse order. This one waits here for what the next
+            # one sends back, which waits for nothing from this rank within the same layer.
             values.register_hook(
                 lambda grad: self._receive(grad.new_empty(grad.shape), self.rank + 1)
             )
         return values
 
     def take_over(self, values: torch.Tensor, *, trains: bool) -> torch.Tensor:
-        """Fill a leaf of the graph with what the rank before hands on. Its gradient is sent back
-        when it is known.
+        """Fill a leaf of the graph with what the rank before hands on.
+
+        Its gradient is sent back when it is known.
         """
+        # In place, so the caller has allocated memory of the right shape: nothing is asked for.
         self._receive(values.detach(), self.rank - 1)
         if trains:
             values.requires_grad_().register_post_accumulate_grad_hook(self._return_gradient)
@@ -107,7 +117,8 @@ class ContextGroup:
 
     def _send(self, values: torch.Tensor, rank: int) -> None:
         self._sent += self._start(dist.isend, values, rank)
-        # of a few layers; the other rank may not have asked for the last ones yet
+        # Those of a few layers may be under way, since the other rank may not have asked for the
+        # last ones yet. A wait for each would make ranks work one after another.
         while len(self._sent) > 8:
             self._sent.popleft().wait()
 
@@ -127,9 +138,7 @@ class ContextGroup:
         )
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, differentiable; each rank has a share of what is
-        computed of it.
-        """
+        """The sum over the ranks, differentiable; each rank computes a share of what follows."""
         result: torch.Tensor = _Summed.apply(values, self.group) if self.size > 1 else values
         return result
 
@@ -143,6 +152,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
+        # all_to_all_single divides the memory, not the tensor.
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         if not parts.is_meta:
@@ -151,6 +161,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Part i came from rank i and its gradient goes back there: the same exchange.
         return _AllToAll.apply(grads[0], ctx.group), None
 
 
@@ -158,22 +169,26 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
-        total = values.clone()
+        total = values.clone()  # all_reduce works in place, and autograd may have saved the values
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Each rank has the gradient of its share of what follows: the whole one is their sum.
         return _Summed.apply(grads[0], ctx.group), None
 
 
 class Tied(torch.autograd.Function):
-    """Tied.apply(output, values) is the output, whose backward pass also reaches values that were
-    handed on.
+    """Tied.apply(output, values): the output; its backward pass also reaches values handed on.
+
+    Without it autograd would not call their hook, since nothing on this rank depends on them, and
+    the next rank's gradient would not be received.
     """
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        # One element, expanded, in no memory: the hook puts the next rank's gradient in its place.
         ctx.zeros = values.new_zeros(()).expand(values.shape)
         return output.view_as(output)
 

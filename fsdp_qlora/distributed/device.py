@@ -1,6 +1,4 @@
-"""Chooses a rank's device, explains why a GPU that exists cannot be used,
-and copies a batch to it.
-"""
+"""Chooses a rank's device, explains why a GPU cannot be used, and copies a batch to it."""
 
 import os
 import subprocess
@@ -10,8 +8,11 @@ from typing import Any
 import torch
 
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import plural
 
-_ALIGNMENT = 64  # bytes: where each tensor starts in a shared buffer
+# Bytes: where each tensor starts in a shared buffer. A view as another dtype needs a multiple of
+# its size, and kernels load faster from an aligned start.
+_ALIGNMENT = 64
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
@@ -44,12 +45,13 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 
 
 def make_deterministic() -> None:
-    """Make torch use only deterministic kernels, and raise where none exists. Call it before the
-    GPU is used.
+    """Make torch use only deterministic kernels, and raise where none exists.
+
+    Call it before the GPU is used.
     """
-    # cuBLAS is deterministic with a fixed workspace only
+    # cuBLAS is deterministic with a fixed workspace only, and reads this when it is initialized.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # transformers passes it on to flash-attn
+    # transformers passes it on to flash-attn.
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
@@ -69,8 +71,9 @@ def configure_kernels() -> None:
 
 
 def gpu_problem() -> str | None:
-    """Explain why torch cannot use GPUs that the driver lists. None if it lists none, or they are
-    hidden on purpose.
+    """Explain why torch cannot use GPUs that the driver lists.
+
+    None if it lists none, or they are hidden on purpose.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
@@ -78,7 +81,7 @@ def gpu_problem() -> str | None:
     if not cards:
         return None
     name, driver = cards[0]
-    gpus = f"{len(cards)} NVIDIA GPU{'s' * (len(cards) > 1)} ({name}, driver {driver})"
+    gpus = f"{plural(len(cards), 'NVIDIA GPU')} ({name}, driver {driver})"
     if torch.version.cuda is None:
         reason = f"the installed torch {torch.__version__} is built for the CPU"
         advice = "Install one that is built for CUDA: pip install --force-reinstall torch"
@@ -89,9 +92,8 @@ def gpu_problem() -> str | None:
         )
         advice = (
             f"Install a driver for CUDA {torch.version.cuda} or newer, or a torch for the CUDA "
-            "version that nvidia-smi "
-            "shows, such as 12.6: pip install --force-reinstall torch --index-url "
-            "https://download.pytorch.org/whl/cu126"
+            "version that nvidia-smi shows, such as 12.6: pip install --force-reinstall torch "
+            "--index-url https://download.pytorch.org/whl/cu126"
         )
     return (
         f"This machine has {gpus}, but {reason}. {advice}. To train on the CPU, give --device cpu."
@@ -111,23 +113,27 @@ def _listed_cards() -> list[tuple[str, str]]:
 
 
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy the tensors among some values from the CPU to the device; other values stay as they are.
+    """Copy the tensors among some values from the CPU to the device; other values stay.
 
     All tensors are packed into one pinned buffer, so that the host never waits for the copy: from
     pageable memory the driver copies at most 64 KiB asynchronously. torch's allocator reuses the
     pinned buffer only after the copy is done.
     """
+    result = dict(values)
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if device.type != "cuda":
-        return dict(values) | {name: tensor.to(device) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            result[name] = tensor.to(device)
+        return result
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for part, tensor in zip(pinned.split(sizes), tensors.values(), strict=True):
         _like(tensor, part).copy_(tensor)
+    # One buffer on the device as well. The tensors are views of it, which keep it alive.
     parts = pinned.to(device, non_blocking=True).split(sizes)
-    return dict(values) | {
-        name: _like(tensors[name], part) for name, part in zip(tensors, parts, strict=True)
-    }
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        result[name] = _like(tensor, part)
+    return result
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

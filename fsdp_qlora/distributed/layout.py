@@ -1,6 +1,4 @@
-"""How the ranks share a model and its rows: shards, replicas,
-and groups for context parallelism.
-"""
+"""How the ranks share a model and its rows: shards, replicas, and context parallelism."""
 
 from dataclasses import dataclass
 
@@ -45,8 +43,7 @@ class Layout:
         if self.per_node % self.context_size or self.world_size % self.context_size:
             raise UserError(
                 f"--context_parallel_size {self.context_size} must divide both the {self.per_node} "
-                "ranks of a machine "
-                f"and the {self.world_size} ranks of the run."
+                f"ranks of a machine and the {self.world_size} ranks of the run."
             )
 
     @property
@@ -67,22 +64,26 @@ class Layout:
 
     @property
     def communicators(self) -> list[tuple[int, bool]]:
-        """NCCL's communicators of a rank: its ranks in a machine, and whether they exchange tokens
-        (all-to-all).
-        """
-        world = (self.per_node, self.world_size in (self.num_shards, self.context_size))
-        # several copies, each shared by several ranks
-        is_hybrid = 1 < self.num_shards < self.world_size
-        hybrid = [(self.per_node, True), (1, False)] if is_hybrid else []  # shards, replicas
-        shared = [(self.context_size, True)] if 1 < self.context_size < self.world_size else []
-        return [world, *hybrid, *shared] if self.world_size > 1 else []
+        """NCCL's communicators of a rank: ranks in its machine, and whether it has all-to-alls."""
+        if self.world_size == 1:
+            return []
+        # The group of all ranks serves as the one of shards or of context where they are all ranks.
+        found = [(self.per_node, self.world_size in (self.num_shards, self.context_size))]
+        # Several copies, each shared by several ranks: groups of shards, and of replicas.
+        if 1 < self.num_shards < self.world_size:
+            found += [(self.per_node, True), (1, False)]
+        if 1 < self.context_size < self.world_size:
+            found.append((self.context_size, True))
+        return found
 
     @property
     def p2p_channels(self) -> int:
-        """The most NCCL channels, each with buffers, of two ranks that exchange tokens; NCCL takes
-        32 with NVLink.
+        """The most NCCL channels, each with buffers, of two ranks that exchange tokens.
+
+        By itself NCCL takes 32 with NVLink.
         """
-        return 16 if self.context_size > 1 else 4  # lookups of the vocabulary need few
+        # Lookups of the vocabulary send little, and need few.
+        return 16 if self.context_size > 1 else 4
 
     @property
     def nccl_settings(self) -> dict[str, str]:

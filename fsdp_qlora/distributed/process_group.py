@@ -45,15 +45,14 @@ def start_process_group(
             "TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200"
         )
     if ranks.device.type == "cuda":
-        defaults = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (
-            layout or ranks.layout("full_shard")
-        ).nccl_settings
-        os.environ.update(
-            {name: value for name, value in defaults.items() if name not in os.environ}
-        )
+        layout = layout or ranks.layout("full_shard")
+        # NCCL reads its variables when the first communicator is made, so before the group.
+        for name, value in {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **layout.nccl_settings}.items():
+            os.environ.setdefault(name, value)
         if not backend and ranks.local_world_size > 1:
             _warn_of_small_shared_memory()
     store = store or connect(ranks, timeout_minutes=timeout_minutes)
+    # With a GPU there are two backends, of which a tensor's device chooses one.
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"),
         timeout=datetime.timedelta(minutes=timeout_minutes),
@@ -64,16 +63,16 @@ def start_process_group(
 
 
 def _warn_of_small_shared_memory(folder: str = "/dev/shm") -> None:
-    """Warn of little shared memory, which NCCL uses between GPUs without peer access (docker's
-    default is 64 MiB).
+    """Warn of little shared memory, which NCCL uses between GPUs without peer access.
+
+    docker's default is 64 MiB.
     """
     with contextlib.suppress(OSError):
         size = shutil.disk_usage(folder).total
         if size < 2**30 and os.environ.get("NCCL_SHM_DISABLE") != "1":
             log.warning(
                 "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, "
-                "start the container "
-                "with --shm-size 1g or more, or with --ipc host.",
+                "start the container with --shm-size 1g or more, or with --ipc host.",
                 folder,
                 size // 2**20,
             )
@@ -84,12 +83,14 @@ def gather_numbers(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """All-gather a list of numbers: float64 [ranks of the group, len(values)] on the CPU of every
-    rank.
+    """All-gather a list of numbers: float64 [ranks of the group, len(values)], on the CPU.
 
-    Values may be tensors without dims on any device. The host waits for the GPU once, when the
+    Collective: every rank of the group gives as many. Values may be tensors without dims on any
+    device. The host waits for the GPU once, when the
     result is copied back.
     """
+    # Plain numbers are copied to the device together; tensors are added there, where they are, so
+    # that the host need not know them.
     floats = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
     host = torch.tensor(floats, dtype=torch.float64, pin_memory=device.type == "cuda")
     local = host.to(device, non_blocking=True)
@@ -105,47 +106,51 @@ def gather_numbers(
 def raise_on_all_ranks(
     kind: type[Exception], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """If the block raises an error of `kind` on one rank, raise it on every rank: the others would
-    wait for a timeout.
+    """If the block raises an error of `kind` on one rank, raise it on every rank.
 
-    The block must raise it on that rank after its last collective.
+    Otherwise the others would wait for a timeout. Collective. The block must raise it on that rank
+    after its last collective: the exchange at its end is the next one on every rank.
     """
     failure = ""
     try:
         yield
     except kind as error:
         failure = str(error)
-    is_alone = not dist.is_initialized()  # a command of one process
-    failure = next(
-        filter(None, [failure] if is_alone else all_gather_strings(failure, device, group)), ""
-    )
+    # Any other error leaves here at once, and the presence ends the other ranks.
+    if dist.is_initialized():  # not in a command of one process
+        failures = all_gather_strings(failure, device, group)
+        failure = next(filter(None, failures), "")  # of the first rank, the same on all
     if failure:
         raise kind(failure)
 
 
 def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
-    """Check that every rank works on the same input: each computes order, loss and learning rate by
-    itself.
+    """Check that every rank works on the same input. Collective.
+
+    Each computes order, loss and learning rate by itself.
 
     Args:
         facts: name for messages -> value. The values' repr are compared.
     Raises:
         UserError: some ranks have another value than rank 0; the same message on every rank.
     """
+    # 52 bits, which float64 holds exactly.
     digests = gather_numbers([derive_seed(value) % 2**52 for value in facts.values()], device)
     for name, column in zip(facts, digests.T, strict=True):
         different = (column != column[0]).nonzero().flatten().tolist()
         if different:
+            noun = "rank" if len(different) == 1 else "ranks"
+            listed = ", ".join(map(str, different[:16]))
             raise UserError(
-                f"The ranks do not agree on {name}: rank{'s' * (len(different) > 1)} "
-                f"{', '.join(map(str, different[:16]))} differ from rank 0. Give every node the "
-                "same command and files."
+                f"The ranks do not agree on {name}: {noun} {listed} differ from rank 0. Give every "
+                "node the same command and files."
             )
 
 
 def release_cached_memory(device: torch.device) -> float:
-    """Return cached GPU memory to the device, and begin a new peak; returns the last one, GiB
-    reserved; 0 on a CPU.
+    """Return cached GPU memory to the device, and begin a new peak.
+
+    Returns the last peak, GiB reserved; 0 on a CPU.
     """
     if device.type != "cuda":
         return 0.0
@@ -171,10 +176,10 @@ def stop_process_group() -> None:
 
 @contextlib.contextmanager
 def process_group_closed() -> Iterator[None]:
-    """End the process group with the block, in which another function holds the model: see
-    `stop_process_group`.
+    """End the process group with the block, in which another function holds the model.
 
-    After a failure the group is aborted, since another rank may be gone, or may wait for this one.
+    See `stop_process_group`. After a failure the group is aborted, since another rank may be gone,
+    or may wait for this one.
     """
     try:
         yield
@@ -194,6 +199,8 @@ def all_gather_strings(
 ) -> list[str]:
     """All-gather a text, as UTF-8 bytes and without pickle."""
     content = text.encode()
+    # Two gathers, since an all-gather needs the same size from every rank. All ranks see the same
+    # lengths, so all leave out the second one if there is nothing to send.
     lengths = gather_numbers([len(content)], device, group).flatten().int().tolist()
     size = max(lengths)
     if not size:

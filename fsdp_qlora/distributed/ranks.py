@@ -44,6 +44,7 @@ def read_ranks(device: str = "auto") -> Ranks:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = choose_device(device, local_rank)
+    # Libraries that ask for "the GPU" get this one: otherwise all ranks would use GPU 0.
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return Ranks(
@@ -62,12 +63,13 @@ def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None)
         stream: stdout if None.
     """
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
-    log.propagate = False
+    log.propagate = False  # the root logger's handlers, such as a notebook's, would print it twice
     log.handlers.clear()
     log.addHandler(LineHandler(stream or sys.stdout) if ranks.is_rank_0 else logging.NullHandler())
 
 
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed that depends only on `parts`, equal on every machine."""
+    # Not Python's hash, which differs between processes for texts.
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

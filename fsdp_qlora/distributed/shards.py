@@ -24,6 +24,7 @@ def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
         return init_device_mesh(ranks.device.type, (layout.num_shards,), mesh_dim_names=("shard",))
     sizes = (layout.num_replicas, layout.num_shards)
     mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    # init_device_mesh has no option for it.
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(timeout_of_world(), group)
     return mesh
@@ -49,6 +50,7 @@ def shard_rank(mesh: DeviceMesh) -> int:
 
 def shard_bounds(num_rows: int, *, rank: int, size: int) -> tuple[int, int]:
     """The rows [start, stop) of dim 0 that FSDP2 gives to `rank` of `size`, as in `torch.chunk`."""
+    # Ranks at the end may get fewer rows, or none.
     chunk = -(-num_rows // size)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
@@ -59,9 +61,7 @@ def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def padded_rows(parameter: torch.Tensor) -> int:
-    """Number of rows that FSDP2 gathers from every rank, with padding: as many as the first rank
-    has.
-    """
+    """Number of rows that FSDP2 gathers from every rank: as many as the first has, with padding."""
     assert isinstance(parameter, DTensor)
     return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
 
@@ -74,6 +74,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Copy `values` into this rank's rows of a parameter (all rows if it is not sharded)."""
+    # In place: FSDP2 and the optimizer have views of this memory. It also casts and moves.
     local = local_part(parameter)
     local.copy_(values.view(local.shape))
 
@@ -92,13 +93,16 @@ def whole_weights(module: FSDPModule) -> Iterator[None]:
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
-    """All-gather a tensor that `shard_bounds` has split along dim 0. Returns [num_rows, ...] on
-    every rank.
+    """All-gather a tensor that `shard_bounds` has split along dim 0.
+
+    Returns [num_rows, ...] on every rank. Collective.
     """
     size = shard_size(mesh)
     chunk = -(-num_rows // size)
     dims = local.shape[1:]
     padded = local.contiguous()
+    # An all-gather needs the same size from every rank. Only the last ranks have fewer rows, so the
+    # padding is behind `num_rows`.
     if len(local) < chunk:
         padded = torch.cat([local, local.new_zeros((chunk - len(local), *dims))])
     whole = local.new_empty((chunk * size, *dims))

@@ -1,6 +1,4 @@
-"""Communication between ranks before the process group exists,
-through the store that rank 0 opens.
-"""
+"""Communication between ranks before the process group exists, through rank 0's store."""
 
 import contextlib
 import datetime
@@ -19,9 +17,9 @@ from fsdp_qlora.utils.errors import LostRank, UserError
 
 log = logging.getLogger("fsdp_qlora")
 _START_SECONDS = 30.0  # most time between the starts of two ranks of one command
-# another program may listen at the port, and never answer
+# Another program may listen at the port, and never answer.
 _ANSWER_TIMEOUT = datetime.timedelta(minutes=1)
-_DOWNLOAD_HOURS = 24.0
+_DOWNLOAD_HOURS = 24.0  # a download of hundreds of GB over a slow line takes many of them
 MAX_WAIT_MINUTES = 5.0  # for rank 0 before training begins; later, it was most likely never started
 
 
@@ -45,6 +43,8 @@ def connect(
         return dist.HashStore()
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
+    # Rank 0 waits for nobody here, and the others for rank 0 alone: the presence finds any other
+    # rank that was never started, and can name it.
     if not ranks.is_rank_0:
         _wait_for_store(
             ranks.rank, address, port, min(wait_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES)
@@ -53,11 +53,11 @@ def connect(
     if ranks.is_rank_0 and resolved is not None and resolved.is_global:
         log.warning(
             "The store of this run listens at %s:%d, which is a public address, and has no "
-            "password: close the port to "
-            "all but the run's own nodes.",
+            "password: close the port to all but the run's own nodes.",
             address,
             port,
         )
+    # torchrun's agent hosts the store in its own process, and rank 0 is one more client.
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks.is_rank_0 and not is_agents
     timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -92,8 +92,9 @@ def connect(
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
-    """Wait for rank 0's store. torch itself would wait for twice the timeout and then print pages
-    of C++ frames.
+    """Wait for rank 0's store.
+
+    torch itself would wait for twice the timeout and then print pages of C++ frames.
     """
     reason = ""
 
@@ -101,7 +102,8 @@ def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
         nonlocal reason
         try:
             with socket.create_connection((address, port), timeout=10) as connection:
-                # a TCP socket may connect to itself
+                # A socket may connect to itself: where nobody listens, the system may give it the
+                # very port that it asks for.
                 return bool(connection.getsockname() != connection.getpeername())
         except OSError as error:
             reason = error.strerror or str(error)
@@ -126,11 +128,10 @@ def _resolve(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 def _listen_on_loopback(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address | None, port: int
 ) -> int | None:
-    """Open a listening socket if `address` is a loopback address, so all ranks are on this machine;
-    otherwise None.
+    """Open a listening socket if `address` is a loopback address; otherwise None.
 
-    By itself torch's store listens on every interface, and anyone who reaches the port can read and
-    write it.
+    Then all ranks are on this machine. By itself torch's store listens on every interface, and
+    anyone who reaches the port can read and write it.
     """
     if address is None or not address.is_loopback:
         return None
@@ -162,6 +163,8 @@ def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
 def once_per_machine(ranks: Ranks, store: dist.Store, work: Callable[[], str], what: str) -> str:
     """Call `work`, a download, on local rank 0 and return its result on every rank of the machine.
 
+    Through the store and not a collective: it may take hours, and a group would time out.
+
     Args:
         what: name of the work for messages, such as "the download of owner/model"; unique in this
         start.
@@ -180,16 +183,17 @@ def once_per_machine(ranks: Ranks, store: dist.Store, work: Callable[[], str], w
         _tell_machine(["done", result], what, ranks, store)
         return result
     try:
+        # Polled: a `get` would block the store's connection, and Python's signals with it.
         is_over = _becomes_true(
             lambda: store.check([f"{what}/{first}"]), seconds=3600 * _DOWNLOAD_HOURS
         )
-        late = [
-            "failed",
-            f"it takes more than {_DOWNLOAD_HOURS:g} hours, so its process may be stuck.",
-        ]
-        outcome, text = json.loads(store.get(f"{what}/{first}")) if is_over else late
+        outcome = "failed"
+        text = f"it takes more than {_DOWNLOAD_HOURS:g} hours, so its process may be stuck."
+        if is_over:
+            outcome, text = json.loads(store.get(f"{what}/{first}"))
     except RuntimeError as error:
         raise LostRank(f"Rank 0 has ended while rank {ranks.rank} waited for {what}.") from error
+    # The first rank waits for this before it ends, and the store may end with it.
     with contextlib.suppress(RuntimeError):
         store.add(f"{what}/{first}/heard", 1)
     if outcome == "refused":
@@ -207,6 +211,7 @@ def all_gather_via_store(value: str, what: str, ranks: Ranks, store: dist.Store)
     Raises:
         LostRank: rank 0 has ended, or another rank does not get to this point.
     """
+    # All set first and then get, so the order of arrival does not matter; `get` waits for a key.
     store.set(f"{what}/{ranks.rank}", value)
     try:
         return [store.get(f"{what}/{rank}").decode() for rank in range(ranks.world_size)]
@@ -217,8 +222,9 @@ def all_gather_via_store(value: str, what: str, ranks: Ranks, store: dist.Store)
 
 
 def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store) -> None:
-    """Send the answer to the other ranks, and wait until they have read it: the store may end with
-    this process.
+    """Send the answer to the other ranks of the machine, and wait until they have read it.
+
+    The store may end with this process.
     """
     with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
         store.set(f"{what}/{ranks.rank}", json.dumps(answer))
@@ -227,10 +233,13 @@ def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store)
 
 
 def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Poll a condition ten times a second; False on timeout. Python handles signals between the
-    polls.
+    """Poll a condition ten times a second; False on timeout.
+
+    Python handles signals between the polls.
     """
     end = time.monotonic() + seconds
-    while not (is_true := condition()) and time.monotonic() < end:
+    while not condition():
+        if time.monotonic() >= end:
+            return False
         time.sleep(0.1)
-    return is_true
+    return True

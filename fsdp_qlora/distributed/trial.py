@@ -23,39 +23,45 @@ def problem_of_two_ranks(device: str, **variables: str) -> str:
     """
     end = time.monotonic() + MAX_SECONDS
     problems = []
-    variables = os.environ | variables | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common = os.environ | variables | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", __name__, device, f"{folder}/store"]
-        own = [variables | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-        ranks = [
-            subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) for env in own
-        ]
-        for rank in ranks:
+        command = [sys.executable, "-m", __name__, device, f"{folder}/store"]
+        processes = []
+        for rank in "01":
+            environment = common | {"RANK": rank, "LOCAL_RANK": rank}
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+            )
+        for process in processes:
             try:
-                _, said = rank.communicate(timeout=max(0.1, end - time.monotonic()))
-                lines = [line for line in said.splitlines() if "Error: " in line] or [
-                    f"status {rank.returncode}"
-                ]
-                problems += lines[-1:] if rank.returncode else []
+                # One limit for both: the second one gets what the first has left.
+                remaining = max(0.1, end - time.monotonic())
+                _, errors = process.communicate(timeout=remaining)
             except subprocess.TimeoutExpired:
                 problems.append(f"no answer within {MAX_SECONDS} s")
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+                continue
+            if process.returncode:
+                lines = [line for line in errors.splitlines() if "Error: " in line]
+                problems.append(lines[-1] if lines else f"status {process.returncode}")
+        # Also those that have ended, which `wait` reaps.
+        for process in processes:
+            process.kill()
+            process.wait()
     return problems[0] if problems else ""
 
 
 def exchange(device: torch.device) -> None:
-    """Run on one of two ranks: a sum and a gather with known results. Raises RuntimeError if they
-    arrive otherwise.
+    """Run on one of two ranks: a sum and a gather with known results.
+
+    Raises RuntimeError if they arrive otherwise.
     """
     numbers = torch.arange(2**14, dtype=torch.float32)
     total = (numbers + dist.get_rank()).to(device)
     dist.all_reduce(total)
     if not torch.equal(total.cpu(), 2 * numbers + 1):
         raise RuntimeError("an all-reduce gives wrong sums")
-    # quantized weights have all of them, NaNs included
+    # All patterns of 16 bits, NaNs included: quantized weights have them all, viewed as bf16.
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     gathered = torch.empty(2 * len(bits), dtype=torch.bfloat16, device=device)
     dist.all_gather_into_tensor(gathered, bits.view(torch.bfloat16).to(device))

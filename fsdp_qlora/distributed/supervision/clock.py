@@ -1,4 +1,4 @@
-"""Clocks, the heartbeat, calls with a time limit, and processes that can be ended whatever they do.
+"""Clocks, the heartbeat, calls with a time limit, and processes that can always be ended.
 
 No clock is the time of day, which people and NTP change.
 """
@@ -18,20 +18,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has it
+# Linux alone has a clock that goes on while the machine is suspended.
+_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 # In the order of a step: ranks in a later phase wait for a rank in an earlier one.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Not -m, and without "" on the path: both would import modules of the current folder.
 _WORK = "import sys; sys.path[:] = [{!r}, *filter(None, sys.path)]; from {} import work; work()"
-_SLICE_SECONDS = 0.5  # a wait is divided into slices
+_SLICE_SECONDS = 0.5  # a wait is divided into slices, so that a pause takes one of them at most
 _PAUSE_RATIO = 10.0  # a duration of so many times the second longest includes a pause
 
 
 def elapsed() -> float:
-    """Seconds, including time in which the machine was suspended:
-    for deadlines and rented hours.
-    """
+    """Seconds, also while the machine was suspended: for deadlines and rented hours."""
     return time.clock_gettime(_SINCE_BOOT)
 
 
@@ -52,6 +51,7 @@ def begun(function: Callable[[], T]) -> Future[T]:
                 error if isinstance(error, Exception) else RuntimeError(repr(error))
             )
 
+    # A thread of its own and no pool's: Python waits for a pool's threads at its end.
     threading.Thread(target=call, name="begun-call", daemon=True).start()
     return result
 
@@ -78,12 +78,11 @@ def within(
 
 
 class Worker:
-    """A process that answers lines, for the code of others. It starts with the first line, and
-    again when it has ended.
+    """A process that answers lines, for the code of others.
 
-    It is no `ProcessPoolExecutor`: that one imports the main module again (a script without a guard
-    would train in each worker) and modules of the current folder, and does not end a call that
-    takes too long.
+    It starts with the first line, and again when it has ended. It is no `ProcessPoolExecutor`: that
+    one imports the main module again (a script without a guard would train in each worker) and
+    modules of the current folder, and does not end a call that takes too long.
 
     Args:
         module: its function `work` answers each line of stdin with one on stdout. seconds: for an
@@ -96,12 +95,14 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def _exchange(self, line: str, seconds: float | None = None) -> tuple[str, int]:
-        """The process's answer to a line; "" and its exit status if there is none in time, after
-        which it has ended.
+        """The process's answer to a line; "" and its exit status if there is none in time.
+
+        In the latter case it has ended.
         """
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-c", _WORK.format(_ROOT, self._module)]
             pipe = subprocess.PIPE
+            # A session of its own: a Ctrl-C is for this process, and `close` ends the group.
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
             )
@@ -115,6 +116,7 @@ class Worker:
 
         with contextlib.suppress(BrokenPipeError, TimeoutError):
             reply = within(seconds or self._seconds, send_and_receive)
+            # A line without its end is what a process has left that ended while it wrote.
             if reply.endswith("\n"):
                 return reply, 0
         return "", self.close()
@@ -131,10 +133,12 @@ class Worker:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process grow by this much at most. Not by RLIMIT_AS: CUDA reserves far more
-    addresses than it uses.
+    """Let this process grow by this much at most.
+
+    Not by RLIMIT_AS: CUDA reserves far more addresses than it uses.
     """
     with contextlib.suppress(OSError, ValueError):  # not Linux, or less is allowed already
+        # The sixth number: pages of data and stack, which RLIMIT_DATA counts (man 5 proc).
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
 
@@ -166,8 +170,10 @@ class Heartbeat:
         self.at = time.monotonic()
 
     def beat(self, step: int, phase: str) -> None:
-        """Record that this rank has reached a phase (see PHASES) of a step. Costs no more than an
-        assignment.
+        """Record that this rank has reached a phase (see PHASES) of a step.
+
+        Without a lock, so that it costs no more than assignments: the watchdog may see a step with
+        the phase before, which only a message shows.
         """
         self.step = step
         self.phase = phase

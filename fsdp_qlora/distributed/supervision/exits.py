@@ -1,6 +1,4 @@
-"""Reports failures of a run: in status.json, to the other ranks,
-and to the user in one sentence.
-"""
+"""Reports failures of a run: in status.json, to the other ranks, and to the user in a sentence."""
 
 import contextlib
 import errno
@@ -48,8 +46,7 @@ _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) mem
 
 @contextlib.contextmanager
 def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
-    """Report a failure in the block at once: to its presence's `on_end`, to the other ranks and to
-    the user.
+    """Report a failure in the block at once: to `on_end`, to the other ranks and to the user.
 
     Put it directly around the training. Closing outer blocks may take minutes; by then the other
     ranks would have reported this one as lost, and torchrun would have killed it without a message.
@@ -62,6 +59,7 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
     try:
         yield
     except (RunStopped, UserError, TrainingError) as error:
+        # The other errors here were raised on every rank, which need not be told.
         if isinstance(error, RankError):
             watchdog.presence.abort_or_exit(str(error))
             print_error(error)
@@ -75,6 +73,8 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
                 error, kind, watchdog.ranks.rank, where, memory_settings
             )
             failure: Exception = OutOfMemory(message)
+            # First the others, who wait for this rank, and the print only if none was before: the
+            # order leaves one message of the cause on the screen.
             watchdog.presence.abort_or_exit(str(failure), state=how_it_ends(failure).state)
             print_error(failure)
         elif is_lost(error):
@@ -82,9 +82,8 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
             step = watchdog.heartbeat.step + 1
             failure = LostRank(
                 f"The connection to another rank was lost in step {step}: it has ended. Its own "
-                "output says why, by a "
-                "traceback or by one line of a bitsandbytes kernel, which begins with `Error` and "
-                "names a file of csrc."
+                "output says why, by a traceback or by one line of a bitsandbytes kernel, which "
+                "begins with `Error` and names a file of csrc."
             )
         else:
             text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
@@ -98,8 +97,9 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
 
 @contextlib.contextmanager
 def aborting_others(presence: Presence) -> Iterator[None]:
-    """Record how the block ends. Before training begins, tell the other ranks, which may wait until
-    a timeout.
+    """Record how the block ends. Before training begins, also tell the other ranks.
+
+    They may wait for this one until a timeout.
 
     Raises:
         LostRank: a collective or the store failed. If another rank reports the cause, the process
@@ -150,6 +150,7 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
 def exhausted_memory(error: Exception) -> str | None:
     """The exhausted memory that an error reports, "GPU" or "host"; None for any other error."""
     text = str(error)
+    # The host first: torch reports both kinds as a RuntimeError, told apart by their words alone.
     if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
         return "host"
     if isinstance(error, RuntimeError) and _HOST_MEMORY.search(text):
@@ -158,7 +159,10 @@ def exhausted_memory(error: Exception) -> str | None:
         isinstance(error, RuntimeError) and _GPU_MEMORY.search(text)
     ):
         return "GPU"
-    return "GPU" if isinstance(error, dist.DistBackendError) and _NCCL_MEMORY.search(text) else None
+    # NCCL's buffers are memory of the GPU, too.
+    if isinstance(error, dist.DistBackendError) and _NCCL_MEMORY.search(text):
+        return "GPU"
+    return None
 
 
 def is_lost(error: Exception) -> bool:
@@ -170,25 +174,26 @@ def is_lost(error: Exception) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The first line of an error's text. NCCL errors begin with a location in torch: for these the
-    last message.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
+    """The first line of an error's text. NCCL's begin with a place in torch: their last message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
     for before, line in itertools.pairwise(lines):
         if before == "Last error:":
             return f"NCCL: {line}"
-    return next((f"NCCL: {line}" for line in lines if re.match(r"nccl\w+: ", line)), lines[0])
+    for line in lines:
+        if re.match(r"nccl\w+: ", line):
+            return f"NCCL: {line}"
+    return lines[0]
 
 
 def _describe_out_of_memory(
     error: Exception, kind: str, rank: int, where: str, settings: str
 ) -> str:
-    if kind == "host":  # offloading would need more of it
-        settings = ", ".join(
-            ["more memory in the machine", *(s for s in settings.split(", ") if "offload" not in s)]
-        )
+    if kind == "host":
+        # Offloading would need more of it.
+        helpful = [setting for setting in settings.split(", ") if "offload" not in setting]
+        settings = ", ".join(["more memory in the machine", *helpful])
     return (
         f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: "
         f"{settings}."

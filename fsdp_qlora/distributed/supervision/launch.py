@@ -32,6 +32,7 @@ from fsdp_qlora.distributed.supervision.restarts import (
     is_restart,
 )
 from fsdp_qlora.utils.errors import ENDINGS, RAISED, UserError, note_reason, write_line
+from fsdp_qlora.utils.text import plural
 
 # torch is imported where it is needed, so that --help and wrong options are quick
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ _AGENT_VARIABLES = (
 
 
 class WorkersEnd(NamedTuple):
-    """How the workers have ended. reason: the message of the first worker that failed, empty if
-    none has.
-    """
+    """How the workers have ended. reason: of the first worker that failed, empty if none has."""
 
     status: int
     reason: str
@@ -107,11 +106,10 @@ def relaunch_if_needed(
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
-    """Start the workers, even a single one, and wait for them. This process keeps no memory or
-    state of the run.
+    """Start the workers, even a single one, and wait for them.
 
-    Their errors are not printed: the caller raises them. See `relaunch_if_needed` for the arguments
-    and errors.
+    This process keeps no memory or state of the run. The workers' errors are not printed: the
+    caller raises them. See `relaunch_if_needed` for the arguments and errors.
     """
     processes, reason = (1, "") if config.is_preview else _num_processes(config)
     return _start(processes, reason, [*WORKER, *argv], raises=True)
@@ -134,9 +132,7 @@ def is_started_by_others() -> bool:
 
 
 def _is_single_by_default(argv: list[str]) -> bool:
-    """Whether this process is the only one of the run, and no number of processes was requested
-    from torchrun.
-    """
+    """Whether this process is alone, and no number of processes was requested from torchrun."""
     is_one_of_several = any(
         int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")
     )
@@ -145,20 +141,18 @@ def _is_single_by_default(argv: list[str]) -> bool:
 
 
 def _torchrun_has_nproc(argv: list[str]) -> bool:
-    """Whether torchrun was given a number of processes. In a worker's environment a 1 looks like
-    the default.
+    """Whether torchrun was given a number of processes.
+
+    In a worker's environment a 1 looks like the default, so torchrun's command is read.
     """
-    if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables too
+    if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables, too
         return True
     try:
-        command = (
-            Path(f"/proc/{os.getppid()}/cmdline")
-            .read_bytes()
-            .decode(errors="replace")
-            .split("\0")[:-1]
-        )
+        content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
         return True  # no /proc: keep the single process that torchrun started
+    # Each argument ends with a zero.
+    command = content.decode(errors="replace").split("\0")[:-1]
     # The parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. The same flag
     # in ARGV is ours.
     torchrun = command[: len(command) - len(argv)]
@@ -174,7 +168,7 @@ def _check_torchrun_processes(config: TrainConfig) -> None:
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     total = int(os.environ.get("WORLD_SIZE", "1"))
     if config.nproc_per_node not in (-1, local, total):
-        started = f"{local} process{'es' if local > 1 else ''}"
+        started = plural(local, "process", ending="es")
         raise UserError(
             f"torchrun has started {started} on this machine, but the options of the training ask "
             f"for {config.nproc_per_node}. Leave out --world_size and --nproc_per_node of the "
@@ -185,15 +179,20 @@ def _check_torchrun_processes(config: TrainConfig) -> None:
 def _num_processes(config: TrainConfig) -> tuple[int, str]:
     """The number of processes on this machine, and the reason for it."""
     requested = config.nproc_per_node
-    if requested > 1 and config.device != "cpu" and 0 < (gpus := _visible_gpus()) < requested:
-        raise UserError(
-            f"{requested} processes are requested, but {gpus} GPUs are visible "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each "
-            "process needs its own GPU."
-        )
+    if requested > 1 and config.device != "cpu":
+        gpus = _visible_gpus()
+        # Without any GPU, `choose_device` refuses or takes the CPU, where several may share it.
+        if 0 < gpus < requested:
+            raise UserError(
+                f"{requested} processes are requested, but {gpus} GPUs are visible "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and "
+                "each process needs its own GPU."
+            )
     if requested >= 1:
         return requested, "as requested"
-    return 1 if config.device == "cpu" else max(1, _visible_gpus()), "one per visible GPU"
+    if config.device == "cpu":
+        return 1, "one per visible GPU"
+    return max(1, _visible_gpus()), "one per visible GPU"
 
 
 def _visible_gpus() -> int:
@@ -207,21 +206,21 @@ def _visible_gpus() -> int:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch in the block without garbage collection, which takes a sixth of the time and
-    frees nothing.
+    """Import torch in the block without garbage collection.
+
+    It takes a sixth of the time and frees nothing.
     """
     gc.disable()
     try:
         yield
+        # What has been imported stays to the end: later collections need not look at it.
         gc.freeze()
     finally:
         gc.enable()
 
 
 def set_torch_variables() -> None:
-    """Set the environment variables that torch reads on import or at the first use of a GPU, unless
-    they are set.
-    """
+    """Set variables that torch reads on import or at a GPU's first use, unless they are set."""
     # Lengths differ between steps, which fragments fixed segments. Set before imports: bitsandbytes
     # initializes CUDA.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
@@ -258,7 +257,8 @@ def _run_workers(
             try:
                 elastic_launch(launch, sys.executable)(*words)
             finally:
-                del server  # not earlier: the workers use it
+                # Not earlier: the workers use it.
+                del server
     except ChildFailedError as error:
         rank, exit_code, reason = _cause(error.failures)
         return WorkersEnd(_report_failure(rank, exit_code, reason, prints=not raises), reason)
@@ -271,9 +271,7 @@ def _run_workers(
 
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
-    """Prepare the workers' environment; at the end restore it, and forward a final ending to an
-    outer torchrun.
-    """
+    """Prepare the workers' environment; at the end restore it, and forward a final ending."""
     before = dict(os.environ)
     note = Path(folder) / "end.json"
     try:
@@ -283,6 +281,7 @@ def _environment_of_launcher(folder: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        # After that: an outer torchrun's variables say where its store is.
         forward_exit(note)
 
 
@@ -290,23 +289,26 @@ def _launch_config(processes: int, *, port: int, folder: str) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
+    # Under nohup a closed terminal must not stop the run.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handled += ",SIGHUP"
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        # prefix of the keys in the store, see `distributed.store.connect`
+        # The prefix of the keys in the store, see `distributed.store.connect`.
         run_id=secrets.token_hex(16),
-        # uses one server for agent and workers; c10d would open a second one
+        # Uses one server for agent and workers; c10d would open a second one.
         rdzv_backend="static",
         rdzv_endpoint=f"localhost:{port}",
         rdzv_configs={"rank": 0},
-        # torch's default, the machine's full name, cannot be resolved everywhere
+        # torch's default, the machine's full name, cannot be resolved everywhere.
         local_addr="localhost",
         max_restarts=0,
-        # deleted with the folder; the agent does not delete its own
+        # Deleted with the folder; the agent does not delete its own.
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),
+        signals_to_handle=handled,
     )
 
 
@@ -314,18 +316,16 @@ def _prepare_environment() -> None:
     """Set up the environment that the workers inherit."""
     os.environ.pop(_LAUNCHER_PID, None)  # inherited if a worker has started this launcher
     _end_with_parent()
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN
-    ):
+    # Only the main thread may set handlers, and a Python program may call from another one.
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, _stop_with_workers)
     if is_restart():
         os.environ[AUTO_RESTART] = "1"
     # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer
     # agent kills us.
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if "TORCHELASTIC_RUN_ID" in os.environ else "600"
-    )
+    is_inner = "TORCHELASTIC_RUN_ID" in os.environ
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if is_inner else "600")
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
@@ -334,9 +334,8 @@ def _prepare_environment() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     root = str(Path(__file__).resolve().parents[3])
     if root not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [root, os.environ.get("PYTHONPATH")])
-        )
+        paths = [root, os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # As torchrun does: several processes with a thread per core each would compete.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The agent logs each failed or stopped worker; our one line replaces that.
@@ -346,9 +345,9 @@ def _prepare_environment() -> None:
 
 
 def _stop_with_workers(signum: int, frame: FrameType | None) -> None:
-    """On Ctrl-Z, stop this process and the workers, which have sessions of their own; `fg` and `bg`
-    continue all.
-    """
+    """On Ctrl-Z, stop this process and the workers; `fg` and `bg` continue all."""
+    # The workers have sessions of their own, so the terminal does not stop them. They are stopped
+    # first and continued last, since this process hosts their store.
     workers = psutil.Process().children()
     for worker in workers:
         worker.suspend()
@@ -372,30 +371,27 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
 
     rank = min(failures, key=order)
     message: Any = failures[rank].message  # written by errors.note_reason, or torch's own text
-    return (
-        rank,
-        failures[rank].exitcode,
-        message["message"] if isinstance(message, dict) else str(message),
-    )
+    reason = message["message"] if isinstance(message, dict) else str(message)
+    return rank, failures[rank].exitcode, reason
 
 
 def _report_failure(rank: int, exit_code: int, reason: str, *, prints: bool = True) -> int:
-    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's
-    exit status.
+    """Print which rank failed, and record its reason for an outer torchrun.
 
-    prints: otherwise only what has no reason of its own, the end by a signal, is printed.
+    Returns the launcher's exit status. prints: otherwise only what has no reason of its own, the
+    end by a signal, is printed.
     """
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
-        has_stopped = exit_code in [
-            ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2
-        ]
-        event, cause = (
-            ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
-        )
-        message = f"{event} with exit code {exit_code}; the {cause} is above."
+        # Above 2 are the endings that all ranks share: no rank is to blame.
+        shared = [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
+        if exit_code in shared:
+            message = f"The run stopped with exit code {exit_code}; the reason is above."
+        else:
+            message = f"Rank {rank} failed with exit code {exit_code}; the error is above."
         status = exit_code
     else:
+        # A negative one is the number of a signal. Shells report 128 and the number.
         message = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}."
         status = 128 - exit_code
         if -exit_code == signal.SIGKILL:
@@ -409,9 +405,7 @@ def _report_failure(rank: int, exit_code: int, reason: str, *, prints: bool = Tr
 
 
 def _end_with_parent() -> None:
-    """End this process soon after its launcher or torchrun has died without ending it, such as by
-    SIGKILL.
-    """
+    """End this process soon after its launcher or torchrun has died, such as by SIGKILL."""
     parent = os.environ.get(_LAUNCHER_PID)
     if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -419,9 +413,12 @@ def _end_with_parent() -> None:
 
 
 def _watch(parent: int) -> None:
-    """When the parent has ended, send this process SIGTERM, so that it saves and ends; after 30 s
-    end it at once.
+    """When the parent has ended, send this process SIGTERM, so that it saves and ends.
+
+    After 30 s it ends at once.
     """
+    # An orphan gets another parent. Polled, as Linux's own signal for it (PR_SET_PDEATHSIG) comes
+    # when the thread ends that has started this process.
     while os.getppid() == parent:
         time.sleep(1)
     with contextlib.suppress(OSError):

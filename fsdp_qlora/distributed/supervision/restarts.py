@@ -30,34 +30,34 @@ def is_restart() -> bool:
 
 
 def is_unattended() -> bool:
-    """Whether the run is restarted automatically, so that nobody would notice repeated failures."""
+    """Whether the run is restarted automatically: nobody would notice repeated failures."""
     return is_restart() or os.environ.get(AUTO_RESTART) == "1"
 
 
 def record_exit(ending: Ending, message: str) -> None:
-    """Record a final ending, so that torchrun's next attempt exits at once. Other endings are not
-    recorded.
+    """Record a final ending, so that torchrun's next attempt exits at once.
+
+    Other endings are not recorded: a restart may help.
     """
     if not ending.is_final:
         return
     note = json.dumps([ending.exit_code, message.splitlines()[0]])
     file = os.environ.get(NOTE_FILE)
     if file:
-        # another rank may have been first
+        # Exclusively: another rank may have been first, and has the cause.
         with contextlib.suppress(OSError), Path(file).open("x") as stream:
             stream.write(note)
     _store(note)
 
 
 def forward_exit(file: Path) -> None:
-    """Record the final ending in a launcher's file, if there is one,
-    for torchrun's next attempt.
-    """
+    """Record the final ending in a launcher's file, if any, for torchrun's next attempt."""
     with contextlib.suppress(OSError):
         _store(file.read_text())
 
 
 def _store(note: str) -> None:
+    # Without restarts nobody reads it, and connecting to the store would take up to its timeout.
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
         with contextlib.suppress(Exception):  # torchrun may have ended; then it restarts nothing
             store = _agent_store()
@@ -67,16 +67,19 @@ def _store(note: str) -> None:
 
 def previous_exit() -> tuple[int, str] | None:
     """(exit status, message) of a previous attempt's final ending, None if there is none."""
+    # Any error means that nothing is known, and the attempt goes on.
     with contextlib.suppress(Exception):
-        if is_restart() and (store := _agent_store()) and store.check([_KEY]):
+        store = _agent_store() if is_restart() else None
+        if store and store.check([_KEY]):
             code, message = json.loads(store.get(_KEY))
             return int(code), str(message)
     return None
 
 
 def _agent_store() -> "Store | None":
-    """torchrun's own store; None if the ranks use a store of rank 0, which ends with it (with a
-    static rendezvous).
+    """torchrun's own store; None if the ranks use one of rank 0, which ends with it.
+
+    The latter is so with a static rendezvous.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

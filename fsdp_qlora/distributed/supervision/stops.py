@@ -31,7 +31,8 @@ class Stop(NamedTuple):
     reason: str
 
 
-# Ranks exchange the index; the highest one counts.
+# Ranks exchange the index; the highest one counts. Ctrl-C is the last: the person at the terminal
+# wins over a budget or a scheduler.
 STOPS = (
     None,
     Stop("over_budget", "--max_hours is used up"),
@@ -48,9 +49,9 @@ _STOP_OF_SIGNAL: dict[int, int] = {
 }
 NUM_FLAGS = 4  # the length of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
-# from a signal during a start to the end: threads, such as a download's, may take longer
+# From a signal during a start to the end: threads, such as a download's, may take longer.
 _END_SECONDS = 10.0
-# a child's signals must not wake this process
+# A child's signals must not wake this process: it inherits the descriptor of `_ended_in_time`.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
@@ -83,7 +84,7 @@ class Signals:
                 connection that another rank has closed.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        # a closed terminal must not stop the run
+        # Under nohup a closed terminal must not stop the run.
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         handled = [
             signum
@@ -101,14 +102,18 @@ class Signals:
             message = f"Stopped ({stop.reason}) before training began; the same command resumes it."
             raise RunStopped(stop.state, message) from error
         finally:
-            for signum, handler in (
-                before.items() if not (self.requested and self._ends_process) else ()
-            ):
-                signal.signal(signum, handler)
+            # A second Ctrl-C while the process ends would print a traceback over the message.
+            if not (self.requested and self._ends_process):
+                for signum, handler in before.items():
+                    signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        # Python runs a handler between two instructions of the main thread, which may hold a lock,
+        # such as those of logging and of stdout. So it takes none: it notes the request, and writes
+        # with os.write alone.
         if os.getpid() != self._process and not self.is_starting and signum == signal.SIGTERM:
-            # a child process that a reward function has forked and ends
+            # A child process that a reward function has forked and ends: it has inherited the
+            # handler, and ends as it would without it.
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         now = clock.awake()
@@ -124,31 +129,31 @@ class Signals:
         is_first = not self.requested
         self.requested = max(self.requested, _STOP_OF_SIGNAL[signum])
         if is_first and self.is_starting:
-            # libraries catch Exception, and take other errors for their own
+            # No Exception: libraries catch these, and take them for their own. `handled` turns it
+            # into a RunStopped. In training nothing is raised: a step must end on all ranks.
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def _ended_in_time(self) -> Iterator[None]:
-        """After a signal before training begins, end the process if the block does not end within
-        _END_SECONDS.
+        """After a signal before training begins, end the process after _END_SECONDS at the latest.
 
         A thread reads the signal from Python's wakeup descriptor: while the main thread is in C++,
         such as in torch's rendezvous, it runs no signal handler.
         """
         reader, writer = socket.socketpair()
+        # Python writes to it in the C handler of a signal, and requires that this cannot block.
         writer.setblocking(False)
         has_ended = threading.Event()
 
         def end_in_time() -> None:
             with reader:
+                # One byte a signal, its number; none at the end, when the writer is closed.
                 while received := reader.recv(1):
                     stop = STOPS[_STOP_OF_SIGNAL.get(received[0], 0)]
-                    if (
-                        stop
-                        and self.is_starting
-                        and not has_ended.wait(_END_SECONDS)
-                        and self.is_starting
-                    ):
+                    if stop is None or not self.is_starting or has_ended.wait(_END_SECONDS):
+                        continue
+                    # Training may have begun meanwhile, and stops by itself after its step.
+                    if self.is_starting:
                         os._exit(ENDINGS[stop.state].exit_code)
 
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -188,8 +193,9 @@ class Budget:
 
 
 class Control:
-    """This rank's request to stop or save, and the decision of all ranks. Rank 0's clock and budget
-    decide for all.
+    """This rank's request to stop or save, and the decision of all ranks.
+
+    Rank 0's clock and budget decide for all, since no two clocks agree.
 
     Args:
         save_seconds: time between checkpoints, 0 for none by the clock.
@@ -235,8 +241,9 @@ class Control:
         return self.budget.used_seconds + clock.elapsed() - self.started
 
     def flags(self, step: int) -> list[float]:
-        """This rank's flags: its step, the index of its stop request, whether to save, whether it
-        is still writing.
+        """This rank's flags: its step, its stop request, whether to save, whether it still writes.
+
+        They go with the numbers that every step exchanges, and cost no collective of their own.
         """
         if not self.is_rank_0:
             return [step, self.signals.requested, 0, self.is_writing()]
@@ -257,6 +264,7 @@ class Control:
             raise TrainingError(
                 f"The ranks are at different steps (ranks 0, 1, ...: {', '.join(map(str, steps))})."
             )
+        # The maximum of gathered flags is the same on every rank, so all stop after the same step.
         stop, save, writing = flags[:, 1:].max(dim=0).values.tolist()
         self.stop = STOPS[int(stop)]
         self.save = save > 0
@@ -268,5 +276,6 @@ class Control:
     def saved(self, seconds: float) -> None:
         """Record the duration of a save that has just ended."""
         self._saved_at = clock.elapsed()
+        # The save is no part of a step's duration.
         self._agreed_at = clock.awake()
         self._saves.add(seconds)

@@ -1,6 +1,6 @@
-"""Ends the process when training hangs or another rank has failed, from the thread of this rank's
-presence.
+"""Ends the process when training hangs or another rank has failed.
 
+It works in the thread of this rank's presence, since the training thread may be the one that hangs.
 The training thread may wait in a collective that never ends: NCCL and gloo do not notice that a
 peer hangs, and give up only at the group's timeout. So the watchdog reports which rank the others
 wait for, writes all threads' stacks to a file, and exits.
@@ -24,7 +24,9 @@ from fsdp_qlora.distributed.supervision.clock import PHASES, Heartbeat
 from fsdp_qlora.distributed.supervision.presence import PAUSE_SECONDS, Presence
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, note_reason, write_line
 
-_ANSWER_SECONDS = 5.0  # for the other ranks to report their positions
+# For the other ranks to report their positions. In a hang the last heartbeats of all ranks are
+# within one step, so all notice it at about the same time.
+_ANSWER_SECONDS = 5.0
 
 
 class Watchdog:
@@ -64,8 +66,9 @@ class Watchdog:
                 self.presence.mark_done()
 
     def _check(self) -> None:
-        """Check once. The time is taken at the start, so the next check notices a pause during this
-        one.
+        """Check once.
+
+        The time is taken at the start, so that the next check notices a pause during this one.
         """
         now = time.monotonic()
         if now - self._looked_at > PAUSE_SECONDS:  # the whole machine was paused
@@ -76,13 +79,15 @@ class Watchdog:
             self._end_hanging()
 
     def _end_hanging(self) -> None:
+        # First what needs no other rank and no lock: faulthandler writes from C, whatever holds up
+        # the training thread.
         stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
         with contextlib.suppress(OSError):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             with stacks.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         positions = self._gather_positions()
-        # NCCL's record of the last collectives, where there is one
+        # NCCL's record of the last collectives, where there is one.
         with contextlib.suppress(Exception):
             bindings = torch._C._distributed_c10d
             # torch 2.13 has only the second function.
@@ -94,12 +99,11 @@ class Watchdog:
             write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")
             note_reason(message)
             self.presence.on_end("hung", message)
+        # No exception: the main thread would never see it, and an exit of Python waits for threads.
         os._exit(ENDINGS["hung"].exit_code)
 
     def _gather_positions(self) -> dict[int, dict[str, Any]]:
-        """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few
-        seconds.
-        """
+        """Rank -> its position, for ranks whose watchdogs notice the hang within a few seconds."""
         where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
         beat = self.heartbeat
         position = {
@@ -138,6 +142,7 @@ def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, second
         f"rank {rank} at step {position['step']}, {position['phase']}, in {position['where']}"
         for rank, position in sorted(positions.items())
     )
+    # Who is furthest behind is waited for; among equals, one that is not in a collective.
     first = min(map(order, positions))
     late = [rank for rank in sorted(positions) if order(rank) == first]
     if len(late) == world_size:
@@ -146,8 +151,9 @@ def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, second
 
 
 def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of this package on a thread's stack, and whether the thread is in
-    torch.distributed.
+    """The innermost line of this package on a thread's stack, and whether it is in a collective.
+
+    A collective is what a thread of torch.distributed waits for.
     """
     is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
     package = str(Path(__file__).parents[2])

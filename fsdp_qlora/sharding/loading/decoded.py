@@ -1,5 +1,4 @@
-"""Weight files in FP8, MXFP4, NVFP4 and integers: tensors decoded on the CPU as they are read, one
-part at a time.
+"""Weight files in FP8, MXFP4, NVFP4 and integers, decoded on the CPU as they are read.
 
 FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in /
 128] (DeepSeek-V3, Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the
@@ -33,7 +32,7 @@ from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
-# of a weight, below its name here
+# Endings of a weight's other tensors, below its name here.
 _STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")
 # The types of codes in the files, and of their scales.
 _CODES: Mapping[str, tuple[torch.dtype, ...]] = {
@@ -51,8 +50,10 @@ _SCALES: Mapping[str, tuple[torch.dtype, ...]] = {
 def find_decoded(
     stored: PackedFormat | None, entries: Mapping[str, StoredTensor], folder: Path
 ) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """Find the tensors that must be decoded. entries: all tensors of a model's files.
+    """Find the tensors that must be decoded.
 
+    Args:
+        stored: the format of the weights; None for plain ones. entries: all tensors of the files.
     Returns:
         Name in the model -> tensor decoded as it is read; and names of tensors that the model
         itself does not have.
@@ -70,40 +71,42 @@ def find_decoded(
             decoded[name] = _decoded_weight(name, names, entries, stored, folder)
         elif stored.quantizer == "fp8" and entries[names[name]].dtype in _FP8:
             raise UserError(f"{folder}: {name} is in FP8 and has no scale. {ADVICE}")
-    return decoded, unused | {
-        part for name, tensor in decoded.items() for part in tensor.parts if part != name
-    }
+    # Codes may have the very name of the weight in the model: only other names are unknown to it.
+    for name, tensor in decoded.items():
+        unused |= {part for part in tensor.parts if part != name}
+    return decoded, unused
 
 
 def names_here(
     packed: PackedFormat, entries: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, str], set[str]]:
-    """Name here -> name in the files, for the tensors of a packed model; and those in the files
-    that are unused.
-    """
+    """Name here -> name in the files, for tensors of a packed model; and names that are unused."""
     names = {name: packed.name_here(name) for name in entries}
-    codes = {own for name, own in names.items() if entries[name].dtype not in WEIGHT_TYPES}
-    here: dict[str, str] = {}
-    for name, own in names.items():
-        if own is None:
+    codes = {here for name, here in names.items() if entries[name].dtype not in WEIGHT_TYPES}
+    result: dict[str, str] = {}
+    for name, name_here in names.items():
+        if name_here is None:
             continue
-        of_other = own.endswith(_STATISTICS) and own.rpartition(".")[0] not in codes
-        key = name if of_other else own
-        if key in here:
+        # A model may have a parameter `scale` of its own, of a module that has no codes.
+        is_parameter = name_here.endswith(_STATISTICS) and name_here.rpartition(".")[0] not in codes
+        key = name if is_parameter else name_here
+        if key in result:
             raise UserError(
-                f"The files have {name} and {here[key]}, which cannot both be {key}. {ADVICE}"
+                f"The files have {name} and {result[key]}, which cannot both be {key}. {ADVICE}"
             )
-        here[key] = name
-    return here, {name for name, own in names.items() if own is None}
+        result[key] = name
+    return result, {name for name, name_here in names.items() if name_here is None}
 
 
 def find_packed(
     packed: PackedFormat, entries: dict[str, StoredTensor]
 ) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """As `find_decoded`, for weights that are kept: their codes and statistics become bytes in
-    `entries`.
+    """As `find_decoded`, for weights that are kept as they are.
+
+    Their codes and statistics become bytes in `entries`.
     """
-    if packed.quantizer not in _CODES:  # bitsandbytes' are bytes in the files too
+    # bitsandbytes' are bytes in the files, too.
+    if packed.quantizer not in _CODES:
         return {}, set()
     names, unused = names_here(packed, entries)
     for name in names:
@@ -112,22 +115,21 @@ def find_packed(
             if entries[names[name]].dtype == torch.float8_e5m2:
                 raise UserError(
                     f"{names[name]} is in E5M2, which is not trained on as it is. Give "
-                    "--quant_type nf4, or "
-                    "--train_type lora, which decode it."
+                    "--quant_type nf4, or --train_type lora, which decode it."
                 )
-    found: dict[str, DecodedTensor] = {}
+    decoded: dict[str, DecodedTensor] = {}
     for name, source in names.items():
         base = name.removesuffix(".scale").removesuffix(".global_scale")
         entry = entries[source]
         if f"{base}.scale" not in names:
             continue
-        # a scale of 8 or 16 bits
+        # FP8 layers keep float32 scales; files may have them in 8 or 16 bits.
         if packed.quantizer == "fp8" and name != base and entry.dtype != torch.float32:
-            found[name] = _Float32(source, entry, in_bytes=True)
+            decoded[name] = _Float32(source, entry, in_bytes=True)
             unused.add(source)
         else:
             entries[name] = entries.pop(source).in_bytes()
-    return found, unused
+    return decoded, unused
 
 
 class _Float32(DecodedTensor):
@@ -136,12 +138,9 @@ class _Float32(DecodedTensor):
     def __init__(self, name: str, entry: StoredTensor, *, in_bytes: bool = False) -> None:
         rounded = entry._replace(dtype=torch.float32)
         rounded = rounded.in_bytes() if in_bytes else rounded
-        super().__init__(
-            [name],
-            rounded.shape,
-            rounded.dtype,
-            unit=torch.float32.itemsize // rounded.dtype.itemsize,
-        )
+        # One number: an element, or its four bytes.
+        unit = torch.float32.itemsize // rounded.dtype.itemsize
+        super().__init__([name], rounded.shape, rounded.dtype, unit=unit)
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         return read(self.parts[0], begin, end).float().view(self.dtype)
@@ -155,21 +154,22 @@ def _decoded_weight(
     folder: Path,
 ) -> DecodedTensor:
     if stored.quantizer == INTEGERS:
-        found = {
+        sources = {
             ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names
         }
-        tensor = IntegerTensor(
-            found, {part: entries[source] for part, source in found.items()}, **stored.options or {}
-        )
+        parts_of_weight = {ending: entries[source] for ending, source in sources.items()}
+        tensor = IntegerTensor(sources, parts_of_weight, **(stored.options or {}))
         problem = tensor.problem()
         if problem:
             raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {ADVICE}")
         return tensor
     _check_parts(name, names, entries, stored)
+    # In this order, by which the tensors below know codes, scales and global scale.
     parts = [
         names[part] for part in (name, f"{name}.scale", f"{name}.global_scale") if part in names
     ]
-    shape, scales = (entries[part].shape for part in parts[:2])
+    shape = entries[parts[0]].shape
+    scales = entries[parts[1]].shape
     options = dict(stored.options or {})
     if stored.quantizer == "fp8":
         if len(shape) != 2:
@@ -182,11 +182,12 @@ def _decoded_weight(
         return _Fp8Tensor(parts, entries[parts[0]], entries[parts[1]], block)
     is_transposed = options.pop("is_upright", False)
     quantizer = _E2M1[stored.quantizer]
-    *matrices, rows, columns = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else shape
-    whole = torch.Size([*matrices, rows, 2 * columns])
-    return _E2m1Tensor(
-        parts, quantizer(tuple(whole), compute_dtype=torch.bfloat16, **options), is_transposed
-    )
+    # gpt_oss has the groups of a row, and the bytes of a group, in two dims.
+    bytes_shape = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else tuple(shape)
+    # Two codes per byte, side by side in a row.
+    whole = (*bytes_shape[:-1], 2 * bytes_shape[-1])
+    layer = quantizer(whole, compute_dtype=torch.bfloat16, **options)
+    return _E2m1Tensor(parts, layer, is_transposed)
 
 
 def _check_parts(
@@ -229,20 +230,16 @@ def _fits(shape: torch.Size, scales: torch.Size, stored: PackedFormat) -> bool:
     if not shape.numel() or len(shape) < 2:
         return False
     if stored.quantizer == "fp8":
-        *matrices, rows, columns = shape
-        of_matrix = (
-            scales[len(matrices) :] if scales[: len(matrices)] == (*matrices,) else torch.Size([0])
-        )
-        return (
-            _scale_block(torch.Size([rows, columns]), of_matrix, options.get("block")) is not None
-        )
+        # Several matrices, such as experts, have their dims first in the scales, too.
+        matrices = shape[:-2]
+        if scales[: len(matrices)] != matrices:
+            return False
+        scales_of_matrix = scales[len(matrices) :]
+        return _scale_block(shape[-2:], scales_of_matrix, options.get("block")) is not None
+    group_size = _E2M1[stored.quantizer].group_size
     if options.get("is_upright"):
-        return (
-            len(shape) == 4
-            and 2 * shape[-1] == _E2M1[stored.quantizer].group_size
-            and scales == shape[:-1]
-        )
-    groups, rest = divmod(2 * shape[-1], _E2M1[stored.quantizer].group_size)
+        return len(shape) == 4 and 2 * shape[-1] == group_size and scales == shape[:-1]
+    groups, rest = divmod(2 * shape[-1], group_size)
     return not rest and scales == (*shape[:-1], groups)
 
 
@@ -250,13 +247,14 @@ def _scale_block(
     shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None
 ) -> tuple[int, int] | None:
     """Rows and columns of a matrix that share a scale; None if scales do not fit its shape."""
+    # One scale for the whole matrix is read as one for each row, all of them the same.
     if scale.numel() == 1 or scale in ((shape[0],), (shape[0], 1)):
         return 1, shape[1]
-    if block is not None and scale == tuple(
-        -(-size // side) for size, side in zip(shape, block, strict=True)
-    ):
-        return block
-    return None
+    if block is None:
+        return None
+    # The last block of a row or column may be cut.
+    num_blocks = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
+    return block if scale == num_blocks else None
 
 
 class _Fp8Tensor(DecodedTensor):
@@ -265,6 +263,7 @@ class _Fp8Tensor(DecodedTensor):
     def __init__(
         self, parts: list[str], codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]
     ) -> None:
+        # Rows that share their scales are decoded together.
         super().__init__(parts, codes.shape, torch.bfloat16, unit=block[0] * codes.shape[1])
         self._codes = codes
         self._block = block
@@ -272,6 +271,7 @@ class _Fp8Tensor(DecodedTensor):
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         values = read(self.parts[0], begin * self.unit, min(end * self.unit, self.shape.numel()))
+        # In float32: the product is rounded to bf16 once, where it is copied.
         values = values.view(-1, self.shape[1]).float()
         return values.mul_(spread_scales(self._scales(read, begin, end), self._block, values.shape))
 
@@ -285,7 +285,8 @@ class _Fp8Tensor(DecodedTensor):
         rows = values.float().view(-1, self.shape[1])
         begin = start // self.unit
         scale = self._scales(read, begin, begin + -(-len(values) // self.unit))
-        # keep scales, but for larger values: decoded weights are rounded to bf16
+        # Keep scales unless values have grown: weights that have not changed then get their old
+        # codes. Decoded weights were rounded to bf16, by up to 2**-8, which is no growth.
         if not self._has_one:
             new = block_scales(rows, self._block, self._codes.dtype).to(scale.dtype)
             scale = torch.where(new.float() > scale.float() * (1 + 2**-8), new, scale)
@@ -302,35 +303,38 @@ class _E2m1Tensor(DecodedTensor):
 
     def __init__(self, parts: list[str], layer: E2m1Weight, transposes: bool) -> None:
         *matrices, rows, columns = layer.shape
-        shape = torch.Size([*matrices, columns, rows] if transposes else layer.shape)
-        super().__init__(
-            parts, shape, torch.bfloat16, unit=rows * columns if transposes else layer.group_size
-        )
+        if transposes:
+            shape = torch.Size([*matrices, columns, rows])
+            unit = rows * columns
+        else:
+            shape = torch.Size(layer.shape)
+            unit = layer.group_size
+        super().__init__(parts, shape, torch.bfloat16, unit=unit)
         self._layer = layer
         self._transposes = transposes
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        codes, scale, *others = self.parts
+        codes, scale, *global_scale = self.parts
         first = begin * self.unit
-        count = (end - begin) * self.unit
+        last = end * self.unit
         size = self._layer.group_size
-        part = self._layer.decode_tensors(
-            Matrix((count,)),
+        # Two codes per byte; a unit is whole groups, so whole bytes and whole scales.
+        values = self._layer.decode_tensors(
+            Matrix((last - first,)),
             self.dtype,
-            read(codes, first // 2, (first + count) // 2),
-            read(scale, first // size, (first + count) // size),
-            *(read(other, 0, 1) for other in others),
+            read(codes, first // 2, last // 2),
+            read(scale, first // size, last // size),
+            *(read(name, 0, 1) for name in global_scale),
         )
-        return (
-            part.view(-1, self.shape[2], self.shape[1]).mT.contiguous()
-            if self._transposes
-            else part
-        )
+        if self._transposes:
+            return values.view(-1, self.shape[2], self.shape[1]).mT.contiguous()
+        return values
 
     def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
         if self._transposes:
             values = values.view(-1, *self.shape[1:]).mT.contiguous()
-        whole = [read(other, 0, 1) for other in self.parts[2:]]
-        codes, scales = self._layer.quantize(values.flatten(), *whole)
+        # The global scale stays: it belongs to all parts of the tensor, and this is one of them.
+        global_scale = [read(name, 0, 1) for name in self.parts[2:]]
+        codes, scales = self._layer.quantize(values.flatten(), *global_scale)
         yield self.parts[0], start // 2, codes
         yield self.parts[1], start // self._layer.group_size, scales

@@ -1,6 +1,4 @@
-"""Initial values of adapters, computed from the weights in the files or read from a pretrained
-adapter.
-"""
+"""Initial values of adapters, from the weights in the files or from a pretrained adapter."""
 
 import logging
 from typing import Any
@@ -34,10 +32,9 @@ def decompose_weights(
     device: torch.device,
 ) -> None:
     """Initialize adapters by LoftQ from the weights in the files, before the weights are loaded.
-    Collective.
 
-    The layers are distributed over the ranks: each rank reads one whole weight at a time and
-    broadcasts A and B.
+    Collective. The layers are distributed over the ranks: each rank reads one whole weight at a
+    time and broadcasts A and B.
     """
     layers = list(adapted_weights(model).items())
     size = dist.get_world_size()
@@ -49,12 +46,16 @@ def decompose_weights(
             name, layer = group[rank]
             weight = weights.read_whole(name).to(device)
             factors = _decompose(weight, layer)
+            # Freed before the broadcasts: a whole weight is large beside what a rank holds.
             del weight
+        # Every rank takes part in all broadcasts of the group, in the order of its layers, and also
+        # in the last group, where a rank beyond its layers has computed nothing.
         for owner, (_, layer) in enumerate(group):
             for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
-                whole = (
-                    factors[index] if owner == rank else torch.empty(parameter.shape, device=device)
-                )
+                if owner == rank:
+                    whole = factors[index]
+                else:
+                    whole = torch.empty(parameter.shape, device=device)
                 dist.broadcast(whole, src=owner)
                 first, last = own_rows(parameter, mesh)
                 store_rows(parameter, whole[first:last])
@@ -68,10 +69,12 @@ def _decompose(weight: torch.Tensor, layer: LoraLinear) -> first_values.Factors:
     reproduce.
     """
     assert isinstance(layer.base_layer, QuantizedWeight)
+    # In float32: the error is the small difference of two numbers of 16 bits.
     error = weight.float() - layer.base_layer.quantize_whole(weight).float()
     lora_A, lora_B = first_values.principal_factors(
         error, layer.lora.lora_A.out_features, layer.lora.scaling
     )
+    # NCCL broadcasts contiguous tensors only.
     return lora_A.contiguous(), lora_B.contiguous()
 
 
@@ -81,8 +84,7 @@ def _decompose(weight: torch.Tensor, layer: LoraLinear) -> first_values.Factors:
 def check_fits(
     adapter: PretrainedAdapter, model: nn.Module, *, model_name: str, declared_base: str | None
 ) -> None:
-    """Refuse an adapter whose base has another name on the hub, or whose tensors do not fit this
-    model.
+    """Refuse an adapter whose base has another name on the hub, or whose tensors do not fit.
 
     declared_base: the option --base_name.
     """
@@ -91,8 +93,8 @@ def check_fits(
     if is_hub_name(base) and is_hub_name(model_name) and base.lower() not in names:
         raise UserError(
             f"--adapter {adapter.folder} was trained on {base}, and --model_name is {model_name}. "
-            "If the weights are "
-            f"the same, in other bits or under another name, give --base_name {base}."
+            "If the weights are the same, in other bits or under another name, give --base_name "
+            f"{base}."
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
     shapes |= {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
@@ -110,6 +112,7 @@ def fill_from(
 ) -> None:
     """Copy the values of a pretrained adapter to the adapter of a loaded model. Collective."""
     parameters = [*adapter_parameters(model), *full_parameters(model)]
+    # Each rank reads the file by itself, so one may fail alone: all end with its error.
     with raise_on_all_ranks(UserError, device):
         try:
             with safe_open(adapter.weights, framework="pt") as file:

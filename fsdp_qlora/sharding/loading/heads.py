@@ -1,5 +1,4 @@
-"""Decides by the weight files whether embeddings and head share one tensor, as transformers does
-when it loads them.
+"""Decides by the weight files whether embeddings and head share one tensor, as transformers does.
 
 A configuration that ties the two may be wrong, or say nothing: merged models keep it beside a head
 that was trained, and Mistral publishes its models for images without the setting. transformers ties
@@ -25,12 +24,14 @@ from fsdp_qlora.utils.safetensors_files import INDEX
 log = logging.getLogger("fsdp_qlora")
 
 SETTING = "tie_word_embeddings"
-_PIECE = 2**24  # elements compared at a time
+# Elements compared at a time: two whole matrices of a large vocabulary would be gigabytes.
+_PIECE = 2**24
 
 
 def ties(config: PretrainedConfig) -> bool:
-    """Whether a configuration ties embeddings and head. transformers asks the outer one of a model
-    of several parts.
+    """Whether a configuration ties embeddings and head.
+
+    transformers asks the outer one of a model of several parts.
     """
     return bool(getattr(config, SETTING, False))
 
@@ -58,6 +59,7 @@ def settle_head(
         return False
     index = _index(folder)
     if not _are_here(folder, index):
+        # An index that names only one of the two settles it: what is missing is tied.
         may_differ = _may_differ(config, index, trust_remote_code=trust_remote_code)
         return may_differ and _assume(config, folder)
     files = WeightFiles(folder, stored, packed=packed)
@@ -67,8 +69,7 @@ def settle_head(
         _untie(config)
         log.info(
             "%s in the weight files is a head of its own, and used, as transformers uses it, "
-            "though the configuration "
-            "ties embeddings and head.",
+            "though the configuration ties embeddings and head.",
             own[0],
         )
     return bool(own)
@@ -96,20 +97,20 @@ def _may_differ(
 def _are_here(folder: Path, index: Mapping[str, Any]) -> bool:
     """Whether the folder has weight files, all of which its index names."""
     names = {str(file) for file in index.values()}
-    return (
-        all((folder / name).is_file() for name in names)
-        if names
-        else any(folder.glob("*.safetensors"))
-    )
+    if not names:
+        return any(folder.glob("*.safetensors"))
+    return all((folder / name).is_file() for name in names)
 
 
 def with_own_head(content: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """The content of a config.json that ties embeddings and head only if `config` does."""
     result = copy.deepcopy(dict(content))
+    # As the class reads it, with its defaults: a file without the setting may tie, too.
     if ties(config) or not ties(type(config).from_dict(copy.deepcopy(result))):
         return result
     result[SETTING] = False
-    if isinstance(text := result.get("text_config"), dict):
+    text = result.get("text_config")
+    if isinstance(text, dict):
         text[SETTING] = False
     return result
 
@@ -130,6 +131,7 @@ def _pairs(
     config: PretrainedConfig, tensors: Iterable[str], *, trust_remote_code: bool
 ) -> dict[str, str]:
     """Tensor of the files that the configuration ties to another one there -> that one."""
+    # On the meta device, in no memory: the class knows which of its parameters it ties.
     model = build_meta_model(
         config,
         attn_implementation="auto",
@@ -159,6 +161,7 @@ def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
         stop = min(start + _PIECE, count)
         a = files.read_flat(one, start, stop)
         b = files.read_flat(other, start, stop)
+        # As torch.equal asks for: bf16 and fp16 are exact in float32.
         if a.dtype != b.dtype:
             a = a.float()
             b = b.float()
@@ -168,7 +171,7 @@ def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
 
 
 def _assume(config: PretrainedConfig, folder: Path) -> bool:
-    """Take what is likely for a model whose weights are not there, and say so.
+    """Take what is likely for a model whose weights are not there, and log it.
 
     A config.json without the setting leaves it to two defaults, of which the text model's is the
     better one.

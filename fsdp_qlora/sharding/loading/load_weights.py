@@ -30,6 +30,7 @@ from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, W
 from fsdp_qlora.utils.errors import UserError
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_PROBLEMS = 8  # lines of a message: a wrong folder differs in every tensor
 
 
 def load_weights(
@@ -41,8 +42,9 @@ def load_weights(
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
-    """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from
-    the weight files.
+    """Fill every parameter of the sharded model except adapters from the weight files.
+
+    Adapters get their first values from first_adapters.py and model/adapters/first_values.py.
 
     Each rank reads only its part of each tensor, and holds only its shards and the parts in flight,
     at most `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device
@@ -53,6 +55,8 @@ def load_weights(
         UserError: a file cannot be read, or a weight is not finite.
     """
     targets = _targets(model, packed=weights.packed)
+    # File by file, so that reading ahead stays within one. The sort is stable: within a file the
+    # order is the model's, and so the same on all ranks.
     names = sorted(targets, key=lambda name: str(weights.files.files[weights.sources[name]]))
     parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
@@ -61,6 +65,8 @@ def load_weights(
         total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden
     ) as bar:
         values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
+        # All ranks store the same tensors in the same order, with a part of each: a quantizer whose
+        # `load_shard` asks other ranks finds them at the same tensor.
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
             bar.update(size)
@@ -107,7 +113,9 @@ def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) ->
 def _store(
     target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str
 ) -> None:
+    # Quantized on the device, where the kernels are; others are copied into their shard at once.
     values = values.to(device) if target.on_device else values
+    # Before they are stored: a code has no NaN, so a damaged weight would pass unnoticed.
     check_finite(values, name)
     target.store(values, mesh)
 
@@ -121,17 +129,20 @@ def check_finite(values: torch.Tensor, name: str) -> None:
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the weight files -> target, for every tensor of the model that the files contain."""
     targets: dict[str, _Target] = {}
-    not_in_files = {
-        parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()
-    }
-    not_in_files |= {
-        parameter for _, rows in with_token_rows(model).values() for parameter in rows.parameters()
-    }
+    not_in_files: set[nn.Parameter] = set()
+    for adapter in adapter_modules(model):
+        not_in_files.update(adapter.parameters())
+    for _, rows in with_token_rows(model).values():
+        not_in_files.update(rows.parameters())
     for weight, layer in quantized_layers(model).items():
-        not_in_files.update(
-            parameter for name, parameter in layer.named_parameters() if name != "bias"
-        )
-        targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
+        for name, parameter in layer.named_parameters():
+            # Codes and statistics of this layer have other names and shapes in the files.
+            if name != "bias":
+                not_in_files.add(parameter)
+        if packed:
+            targets.update(_stored_parts(weight, layer))
+        else:
+            targets[weight] = _quantized(layer)
     for path, parameter in model.named_parameters():
         if parameter not in not_in_files:
             targets[canonical_name(path)] = _plain(parameter)
@@ -147,9 +158,7 @@ def _quantized(layer: QuantizedWeight) -> _Target:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Name of a weight in the files -> the layer that keeps it quantized, in the order of the
-    model.
-    """
+    """Name of a weight in the files -> the layer that keeps it quantized, in the model's order."""
     return {
         canonical_name(f"{path}.{module.weight_name}".rstrip(".")): module
         for path, module in model.named_modules()
@@ -158,8 +167,9 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
-    """The tensors of a quantized weight, as bytes (flat, or of each expert). Each rank reads those
-    of its shards.
+    """The tensors of a quantized weight, as bytes (flat, or of each expert).
+
+    Each rank reads those of its shards.
     """
     targets: dict[str, _Target] = {}
     num_experts = layer.shape[0] if isinstance(layer, QuantizedExperts) else 1
@@ -168,14 +178,15 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
         shape = torch.Size([form.num_bytes] if rest else [num_experts, size])
         bounds = functools.partial(layer.stored_range, suffix)
         store = functools.partial(_store_bytes, layer, suffix, weight + suffix)
-        # bitsandbytes' codes are one column
+        # Bytes alone do not tell a matrix from its transpose, so rows are compared, too.
+        # bitsandbytes' codes are one column, whatever the matrix is.
         is_matrix = not suffix and not isinstance(layer, Bnb4bitWeight)
         rows = tuple(layer.shape[:-1]) if is_matrix else ()
         targets[weight + suffix] = _Target(shape, bounds, store, rows=rows)
-    for suffix in layer.stored_whole():  # every rank reads and checks the whole tensor
-        targets[weight + suffix] = _Target(
-            None, None, functools.partial(_load_whole, layer, suffix, weight + suffix)
-        )
+    # Every rank reads and checks the whole tensor: it is small, and describes all shards.
+    for suffix in layer.stored_whole():
+        store = functools.partial(_load_whole, layer, suffix, weight + suffix)
+        targets[weight + suffix] = _Target(None, None, store)
     return targets
 
 
@@ -200,6 +211,7 @@ def _plain(parameter: nn.Parameter) -> _Target:
         row = parameter.numel() // max(parameter.shape[0], 1)
         return first * row, last * row
 
+    # In place, into the memory that FSDP2 has views of: a new tensor would not be gathered.
     return _Target(
         parameter.shape, bounds, lambda values, mesh: store_rows(parameter, values), is_weight=True
     )
@@ -241,9 +253,10 @@ def match_tensors(
     if outside:
         raise UserError(
             f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside "
-            "the decoder blocks' "
-            "linear layers, which is not supported. Give the model with 16- or 32-bit weights."
+            "the decoder blocks' linear layers, which is not supported. Give the model with 16- or "
+            "32-bit weights."
         )
+    # Without its parts a conversion fails with an error of its own; `_problems` names the parts.
     for tensor in match.merged.values():
         if not tensor.missing():
             tensor.define(files)
@@ -251,17 +264,18 @@ def match_tensors(
         files.grow(match.sources[name], targets[name].shape or torch.Size())
     problems = list(_problems(match, files, targets))
     if problems:
+        # Not problems by themselves, but a missing tensor may be here under another name.
         problems += [
             f"not in this architecture: {name} (in {files.files[name].name})"
             for name in match.extra
         ]
-        shown = "\n  ".join(
-            problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8)
-        )
+        lines = problems[:_MOST_PROBLEMS]
+        if len(problems) > _MOST_PROBLEMS:
+            lines.append(f"... and {len(problems) - _MOST_PROBLEMS} more")
+        shown = "\n  ".join(lines)
         raise UserError(
             f"The weights in {files.folder} do not match the {type(model).__name__} that its "
-            "config.json "
-            f"describes:\n  {shown}\nDownload the model again, or give another folder."
+            f"config.json describes:\n  {shown}\nDownload the model again, or give another folder."
         )
     return Weights(files, match.sources, packed, [*match.extra, *match.left_out], match.copies)
 
@@ -275,23 +289,20 @@ def describe_left_out(weights: Weights, model: PreTrainedModel, *, in_result: st
     names = weights.left_out
     if not names:
         return ""
+    # FSDP2 has put its own class before the model's, with this prefix.
     kind = type(model).__name__.removeprefix("FSDP")
-    some = ", ".join(names[:3])
+    examples = ", ".join(names[:3])
     line = (
-        f"{weights.files.folder} has tensors that {kind} does not build: {some} ({len(names)} in "
-        "all). "
+        f"{weights.files.folder} has tensors that {kind} does not build: {examples} ({len(names)} "
+        "in all). transformers ignores them, and so they are not used here."
     )
-    return line + " ".join(
-        filter(None, ["transformers ignores them, and so they are not used here.", in_result])
-    )
+    return f"{line} {in_result}" if in_result else line
 
 
 def _match(
     model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]
 ) -> _Match:
-    """Map each tensor of the files to its name in the model, by transformers' own renaming and
-    merging.
-    """
+    """Map each tensor of the files to its name in the model, as transformers renames and merges."""
     names = ModelNames(model, expected)
     shared = shared_names(model)
     match = _Match({}, {}, [], [], {})
@@ -308,22 +319,21 @@ def _match(
         elif name in shared:
             match.copies[source] = shared[name]
         elif not _is_needless(name):
-            ignored = any(
-                re.search(pattern, name)
-                for pattern in model._keys_to_ignore_on_load_unexpected or []
-            )
-            (match.left_out if ignored else match.extra).append(source)
+            # What transformers' class declares, such as layers that predict further tokens.
+            ignored = model._keys_to_ignore_on_load_unexpected or []
+            if any(re.search(pattern, name) for pattern in ignored):
+                match.left_out.append(source)
+            else:
+                match.extra.append(source)
+    # Names of the files lead to the first parameter of a conversion only. A list: the loop adds.
     for tensor in list(match.merged.values()):
-        match.merged.update(
-            {
-                sibling.name: sibling
-                for sibling in tensor.siblings(files)
-                if sibling.name in expected
-            }
-        )
+        for sibling in tensor.siblings(files):
+            if sibling.name in expected:
+                match.merged[sibling.name] = sibling
     match.sources.update({name: name for name in match.merged})
     for source, name in match.copies.items():
-        if name not in match.sources:  # the files have only the head of a tied model
+        # The files have only the head of a tied model, and the model calls it the embedding.
+        if name not in match.sources:
             files.join(name, files.parts(source), files.shape(source))
             match.sources[name] = name
     return match
@@ -344,13 +354,15 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
         shape = targets[name].shape
         form = files.form(source)
         where = f"{source} in {files.files[source].name}"
-        # bytes, whatever their shape is
-        is_packed = form.dtype == torch.uint8 and not targets[name].is_weight
-        if shape is not None and (
-            shape.numel() != form.num_bytes if is_packed else shape != form.shape
-        ):
-            yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape)}"
-        elif form.shape[: len(rows := targets[name].rows)] != rows:
+        rows = targets[name].rows
+        # Of codes and statistics only the number of bytes is compared: formats shape them freely.
+        if form.dtype == torch.uint8 and not targets[name].is_weight:
+            has_shape = shape is None or shape.numel() == form.num_bytes
+        else:
+            has_shape = shape is None or shape == form.shape
+        if not has_shape:
+            yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape or ())}"
+        elif form.shape[: len(rows)] != rows:
             yield (
                 f"wrong shape: {where} has {list(form.shape[: len(rows)])} rows, the model's has "
                 f"{list(rows)}"

@@ -17,7 +17,8 @@ from fsdp_qlora.sharding.loading.stored_tensors import (
 )
 from fsdp_qlora.utils.errors import UserError
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # a row of eight -> where a word has it
+# A row of eight -> where a word has it: AWQ's kernels unpack even and odd numbers together.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class IntegerTensor(DecodedTensor):
@@ -53,9 +54,14 @@ class IntegerTensor(DecodedTensor):
         self._is_awq = is_awq
         if is_transposed and not is_awq:
             bits = self._bits = self._bits_of_shapes()
+        # A shape without columns is one that `problem` refuses.
         rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
-        if entries[""].dtype == torch.int32:
-            rows, columns = (rows * 32 // bits, columns) if is_awq else (rows, columns * 32 // bits)
+        is_packed = entries[""].dtype == torch.int32
+        if is_packed and is_awq:
+            rows = rows * 32 // bits
+        elif is_packed:
+            columns = columns * 32 // bits
+        # 32 rows: as many as zero points of any number of bits fill whole words with.
         super().__init__(
             [*names.values()],
             torch.Size([rows, columns]),
@@ -68,11 +74,11 @@ class IntegerTensor(DecodedTensor):
         if self._has_zeros and ".zero_point" not in self._names:
             return f"{self._names['']} has no zero points"
         for part, types in self._types().items():
-            if part in self._names and (
-                reason := wrong_type(self._names[part], self._entries[part], types)
-            ):
-                return reason
-        (rows, columns) = self.shape
+            if part in self._names:
+                reason = wrong_type(self._names[part], self._entries[part], types)
+                if reason:
+                    return reason
+        rows, columns = self.shape
         groups = self._shape_of(".scale")[1]
         zero_points = [self._shape_of(".scale")]
         if ".zero_point" in self._names and self._entries[".zero_point"].dtype == torch.int32:
@@ -87,6 +93,7 @@ class IntegerTensor(DecodedTensor):
             for part in sizes
             if part in self._names and self._shape_of(part) not in sizes[part]
         ]
+        # Without g_idx all groups have as many columns.
         if not columns or not groups or (columns % groups and ".g_idx" not in self._names):
             wrong = ["", ".scale"]
         return " and ".join(
@@ -103,12 +110,13 @@ class IntegerTensor(DecodedTensor):
         }
 
     def _bits_of_shapes(self) -> int:
-        """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many
-        entries as columns.
+        """GPTQ's bits of this matrix, which may differ from those that the configuration has.
+
+        g_idx has as many entries as there are columns.
         """
         columns = self._entries[".g_idx"].shape.numel() if ".g_idx" in self._entries else 0
-        found = self._shape_of("")[1] * 32 / max(columns, 1)
-        return int(found) if found in GPTQ_BITS else self._bits
+        bits = self._shape_of("")[1] * 32 / max(columns, 1)
+        return int(bits) if bits in GPTQ_BITS else self._bits
 
     def _shape_of(self, part: str) -> tuple[int, int]:
         """The shape of a part as [out, ..]; (1, 1) of a scalar."""
@@ -116,42 +124,49 @@ class IntegerTensor(DecodedTensor):
         return (second, first) if self._is_transposed else (first, second)
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        return super().read_flat(
-            functools.cache(read) if self._is_transposed else read, start, stop
-        )
+        # Rows of a transposed tensor lie across all of it, so each piece reads it whole: once.
+        if self._is_transposed:
+            read = functools.cache(read)
+        return super().read_flat(read, start, stop)
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        codes, scale = (self._rows(read, part, begin, end) for part in ("", ".scale"))
+        codes = self._rows(read, "", begin, end)
+        scale = self._rows(read, ".scale", begin, end)
         groups = self._groups(read, scale.shape[1])
         values = codes.int()
         if ".zero_point" in self._names:
             values = values - self._rows(read, ".zero_point", begin, end)[: len(codes), groups]
+        # In float32, rounded once: products of 16-bit scales need more bits than they have.
         return (values * scale.float()[:, groups]).to(self.dtype)
 
     def _groups(self, read: ReadStored, count: int) -> torch.Tensor:
-        """The group of each column, of so many."""
-        size, rest = divmod(self.shape[1], count)
+        """The group of each column, int64 [in]. count: number of groups."""
+        columns = self.shape[1]
+        size, rest = divmod(columns, count)
         name = self._names.get(".g_idx")
-        found = torch.full([self.shape[1]], -1) if name is None else read(name, 0, self.shape[1])
-        if not rest and (found == -1).all():  # without an order of its own
-            return torch.arange(self.shape[1]) // size
-        lowest = int(found.min())
-        highest = int(found.max())
+        groups = torch.full([columns], -1) if name is None else read(name, 0, columns)
+        # compressed-tensors writes -1 where columns have no order of their own.
+        if not rest and (groups == -1).all():
+            return torch.arange(columns) // size
+        # Before it is used as an index: torch would read beyond the scales, or from their end.
+        lowest = int(groups.min())
+        highest = int(groups.max())
         if lowest < 0 or highest >= count:
             raise UserError(
                 f"{name} has groups from {lowest} to {highest}, and {self._names['.scale']} has "
-                "those from 0 to "
-                f"{count - 1}. {ADVICE}"
+                f"those from 0 to {count - 1}. {ADVICE}"
             )
-        return found.long()
+        return groups.long()
 
     def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor:
         """Rows of a part, in units of 32, unpacked and centred at zero."""
         name = self._names[part]
-        (rows, columns) = self._shape_of(part)
+        rows, columns = self._shape_of(part)
         is_packed = self._entries[part].dtype == torch.int32
-        in_words = is_packed and (part != "" or self._is_awq)
-        unit = self._bits if in_words else 32
+        # Whether words hold numbers of several rows, and not of one row. 32 rows of numbers of
+        # `bits` bits are `bits` rows of words.
+        across_rows = is_packed and (part != "" or self._is_awq)
+        unit = self._bits if across_rows else 32
         first, last = (0, 1) if rows == 1 else (begin * unit, min(end * unit, rows))
         if self._is_transposed:
             values = read(name, 0, rows * columns).view(columns, rows)[:, first:last].T
@@ -162,11 +177,13 @@ class IntegerTensor(DecodedTensor):
         adds_one = self._subtracts_one and part == ".zero_point"
         if adds_one:
             values = _with_ones_added(values, self._bits)
-        values = _unpack(values.T, self._bits).T if in_words else _unpack(values, self._bits)
+        values = _unpack(values.T, self._bits).T if across_rows else _unpack(values, self._bits)
         if self._is_awq:
             values = values.unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
         if adds_one and 32 % self._bits:
             values = (values + 1) % 2**self._bits
+        # Codes and zero points are centred alike, so that differences are the same; without zero
+        # points the centre is the zero.
         return values - 2 ** (self._bits - 1)
 
 
@@ -179,14 +196,19 @@ def _with_ones_added(words: torch.Tensor, bits: int) -> torch.Tensor:
     """
     if 32 % bits:
         return words
+    # int64: a sum of int32 words would overflow.
     return words.long() + sum(1 << at for at in range(0, 32, bits))
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of `bits` in rows of int32 words, the first in the lowest bits, int64 [rows, 32 *
-    words / bits].
+    """The numbers of `bits` bits in rows of int32 words, the first in the lowest bits.
+
+    Returns int64 [rows, 32 * words / bits].
     """
-    at = torch.arange(words.shape[1] * 32 // bits) * bits
-    numbers = F.pad(words, (0, 1)).long() & 0xFFFFFFFF
-    pairs = numbers[:, at // 32] | numbers[:, at // 32 + 1] << 32
-    return pairs >> at % 32 & 2**bits - 1
+    first_bits = torch.arange(words.shape[1] * 32 // bits) * bits
+    # As unsigned numbers: the highest bit of a word is a bit of a number, and no sign.
+    unsigned = F.pad(words, (0, 1)).long() & 0xFFFFFFFF
+    # A number may cross into the next word, so each is taken from two. The last one is padding.
+    index = first_bits // 32
+    pairs = unsigned[:, index] | unsigned[:, index + 1] << 32
+    return pairs >> first_bits % 32 & 2**bits - 1

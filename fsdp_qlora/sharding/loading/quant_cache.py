@@ -1,5 +1,4 @@
-"""A cache of quantized weights on disk: later starts read a quarter of the bytes and quantize
-nothing.
+"""A cache of quantized weights: later starts read a quarter of the bytes and quantize nothing.
 
 An entry is a folder ROOT/KEY with checksums.json and safetensors files of the quantized layers'
 whole parameters as `stored_forms` describes them (4-bit ones in bitsandbytes' format, see
@@ -50,18 +49,17 @@ log = logging.getLogger("fsdp_qlora")
 
 CHECKSUMS = "checksums.json"
 FORMAT_VERSION = 2  # increase it when the layout, the key or the quantization changes
-_PAGE = 4096  # a checksum covers whole pages
-# most checksums per tensor; a rank reads up to one additional chunk at each end of its part
+_PAGE = 4096  # a checksum covers whole pages, in which disks and the page cache work
+# Most checksums per tensor. A rank reads up to one additional chunk at each end of its part, so
+# with fewer and larger chunks many ranks would read much twice.
 _CHUNKS = 128
-# of files not identified by a hash: for all files together, and at least for each
+# Of files that are not identified by a hash: for all files together, and at least for each.
 _SAMPLES = 256
 _MIN_SAMPLES = 4
 
 
 def cache_root(option: str) -> Path | None:
-    """The cache's folder, None if it is off. option: off, a folder,
-    or auto (see `cache_folder`).
-    """
+    """The cache's folder; None if it is off. option: off, auto (`cache_folder`) or a folder."""
     if option == "off":
         return None
     return cache_folder() / "quantized" if option == "auto" else Path(option).expanduser()
@@ -109,31 +107,29 @@ def cache_key(
     differently.
     """
     origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
-    files = sorted({file for tensors in origins.values() for file in tensors.values()})
+    files: set[Path] = set()
+    for tensors in origins.values():
+        files.update(tensors.values())
+    # Hashing whole files would take as long as quantizing them: samples of their bytes are enough
+    # to tell one model from another.
+    samples = max(_MIN_SAMPLES, _SAMPLES // max(1, len(files)))
+    # The text is hashed, so its order is part of the format: a change needs another FORMAT_VERSION.
     identity = {
         "format": FORMAT_VERSION,
         "device": ", ".join(sorted(set(kernels))),
-        "files": [
-            file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files
-        ],
+        "files": [file_identity(path, samples=samples) for path in sorted(files)],
         "layers": [
-            [
-                *(
-                    weight,
-                    list(origins[weight]),
-                    type(layer).__name__,
-                    layer.shape,
-                    layer.code_settings(),
-                ),
-                [
-                    [suffix, str(form.dtype), form.shape]
-                    for suffix, form in layer.stored_forms().items()
-                ],
-            ]
+            _layer_identity(weight, layer, list(origins[weight]))
             for weight, layer in layers.items()
         ],
     }
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:40]
+
+
+def _layer_identity(weight: str, layer: QuantizedWeight, origins: list[str]) -> list[Any]:
+    """List for JSON what determines a layer's bytes, apart from the content of its files."""
+    forms = [[suffix, str(form.dtype), form.shape] for suffix, form in layer.stored_forms().items()]
+    return [weight, origins, type(layer).__name__, layer.shape, layer.code_settings(), forms]
 
 
 def device_kernels(device: torch.device) -> str:
@@ -144,8 +140,7 @@ def device_kernels(device: torch.device) -> str:
 
 
 class CachedWeights(WeightFiles):
-    """The quantized weights of an entry, verified as they are read, and all others from the model's
-    own files.
+    """The quantized weights of an entry, verified as they are read; others from the model's files.
 
     Every method may raise DamagedEntry.
     """
@@ -158,18 +153,21 @@ class CachedWeights(WeightFiles):
                 raise ValueError("its tensors and its checksums do not match")
         except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedEntry(str(error)) from error
+        # The entry's tensors come first: bitsandbytes' have the names of the weights in the model.
         self._entries = original._entries | self._entries
         self._tensors = original._tensors | self._tensors
         self.files = original.files | self.files
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements [start, stop) of a tensor. The entry's own tensors are bytes, whose
-        checksums are verified.
+        """Read elements [start, stop) of a tensor, whose checksums are verified.
+
+        The entry's own tensors are bytes; others, of the model's files, have no checksums here.
         """
         if name not in self.checksums:
             return super().read_flat(name, start, stop)
         size = self.checksums[name]["chunk"]
         expected = self.checksums[name]["crc32"]
+        # Whole chunks, since a checksum is of all bytes of one.
         first = start // size
         begin = first * size
         end = min(-(-stop // size) * size, self.shape(name).numel())
@@ -177,6 +175,7 @@ class CachedWeights(WeightFiles):
             content = super().read_flat(name, begin, end)
         except UserError as error:
             raise DamagedEntry(str(error)) from error
+        # strict=False: `expected` goes on behind this part.
         for at, actual, checksum in zip(
             range(begin, end, size), _crc32(content, size), expected[first:], strict=False
         ):
@@ -207,8 +206,7 @@ class Unavailable(Exception):
 def write_entry(
     target: Path, layers: Mapping[str, QuantizedWeight], weights: Weights, mesh: DeviceMesh
 ) -> int:
-    """Write the layers, which have been filled from `weights`, as an entry. Returns its size in
-    bytes.
+    """Write the layers, which have been filled from `weights`, as an entry. Returns its bytes.
 
     Collective over a shard group. Raises Unavailable on every rank, with the reason of the first
     one that fails.
@@ -221,6 +219,8 @@ def write_entry(
         for name, form in packed_forms(weight, layer).items()
     }
     files = PackedFiles(folder, forms)
+    # Each `_together` ends with an exchange of errors, so no rank goes on to a step whose files
+    # another rank could not make, and all leave at the same point.
     with contextlib.ExitStack() as cleanup:
         with _together(target.parent, mesh):
             if rank == 0:
@@ -230,7 +230,9 @@ def write_entry(
                 _write_part(files, weight, layer, weights, mesh)
             files.sync()
         checksums: dict[str, Any] = {}
-        with _together(target.parent, mesh):  # the ranks share the work of reading all files back
+        # Checksums are of what the files give back, not of what was meant to be written. The ranks
+        # share the work of reading.
+        with _together(target.parent, mesh):
             written = WeightFiles(folder, as_bytes=True)
             checksums = {
                 name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]
@@ -247,6 +249,8 @@ def write_entry(
         }
         with _together(target.parent, mesh):
             if rank == 0:
+                # Tensors have been flushed, and the description comes last: a folder with it is
+                # whole. A kill before the rename leaves a `.writing` that nobody reads.
                 write_hashed_json(
                     folder / CHECKSUMS, description | {"sha256": description_hash(description)}
                 )
@@ -277,9 +281,11 @@ def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> N
     if lock is None:
         raise Unavailable("another run is writing it")
     cleanup.callback(lock.release)
+    # Between this run's look for an entry and the lock, another run may have come and gone.
     if (target / CHECKSUMS).exists():
         raise Unavailable("another run has just written it")
-    # after a success it has another name
+    # After a success it has another name, and nothing is removed. Callbacks run in reverse, so the
+    # lock is released after the files are gone.
     cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)
     for leftover in target.parent.glob("*.writing"):  # of killed runs
         leftover_lock = try_lock(leftover.with_suffix(""))
@@ -293,9 +299,9 @@ def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> N
     if free < 2 * size:  # on a full disk the run could not save its result
         raise Unavailable(
             f"it needs twice its size of {format_bytes(size)}, and {target.parent} has "
-            f"{format_bytes(free)} free; "
-            "give another folder with --quant_cache, or off"
+            f"{format_bytes(free)} free; give another folder with --quant_cache, or off"
         )
+    # In their full size, so that all ranks can write their parts at the same time.
     files.folder.mkdir()
     files.create()
 
@@ -322,15 +328,15 @@ def load_or_create(
     ranks: Ranks,
     mesh: DeviceMesh,
 ) -> None:
-    """Fill the model from its entry in the cache. Without one, fill it from its own files and write
-    an entry.
+    """Fill the model from its entry in the cache, or from its own files, and write an entry then.
 
     load_weights: the function `load_weights` with all arguments bound except `weights`.
     """
     kernels = all_gather_strings(device_kernels(ranks.device), ranks.device)
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)
     has_entry = os.path.isfile(folder / CHECKSUMS)  # False also if the folder is not readable
-    # Without a shared folder, some nodes may not have the entry.
+    # Without a shared folder, some nodes may not have the entry. Loading from files may be
+    # collective, so all ranks take the same way.
     if gather_numbers([has_entry], ranks.device).all() and _load_entry(
         folder, weights, load_weights, ranks
     ):

@@ -39,11 +39,10 @@ class StoredTensor(NamedTuple):
 
 
 class DecodedTensor:
-    """A tensor that is decoded from tensors in the files, several units (elements, rows or experts)
-    at a time.
+    """A tensor that is decoded from tensors in the files, several units at a time.
 
-    parts: names of the tensors in the files. unit: number of elements that can only be decoded
-    together.
+    Units are elements, rows or experts. parts: names of the tensors in the files. unit: number of
+    elements that can only be decoded together.
     """
 
     def __init__(
@@ -57,15 +56,16 @@ class DecodedTensor:
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
         """Decode elements [start, stop) of the row-major flattened tensor."""
         decoded = torch.empty(stop - start, dtype=self.dtype)
-        last = -(-stop // self.unit)
+        last_unit = -(-stop // self.unit)
         step = max(1, _PIECE // self.unit)
-        for begin in range(start // self.unit, last, step):
-            end = min(begin + step, last)
+        for begin in range(start // self.unit, last_unit, step):
+            end = min(begin + step, last_unit)
+            # A rank's rows need not begin or end with a unit: what it decodes beyond them is cut.
             offset = begin * self.unit
             first = max(start, offset)
-            final = min(stop, end * self.unit)
+            last = min(stop, end * self.unit)
             values = self._decode(read, begin, end).reshape(-1)
-            decoded[first - start : final - start] = values[first - offset : final - offset]
+            decoded[first - start : last - start] = values[first - offset : last - offset]
         return decoded
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:

@@ -33,8 +33,8 @@ _DOWNLOAD_AGAIN = (
     "Download it again; a git clone without git-lfs holds only pointers to the weights."
 )
 BUFFER = "FSDP_QLORA_LOADING_BUFFER_MIB"  # host memory for weights that are read and not yet stored
-_SMALL_BYTES = 2**16  # smaller buffers come from malloc
-_LONGEST_NAME = 1000  # characters
+_SMALL_BYTES = 2**16  # smaller buffers come from malloc: a mapping costs a call of the system
+_LONGEST_NAME = 1000  # characters; longer ones are no model's and would fill a screen
 _READERS = 4  # threads; a single one cannot saturate a network disk
 
 
@@ -47,9 +47,7 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A concatenation of tensors or of elements of them. ends: the end of each part,
-    in elements.
-    """
+    """A concatenation of tensors or of elements of them. ends: of each part, in elements."""
 
     parts: list[TensorSlice]
     ends: list[int]
@@ -92,9 +90,11 @@ class WeightFiles:
             if name in entries:
                 entries[name] = entries[name].in_bytes()
         self._entries = entries
-        decoded, unknown = (
-            find_packed(packed, entries) if packed else find_decoded(stored, entries, folder)
-        )
+        if packed:
+            # Turns entries into bytes in place, and so comes before `_tensors`.
+            decoded, unknown = find_packed(packed, entries)
+        else:
+            decoded, unknown = find_decoded(stored, entries, folder)
         self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = dict(self._entries)
         self._tensors |= decoded
         files = {name: entry.file for name, entry in self._entries.items()}
@@ -111,6 +111,7 @@ class WeightFiles:
         try:
             weight_map: dict[str, str] = dict(json.loads(read_named(index))["weight_map"])
             names = sorted(set(weight_map.values()))
+            # An index is a stranger's file: "../../secret" must not be opened.
             outside = [name for name in names if Path(name).name != name]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
@@ -140,9 +141,7 @@ class WeightFiles:
         )
 
     def join(self, name: str, parts: Sequence[TensorSlice], shape: torch.Size) -> None:
-        """Define `name` as the tensor of this shape whose flattened elements are the concatenation
-        of `parts`.
-        """
+        """Define `name` as the tensor of this shape whose elements are those of `parts`."""
         dtypes = {self.dtype(part.name) for part in parts}
         if len(dtypes) > 1:
             raise UserError(
@@ -158,12 +157,11 @@ class WeightFiles:
         """Let a matrix have as many rows as this shape, the further ones copies of its first."""
         size = self.shape(name).numel()
         if shape[1:] == self.shape(name)[1:] and size < shape.numel():
-            counts = [min(size, shape.numel() - at) for at in range(0, shape.numel(), size)]
-            self.join(
-                name,
-                [part for count in counts for part in self._whole_tensors(name, 0, count)],
-                shape,
-            )
+            parts: list[TensorSlice] = []
+            for start in range(0, shape.numel(), size):
+                count = min(size, shape.numel() - start)
+                parts += self._whole_tensors(name, 0, count)
+            self.join(name, parts, shape)
 
     def define(self, name: str, tensor: DecodedTensor) -> None:
         """Define `name` as a tensor that is computed from tensors in the files."""
@@ -183,18 +181,15 @@ class WeightFiles:
         """The tensors in the files that `name` consists of -> their files."""
         tensor = self._tensors[name]
         if isinstance(tensor, _Joined):
-            return {
-                origin: file
-                for part in tensor.parts
-                for origin, file in self.origins(part.name).items()
-            }
+            joined: dict[str, Path] = {}
+            for part in tensor.parts:
+                joined |= self.origins(part.name)
+            return joined
         origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
         return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
-        """The decoded tensors in the files, or elements of them, that make up the flattened tensor
-        `name`.
-        """
+        """The decoded tensors in the files, or slices of them, that make up the tensor `name`."""
         return list(self._whole_tensors(name, 0, self.shape(name).numel()))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -204,14 +199,16 @@ class WeightFiles:
         return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's
-        dtype.
+        """Read elements [start, stop) of the row-major flattened tensor, in the file's dtype.
+
+        They are on the CPU. Several threads may read at the same time.
         """
         part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
             piece = part[filled : filled + last - first]
-            if isinstance(tensor := self._tensors[source], DecodedTensor):
+            tensor = self._tensors[source]
+            if isinstance(tensor, DecodedTensor):
                 piece.copy_(tensor.read_flat(self._read_stored, first, last))
             else:
                 self._read_into(source, first, piece)
@@ -226,8 +223,9 @@ class WeightFiles:
     def encode(
         self, name: str, start: int, values: torch.Tensor
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Flat values of whole units as (tensor in the files, first element, values): rounded if it
-        is decoded.
+        """Flat values of whole units as (tensor in the files, first element, values).
+
+        They are rounded to the format of the files if the tensor is decoded as it is read.
         """
         tensor = self._tensors.get(name)
         if isinstance(tensor, DecodedTensor):
@@ -242,31 +240,33 @@ class WeightFiles:
         return part
 
     def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
-        """The non-empty slices of tensors in the files that elements [start, stop) of `name`
-        consist of.
-        """
+        """The non-empty slices of tensors in the files that hold elements [start, stop)."""
         tensor = self._tensors[name]
         if not isinstance(tensor, _Joined):
-            yield from [TensorSlice(name, start, stop)] * (start < stop)
+            if start < stop:
+                yield TensorSlice(name, start, stop)
             return
-        parts = tensor.parts
-        ends = tensor.ends
-        index = bisect.bisect_right(ends, start)
+        # The first part that ends behind `start`: a bisection, as experts make thousands of parts.
+        index = bisect.bisect_right(tensor.ends, start)
         while start < stop:
-            begin = ends[index - 1] if index else 0
-            last = min(stop, ends[index])
-            part = parts[index].name
-            shift = parts[index].start - begin
-            yield TensorSlice(part, start + shift, last + shift)
+            begin = tensor.ends[index - 1] if index else 0
+            last = min(stop, tensor.ends[index])
+            part = tensor.parts[index]
+            # From an element of the whole to one of the part's own tensor.
+            shift = part.start - begin
+            yield TensorSlice(part.name, start + shift, last + shift)
             start = last
-            index = index + 1
+            index += 1
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
         entry = self._entries[name]
         buffer = bytes_of(part)
         try:
+            # Unbuffered, straight into the tensor's memory. Each read opens the file, so that
+            # threads do not share a position.
             with entry.file.open("rb", buffering=0) as file:
                 file.seek(entry.start + start * entry.dtype.itemsize)
+                # Linux reads at most 2 GiB at a time, and a network disk may give less.
                 while buffer:
                     count = file.readinto(buffer)
                     if not count:
@@ -297,8 +297,7 @@ def _merge_headers(files: list[Path]) -> dict[str, StoredTensor]:
             if name in entries:
                 raise UserError(
                     f"{path} and {entries[name].file.name} both have tensor {name}, and no index "
-                    "says which one to "
-                    "use. Leave only the model's own files in the folder."
+                    "says which one to use. Leave only the model's own files in the folder."
                 )
             entries[name] = entry
     return entries
@@ -315,6 +314,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}"
         ) from error
     header.pop("__metadata__", None)
+    # Names appear in messages and logs, and a terminal would obey control characters in them.
     odd = [
         name
         for name in header
@@ -329,12 +329,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise UserError(
             f"{path} has tensors of type {', '.join(unknown)}, which cannot be read here."
         )
+    # The format: 8 bytes with the header's size, the header in JSON, and then the tensors' bytes,
+    # from which offsets are counted.
+    data = 8 + size
     return {
         name: StoredTensor(
             path,
             DTYPES[form["dtype"]],
             torch.Size(form["shape"]),
-            8 + size + form["data_offsets"][0],
+            data + form["data_offsets"][0],
         )
         for name, form in header.items()
     }
@@ -371,6 +374,8 @@ def read_ahead(
     waiting: list[tuple[int, Future[torch.Tensor]]] = []
     in_flight = 0
     with ThreadPoolExecutor(_READERS, thread_name_prefix="weight_files") as pool:
+        # One list in the order of the parts: what comes out is in their order, whichever thread is
+        # the first to be done.
         for part in parts:
             count = (part.stop - part.start) * weight_files.dtype(part.name).itemsize
             while waiting and in_flight + count > max_bytes:
