@@ -51,7 +51,7 @@ from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.data.run_data import prepare_data
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
-from fsdp_qlora.planning.run_plan import pick_data
+from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 
 VOCABULARY = 8192

@@ -32,7 +32,7 @@ from benchmarks.common import describe_machine, write_results
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.run_data import prepare_data
-from fsdp_qlora.planning.run_plan import pick_data
+from fsdp_qlora.planning.reading import pick_data
 
 KEY = "tml-benchmark"
 RANK = 16

@@ -23,7 +23,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.run_data import RunData, prepare_data
-from fsdp_qlora.planning.run_plan import pick_data
+from fsdp_qlora.planning.reading import pick_data
 
 LAYOUTS = ("padded", "padding_free", "packed")
 

@@ -83,7 +83,7 @@ def train(
     given |= {name: _in_file(given[name]) for name in ("dataset", "eval_dataset") if name in given}
     chosen = make_train_config(config, given)
     if launch.is_started_by_others():
-        from fsdp_qlora.run.run import run
+        from fsdp_qlora.run.train import run
 
         run(chosen)
     else:

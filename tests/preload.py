@@ -5,7 +5,7 @@ import gc
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from fsdp_qlora.run.run import run
+from fsdp_qlora.run.train import run
 
 __all__ = ["run"]
 

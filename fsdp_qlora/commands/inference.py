@@ -3,7 +3,6 @@ and lm-eval tasks.
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import sys
@@ -23,6 +22,12 @@ from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed, set_torch_variables
 from fsdp_qlora.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.content import PromptContent
+    from fsdp_qlora.distributed.ranks import Ranks
+    from fsdp_qlora.run.session import Session
+    from fsdp_qlora.training.generation.sampling import SamplingOptions
 
 
 def generate_options(parser: argparse.ArgumentParser) -> None:
@@ -93,38 +98,44 @@ def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]
     status = relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))
     if status is not None:
         return status
-    from fsdp_qlora.distributed.process_group import process_group_closed
-    from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.run.session import enter_rank
 
-    ranks = read_ranks(config.device)
-    set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
-    with process_group_closed():
-        use(config, ranks, folder)
+    use(config, enter_rank(config, sys.stderr), folder)
     return None
 
 
-def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
+def _answer(
+    args: argparse.Namespace, config: TrainConfig, ranks: "Ranks", folder: Path | None
+) -> None:
     """Load the model and answer. Called on every rank."""
-    from fsdp_qlora.data.content import Fields
-    from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
+    from fsdp_qlora.run.session import open_session
     from fsdp_qlora.training.generation.prompt_format import read_questions
     from fsdp_qlora.training.generation.sampling import SamplingOptions
 
     rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
-    model = LoadedModel(config, ranks, sampling, folder)
+    with open_session(ranks) as session:
+        _answer_in_session(args, config, session, folder, rows, sampling)
+
+
+def _answer_in_session(
+    args: argparse.Namespace,
+    config: TrainConfig,
+    session: "Session",
+    folder: Path | None,
+    rows: list[tuple[dict[str, Any], "PromptContent"]],
+    sampling: "SamplingOptions",
+) -> None:
+    from fsdp_qlora.data.content import Fields
+    from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
+
+    model = LoadedModel(config, session, sampling, folder)
     if args.prompts:
         answer_file(model, rows, Path(args.out), config.batch_size)
     elif args.prompt is not None:
         model.stream(Fields(args.prompt, "", system=args.system), 0, sys.stdout)
     else:
         chat(model, args.system)
-
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.run_data import RunData
-    from fsdp_qlora.distributed.ranks import Ranks
-    from fsdp_qlora.planning.placement import PlacedModel
 
 
 def evaluate_options(parser: argparse.ArgumentParser) -> None:
@@ -166,67 +177,23 @@ def evaluate(args: argparse.Namespace) -> int | None:
     args.training_options += ["--dataset", *args.dataset] if args.dataset else []
 
     def show(config: TrainConfig, ranks: "Ranks", folder: Path | None) -> None:
+        from fsdp_qlora.run.measure import measure
+        from fsdp_qlora.run.session import open_session
+        from fsdp_qlora.training.generation.tasks import Tasks
+
+        if OBJECTIVES[config.objective].has_reference:
+            raise UserError(
+                f"--objective {config.objective} compares with the start of a run: see its "
+                "own --eval_dataset."
+            )
+        tasks = Tasks(args.tasks) if args.tasks else None
         options = {"limit": args.limit, "num_fewshot": args.num_fewshot}
-        results = measure(config, ranks, folder, args.dataset, args.tasks, **options)
+        with open_session(ranks) as session:
+            results = measure(config, session, folder, args.dataset, tasks, **options)
         if ranks.is_rank_0:
             print(json.dumps(results, indent=2) if args.json else describe(results))
 
     return _with_model("evaluate", args, show)
-
-
-def measure(
-    config: TrainConfig,
-    ranks: "Ranks",
-    folder: Path | None,
-    datasets: list[str],
-    tasks: list[str],
-    **options: Any,
-) -> dict[str, Any]:
-    """The loss and perplexity of each dataset, and the metrics of each task on rank 0. Called on
-    every rank.
-
-    Args:
-        folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for
-        lm-eval.
-    """
-    from fsdp_qlora.data.sources.dataset_name import parse_eval_names
-    from fsdp_qlora.planning.run_plan import Plan, read_rows
-    from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.run.build_trainer import build_trainer
-    from fsdp_qlora.run.open_model import load_trained
-    from fsdp_qlora.training.generation.tasks import Tasks
-
-    if OBJECTIVES[config.objective].has_reference:
-        raise UserError(
-            f"--objective {config.objective} compares with the start of a run: see its "
-            "own --eval_dataset."
-        )
-    loaded = Tasks(tasks) if tasks else None
-    sets: dict[str, RunData] = {}
-
-    def read(placed: "PlacedModel") -> None:
-        for name, dataset in parse_eval_names(datasets).items():
-            rows: dict[str, Any] = {"dataset": (dataset,), "eval_dataset": (), "eval_fraction": 0.0}
-            own = dataclasses.replace(
-                config, **rows, resume="off", adapter=str(folder) if folder else None
-            )
-            _, sets[name] = read_rows(own, placed.model)
-
-    placed = load_trained(config, ranks, folder, read)
-    results = {}
-    for name, data in sets.items():
-        config = dataclasses.replace(config, context_length=data.context_length)
-        schedule = make_schedule(config, data, placed.layout.data_size)
-        trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks)
-        result = trainer.evaluate(0, data.train, data.train_rows) or {}
-        results[name] = {"loss": result.pop("eval_loss")} | result | {"rows": len(data.train)}
-    if loaded:
-        plan = placed.model
-        size = config.batch_size
-        results |= loaded.measure(
-            plan.meta.model, plan.tokenizer, plan.precision, ranks, batch_size=size, **options
-        )
-    return results
 
 
 def describe(results: dict[str, Any]) -> str:

@@ -77,15 +77,13 @@ def run(args: argparse.Namespace) -> int | None:
         if status is not None:
             return status
     with importing():
-        from fsdp_qlora.distributed.process_group import process_group_closed
         from fsdp_qlora.run.serve import Address, serve
 
     key = NO_KEY if args.api_key == NO_KEY else os.environ.get(_KEY_VARIABLE)
-    with process_group_closed():
-        address = Address(
-            args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher
-        )
-        serve(config, address)
+    address = Address(
+        args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher
+    )
+    serve(config, address)
     return None
 
 

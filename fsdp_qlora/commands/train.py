@@ -1,6 +1,6 @@
 """`fsdp-qlora train`: options, then one process per GPU, then the run itself.
 
-The run is `run` in fsdp_qlora/run/run.py. It calls `train` in fsdp_qlora/training/loop.py;
+The run is `run` in fsdp_qlora/run/train.py. It calls `train` in fsdp_qlora/training/loop.py;
 the optimizer step is in training/trainer.py.
 """
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
                 faulthandler.enable(sys.__stderr__)
             # Imported here so that --help and wrong options answer at once.
             with importing():
-                from fsdp_qlora.run.run import run
+                from fsdp_qlora.run.train import run
 
             run(config, signals, notes)
     except (UserError, TrainingError, RunStopped) as error:

@@ -10,12 +10,15 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from fsdp_qlora.checkpoint.decisions import Decisions
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.model.architecture.config import at_most_positions, load_config
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.planning.known_models import hub_name, known_sizes, names_near
 from fsdp_qlora.planning.plan import build_plan, notes_of
+from fsdp_qlora.planning.reading import earlier_run, read_planned_rows
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.planning.teacher import teacher_config
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
@@ -47,10 +50,10 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
             )
             config = dataclasses.replace(config, context_length=most)
         return Planner(config, request, model, tokens=tokens)
-    # most plans need no rows, and this takes a while
-    from fsdp_qlora.planning.run_plan import read_rows
-
-    config, data = read_rows(config, model)
+    # Of an earlier run only the prompts matter, which change the rows' lengths.
+    earlier = earlier_run(config)
+    decisions = Decisions(fills_template=earlier.fills_template({}))
+    config, data = read_planned_rows(config, model, decisions)
     planner = Planner(config, request, model, data, tokens)
     num_rows = data.rows_per_epoch
     longest = data.lengths[data.train_rows].max()
@@ -85,8 +88,6 @@ def plan_teacher_pass(run: PlannedRun) -> PlannedRun | None:
     config = run.config
     if not config.teacher or config.teacher_url:
         return None
-    from fsdp_qlora.planning.run_plan import teacher_config
-
     return make_planner(teacher_config(config), run.request).as_asked()
 
 

@@ -4,15 +4,12 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.checkpoint.run_folder import read_run
-from fsdp_qlora.config.cli import current_options
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.rows import Lengths
@@ -388,13 +385,19 @@ def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
 
 
 def choose_settings(
-    config: TrainConfig, model: ModelPlan, data: RunData | None, store: dist.Store | None
+    config: TrainConfig,
+    model: ModelPlan,
+    data: RunData | None,
+    store: dist.Store | None,
+    earlier: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The options that --auto or --context_parallel_size auto replaces, the same on all ranks.
 
     Rank 0 searches, for the GPU with the least free memory. How many blocks recompute is left to
     probing, which corrects the plan.
 
+    Args:
+        earlier: options of the run that continues, if --auto has chosen some of them.
     Raises:
         UserError: --auto is given and there is no GPU.
     """
@@ -412,11 +415,9 @@ def choose_settings(
             "--auto true chooses settings for the GPUs of this machine, and none is visible: leave "
             "it out, or plan for others with `fsdp-qlora plan --auto --gpu NAME`."
         )
-    chosen: dict[str, Any] = {}
-    if ranks.is_rank_0:
-        chosen = settings_of_run(config, machine.world_size)
-        if not chosen:
-            chosen = _search_settings(config, model, data, names, free)
+    chosen = _chosen_before(config, earlier)
+    if ranks.is_rank_0 and not chosen:
+        chosen = _search_settings(config, model, data, names, free)
     # Free host memory differs from rank to rank and from moment to moment, so each rank's own
     # search might end elsewhere. The store is used since no process group is open yet.
     if store is not None:
@@ -459,19 +460,16 @@ def _search_settings(
     return chosen
 
 
-def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The settings of the run in output_dir that --auto chose for as many ranks; none if there is
-    no such run.
+def _chosen_before(config: TrainConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that --auto chose when the run was started, where the options leave them open.
+
+    Without them, each restart could choose others, as another program takes or frees memory.
     """
-    # A run that continues keeps them even if other memory is free now.
-    folder = Path(config.output_dir).expanduser()
-    run = read_run(folder) if config.resume == "auto" else {}
-    before = current_options(run.get("options", {}))
-    if not before["auto"] or run["world_size"] != world_size:
+    if not earlier:
         return {}
-    names = list(dict.fromkeys(_CHOSEN + _OF_CONTEXT))
-    if before["recompute"] == "offload":
+    names = list(dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)))
+    # Other values are found by probing, anew at each start.
+    if earlier["recompute"] == "offload":
         names.append("recompute")
-    return {
-        name: before[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"
-    }
+    is_open = {name for name in names if name in _ALWAYS or getattr(config, name) == "auto"}
+    return {name: earlier[name] for name in names if name in is_open}

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fsdp_qlora.checkpoint.resume import Start
 from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
@@ -20,7 +21,6 @@ from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.taught import OfTargets
-from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
@@ -29,8 +29,10 @@ from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
+from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.plan import quantizer_options
-from fsdp_qlora.planning.run_plan import Plan, warn_of_padded_rope
+from fsdp_qlora.planning.reading import warn_of_padded_rope
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.sharding.recompute import ReferencePass
@@ -46,6 +48,7 @@ from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.rl.waiting import check_stop
+from fsdp_qlora.training.setup import Setup
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.run_files import ADAPTERS, ROLLOUTS_FILE
@@ -140,13 +143,14 @@ def build_forward(
 
 
 def precompute_reference(
-    config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]
-) -> RunData:
-    """Add to the rows their log-probabilities under the model that training starts from.
+    config: TrainConfig, plan: Plan, trainer: Trainer, facts: Mapping[str, Any]
+) -> Plan:
+    """Add to the plan's rows their log-probabilities under the model that training starts from.
 
     Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is
     loaded.
     """
+    data = plan.data
     names = sorted({"train_type", "quant_type", *quantizer_options(config, config.kind.quantizer)})
     # otherwise the adapter changes nothing at first
     if config.adapter or config.init_lora_weights != "true":
@@ -161,7 +165,8 @@ def precompute_reference(
     tables = [
         add_reference(table, [key], partial(compute, table), trainer.ranks) for table in tables
     ]
-    return dataclasses.replace(data, train=tables[0], evaluation=tables[-1])
+    data = dataclasses.replace(data, train=tables[0], evaluation=tables[-1])
+    return dataclasses.replace(plan, data=data)
 
 
 def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedule:
@@ -214,19 +219,18 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
 
 
 def open_source(
-    config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str
+    config: TrainConfig, plan: Plan, setup: Setup, trainer: Trainer, folder: Path, *, run_id: str
 ) -> RowSource:
     """The source of a run's rows: its data, or answers to its prompts."""
     if not plan.data.prompts:
         return RowsInMemory(plan.data.train, plan.data.train_rows)
-    assert plan.scorer is not None
-    stops = Stops(plan.model.tokenizer, trainer.model, plan.stop_text)
+    stops = Stops(plan.model.tokenizer, trainer.model, setup.stop_text)
     looks_back = config.num_iterations > 1 or config.rollout_url
     told = trainer.collator.of_targets
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
-        scorer=plan.scorer,
+        scorer=setup.scorer,
         path=folder / ROLLOUTS_FILE,
         ranks=trainer.ranks,
         control=trainer.control,
@@ -273,3 +277,17 @@ def open_engine(
             return generator.answer_all(prompts, generation.at_a_time, beat)
 
     return complete
+
+
+def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
+    """Try the longest rows on the GPU, and find how many blocks must recompute if that is left
+    open.
+    """
+    rows = RowsInMemory(plan.data.train, plan.data.train_rows)
+    if config.recompute != "auto":
+        trainer.try_longest(rows)
+    elif start.failed_starts:
+        log.info("Recompute: all blocks, since the last start ended before it made progress.")
+        trainer.try_longest(rows)
+    else:
+        fit_on_gpu(trainer, rows, block_bytes=plan.placed.memory.block, too_few=start.too_few)

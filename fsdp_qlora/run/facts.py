@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils.environment import describe_environment
-from fsdp_qlora.utils.text import GIB
+from fsdp_qlora.utils.text import GIB, format_count
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -116,3 +118,29 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         - float(np.mean([schedule.useful_shares(step, data.lengths)[0] for step in steps])),
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }
+
+
+def describe_result(
+    summary: dict[str, float], output_dir: Path, seconds: float, *, saved: bool
+) -> str:
+    """The end of a run: losses, speed and where the files are."""
+    lines = [f"Finished in {seconds:.0f} s: last training loss {summary['loss']:.4f}"]
+    if "eval_loss" in summary:
+        ends = f"{summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}"
+        if summary.get("best_eval_loss", math.inf) < summary["eval_loss"]:
+            ends += (
+                f", lowest trained {summary['best_eval_loss']:.4f} at step "
+                f"{summary['best_eval_step']:.0f}"
+            )
+        lines.append(f"  held-out loss {ends}")
+    rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
+    lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
+    entries = output_dir.iterdir() if output_dir.is_dir() else ()
+    files = sorted(
+        path.name for path in entries if path.is_file() and not path.name.startswith(".")
+    )
+    lines.append(
+        f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ "
+        f"({', '.join(files)})"
+    )
+    return "\n".join(lines)

@@ -1,20 +1,40 @@
 """Makes a run the one it is: its options, its model, its rows and the adapter it starts from."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.config.marks import PER_NODE
+from fsdp_qlora.checkpoint.mirror import open_store
+from fsdp_qlora.checkpoint.resume import RunFolder
+from fsdp_qlora.checkpoint.run_folder import StartRequest
+from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, REPLACE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.process_group import check_agreement, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.distributed.supervision import restarts
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.run.prepare import PreparedRun
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import fingerprint_files, record_of
 from fsdp_qlora.utils.result_files import result_error
+
+
+def claim_folder(config: TrainConfig, ranks: Ranks) -> AbstractContextManager[RunFolder]:
+    """Lock the folder of a run, as `RunFolder.claimed` does, for these options."""
+    request = StartRequest(
+        options=resolved_options(config),
+        may_differ=names_marked(MAY_DIFFER),
+        world_size=ranks.world_size,
+        resume=config.start_from,
+        overwrite=config.resume.endswith(REPLACE),
+        is_unattended=restarts.is_unattended(),
+    )
+    mirror = open_store(config.mirror) if config.mirror else None
+    return RunFolder(Path(config.output_dir), ranks, request, mirror).claimed()
 
 
 def known_facts(plan: Plan) -> dict[str, Any]:
@@ -27,12 +47,14 @@ def known_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
+def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
     """Check that all ranks have the same options, rows and model; returns the run's identity.
 
     Raises:
         UserError: they differ; the same on every rank.
     """
+    config = run.config
+    plan = run.plan
     options = resolved_options(config)
     per_node = names_marked(PER_NODE)
     facts = known_facts(plan)
@@ -42,7 +64,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
             "the rows": facts["rows"],
-            "the prompts of --sample_prompts": plan.questions,
+            "the prompts of --sample_prompts": run.setup.questions,
             "the model": (facts["model"], sorted(weights.sources)),
         },
         ranks.device,
@@ -58,7 +80,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
             "world_size": ranks.world_size,
             "global_batch_size": plan.schedule.global_batch_size,
             "versions": versions(),
-            "rewards": plan.scored_by,
+            "rewards": run.setup.scored_by,
         }
         | plan.data.provenance
     )

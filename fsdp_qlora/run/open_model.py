@@ -17,19 +17,13 @@ from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.content import Chat, PromptContent
-from fsdp_qlora.distributed.device import configure_kernels
-from fsdp_qlora.distributed.process_group import (
-    all_gather_strings,
-    release_cached_memory,
-    start_process_group,
-)
+from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.distributed.store import connect, kept_until_all_connect
-from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
-from fsdp_qlora.run.load_model import fetch_weights, load_model
+from fsdp_qlora.run.base import PlannedBase, open_base
+from fsdp_qlora.run.session import Session
 from fsdp_qlora.training.generation.generator import TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
@@ -42,7 +36,7 @@ _IDLE = datetime.timedelta(days=7)  # how long a chat waits for its user
 
 def load_trained(
     config: TrainConfig,
-    ranks: Ranks,
+    session: Session,
     folder: Path | None,
     prepare: Callable[[PlacedModel], object] = lambda _: None,
 ) -> PlacedModel:
@@ -52,30 +46,29 @@ def load_trained(
         folder: of the adapter or the trained model, with its tokenizer; None for a base.
         prepare: called before weights are fetched and ranks wait for each other.
     """
+    ranks = session.ranks
     level = log.level
     if not config.verbose:
         log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
-    configure_kernels()
-    store = connect(ranks)
-    with kept_until_all_connect(store, ranks):
-        plan = plan_model(config, Machine.of(config, ranks), store)
+
+    def plan_base() -> PlannedBase:
+        plan = plan_model(config, Machine.of(config, ranks), session.store)
         if folder is not None and (folder / "tokenizer_config.json").is_file():
             tokenizer = load_tokenizer(
                 folder, str(folder), trust_remote_code=config.trust_remote_code
             )
             plan = dataclasses.replace(plan, tokenizer=tokenizer)
-        placed = place(config, plan, store=store)
+        placed = place(config, plan, store=session.store)
         prepare(placed)
-        weights = fetch_weights(config, plan, ranks, store)
-    start_process_group(ranks, store, layout=placed.layout)
-    with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
-        load_model(config, placed, weights, ranks)
-    release_cached_memory(ranks.device)
+        return PlannedBase(config, placed, session.store)
+
+    placed = open_base(plan_base, session).placed
+    plan = placed.model
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)
     adapter = f" with {folder}" if folder and config.adapter else ""
-    processes = f"{ranks.world_size} process{'es' * (ranks.world_size > 1)}"
+    processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
     log.info("%s%s (%s, %s)", config.model_name, adapter, config.train_type, processes)
     return placed
 
@@ -88,9 +81,10 @@ class LoadedModel:
     """
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None
+        self, config: TrainConfig, session: Session, sampling: SamplingOptions, folder: Path | None
     ) -> None:
-        plan = load_trained(config, ranks, folder).model
+        plan = load_trained(config, session, folder).model
+        ranks = session.ranks
         self.ranks = ranks
         self.sampling = sampling
         noted = None

@@ -26,17 +26,12 @@ from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import (
     all_gather_strings,
     gather_numbers,
-    release_cached_memory,
-    start_process_group,
 )
-from fsdp_qlora.distributed.ranks import Ranks, read_ranks, set_up_logging
-from fsdp_qlora.distributed.store import connect, kept_until_all_connect
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision import exits
-from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.model.architecture.config import at_most_positions
@@ -50,9 +45,12 @@ from fsdp_qlora.planning.placement import (
 )
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.planning.report import PlanReport
-from fsdp_qlora.planning.run_plan import Plan, teacher_config
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.teacher import TEACHER, teacher_config
+from fsdp_qlora.run.base import FetchedBase, PlannedBase
 from fsdp_qlora.run.build_trainer import build_trainer
-from fsdp_qlora.run.load_model import fetch_weights, load_model, result_form
+from fsdp_qlora.run.load_model import result_form
+from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.service.access import (
     KEY_FILE,
     NO_KEY,
@@ -70,7 +68,6 @@ from fsdp_qlora.service.orders import Base
 from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.rooms import Rooms
 from fsdp_qlora.service.worker import Order, RequestTargets, Worker
-from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
 from fsdp_qlora.utils.files import fingerprint_files, refusal_named, staged_file
@@ -116,63 +113,56 @@ class Address(NamedTuple):
     teacher: str | None = None
 
 
-class PlannedBase(NamedTuple):
-    """A base with its options. store: of its own, by which the ranks agree."""
-
-    config: TrainConfig
-    placed: PlacedModel
-    store: dist.Store | None
-
-
 def serve(config: TrainConfig, address: Address) -> None:
     """Serve one base to many clients. Called on every rank.
 
     Raises:
         UserError: the options, the model, the folder or the port cannot be used.
-        RunStopped: it was asked to stop. Others as of `run.run`.
+        RunStopped: it was asked to stop. Others as of `run.train.run`.
     """
-    configure_kernels()
-    ranks = read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
-    set_up_logging(ranks, verbose=config.verbose)
+    ranks = enter_rank(config)
     if config.dry_run:
         _plan(config, ranks, None, address)
         return
-    signals = Signals()
-    minutes = max(30, 2 * config.hang_minutes)
+    with open_supervised_session(ranks, Signals(), hang_minutes=config.hang_minutes) as session:
+        _serve_in_session(config, address, session)
+
+
+def _serve_in_session(config: TrainConfig, address: Address, session: SupervisedSession) -> None:
+    """Plan, load and work, until the ranks agree to stop. Nothing of the models is left then."""
+    ranks = session.ranks
+    store = session.store
     desk = None
-    store = connect(ranks, timeout_minutes=minutes, wait_minutes=config.hang_minutes)
-    presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
-    with exits.aborting_others(presence), signals.handled():
-        with kept_until_all_connect(store, ranks):
-            opened = _opened(address) if ranks.is_rank_0 else None
-            bases = _plan(config, ranks, store, address)
-            for base in bases:
-                check_resources(base.config, base.placed)
-            weights = [
-                fetch_weights(base.config, base.placed.model, ranks, base.store or store)
-                for base in bases
-            ]
-            if opened is not None:
-                _check_identity(opened.records, address.folder, bases[0], weights[0])
-        failures = Failures(dist.PrefixStore("orders", store), ranks)
-        start_process_group(ranks, store, layout=bases[0].placed.layout, timeout_minutes=minutes)
-        control = Control(is_rank_0=ranks.is_rank_0, signals=signals)
-        with exits.loading_explained(ranks.rank, _LESS_MEMORY):
-            workers = [_loaded(*each, control) for each in zip(bases, weights, strict=True)]
-        free = least_free(Machine.of(config, ranks), "the memory for answers", store)
-        for worker in workers:
-            worker.free = free
-            # the same on every rank
-            least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
-            worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
+    with session.kept_until_all_connect():
+        opened = _opened(address) if ranks.is_rank_0 else None
+        planned = _plan(config, ranks, store, address)
+        for base in planned:
+            check_resources(base.config, base.placed)
+        bases = [base.fetch() for base in planned]
         if opened is not None:
-            desk = _start_server([*map(_described, bases, workers)], opened, config, address)
-        watchdog = Watchdog(
-            control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder
-        )
-        signals.is_starting = False
-        with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
-            _work(workers, desk, control, failures)
+            _check_identity(opened.records, address.folder, bases[0])
+    failures = Failures(session.store_of("orders"), ranks)
+    session.start_group(bases[0].placed.layout)
+    control = Control(is_rank_0=ranks.is_rank_0, signals=session.signals)
+    with exits.loading_explained(ranks.rank, _LESS_MEMORY):
+        workers = [_loaded(base, control) for base in bases]
+    free = least_free(Machine.of(config, ranks), "the memory for answers", store)
+    for worker in workers:
+        worker.free = free
+        # the same on every rank
+        least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
+        worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
+    if opened is not None:
+        desk = _start_server([*map(_described, bases, workers)], opened, config, address)
+    watchdog = Watchdog(
+        control.heartbeat,
+        session.presence,
+        hang_minutes=config.hang_minutes,
+        output_dir=address.folder,
+    )
+    session.signals.is_starting = False
+    with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
+        _work(workers, desk, control, failures)
 
 
 class Opened(NamedTuple):
@@ -221,7 +211,7 @@ def _key_of(folder: Path) -> str:
     return key
 
 
-def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: Weights) -> None:
+def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
     """Refuse a folder whose adapters were made in another way; they would compute something else
     here.
 
@@ -231,7 +221,7 @@ def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: 
     options = resolved_options(base.config)
     identity = {name: options[name] for name in _IDENTITY}
     identity["precision"] = base.placed.model.precision.name
-    identity["the base's weights"] = fingerprint_files(weights.files.files.values())
+    identity["the base's weights"] = fingerprint_files(base.weights.files.files.values())
     identity = json.loads(json.dumps(identity))
     named = {"model": base.config.base_name or base.config.model_name}
     known = records.get("service", "base") or named
@@ -297,7 +287,7 @@ def _plan(
             machine = dataclasses.replace(machine, free=max(0, left))
         own = teacher_config(dataclasses.replace(config, teacher=address.teacher))
         own = dataclasses.replace(own, optimizer="sgd")  # of the trainer, which has no work
-        bases.append(_planned(own, machine, dist.PrefixStore("teacher", store) if store else None))
+        bases.append(_planned(own, machine, dist.PrefixStore(TEACHER, store) if store else None))
     return bases
 
 
@@ -314,14 +304,14 @@ def _planned(config: TrainConfig, machine: Machine, store: dist.Store | None) ->
     return PlannedBase(config, placed, store)
 
 
-def _loaded(base: PlannedBase, weights: Weights, control: Control) -> Worker:
+def _loaded(base: FetchedBase, control: Control) -> Worker:
     """Load a base; on a GPU its longest rows are tried."""
-    config, placed, _ = base
+    config = base.config
+    placed = base.placed
     plan = placed.model
     ranks = placed.model.machine.ranks
     size = config.batch_size
-    mesh = load_model(config, placed, weights, ranks)
-    release_cached_memory(ranks.device)
+    mesh = base.load().mesh
     schedule = Schedule(
         num_rows=1,
         batch_size=size,
@@ -373,7 +363,7 @@ def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
     return Limits(vocabulary, config.longest_row - 1, tokens, max(tokens, targets))
 
 
-def _described(base: PlannedBase, worker: Worker) -> Base:
+def _described(base: FetchedBase, worker: Worker) -> Base:
     """A loaded base as clients are told of it."""
     config = base.config
     here = Path(base.config.model_name).expanduser()

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint.mirror import Mirror
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.checkpoint.resume import RunFolder, Start
@@ -20,8 +21,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.supervision import exits
-from fsdp_qlora.distributed.supervision.presence import Presence
-from fsdp_qlora.distributed.supervision.stops import Budget, Control, Signals
+from fsdp_qlora.distributed.supervision.stops import Budget, Control
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.observability.metric_log import (
     MetricLog,
@@ -31,22 +31,13 @@ from fsdp_qlora.observability.metric_log import (
 )
 from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
-from fsdp_qlora.run.facts import Measured
-from fsdp_qlora.training.generation.samples import Samples
+from fsdp_qlora.run.extras import Extras
+from fsdp_qlora.run.session import SupervisedSession
+from fsdp_qlora.utils.errors import RankError
 from fsdp_qlora.utils.run_files import CHECKPOINTS
 
 # how long saving may fail before the run ends; 3 times --save_every if that is longer
 _MIN_FAILING_MINUTES = 30.0
-
-
-class Extras(NamedTuple):
-    """Measurements besides the losses: generated texts, --eval_tasks, and a GPU's memory and speed
-    beside the plan.
-    """
-
-    samples: Samples | None = None
-    measure_tasks: Callable[..., dict[str, Any]] | None = None
-    measured: Measured | None = None
 
 
 class Guard:
@@ -66,15 +57,12 @@ class Guard:
         config: TrainConfig,
         folder: RunFolder,
         start: Start,
-        presence: Presence,
-        signals: Signals,
+        session: SupervisedSession,
         *,
-        started: float,
         memory_settings: str,
     ) -> None:
         """
         Args:
-            started: `clock.elapsed()` at the beginning of this start.
             memory_settings: options to advise when memory is exhausted.
         Raises:
             RunStopped: earlier starts of this run have used up its budget.
@@ -83,8 +71,8 @@ class Guard:
         self.folder = folder
         self.start = start
         self.ranks = folder.ranks
-        self.started = started
-        self.presence = presence
+        self.started = session.started
+        self.presence = session.presence
         self.memory_settings = memory_settings
         is_rank_0 = self.ranks.is_rank_0
         self.save_steps, self.save_minutes = save_times(config.save_every)
@@ -96,8 +84,8 @@ class Guard:
             is_rank_0=is_rank_0,
             budget=budget,
             save_seconds=60 * self.save_minutes,
-            started=started,
-            signals=signals,
+            started=self.started,
+            signals=session.signals,
         )
         self.control.heartbeat.step = start.step
         self.status = Status(
@@ -116,11 +104,11 @@ class Guard:
         )
         self.watchdog = Watchdog(
             self.control.heartbeat,
-            presence,
+            self.presence,
             hang_minutes=config.hang_minutes,
             output_dir=folder.path,
         )
-        self.facts = Facts(folder.path, is_rank_0=is_rank_0, started=started, step=start.step)
+        self.facts = Facts(folder.path, is_rank_0=is_rank_0, started=self.started, step=start.step)
         self.facts.mark("planning")
 
     @contextlib.contextmanager
@@ -176,6 +164,22 @@ class Guard:
             self.facts.mark("loading")
             yield Recorder(self, saver, metrics, mirror, extras)
         self.status.end("finished", None)
+
+    def beat_while_saving(self) -> None:
+        """Show the watchdog that a save goes on: one of a large model takes minutes."""
+        self.control.heartbeat.beat(self.control.heartbeat.step, "save")
+
+    def restore(self, state: TrainState) -> Progress:
+        """Load the checkpoint to start from, if there is one; returns its progress."""
+        if self.start.folder:
+            try:
+                state.load(Path(self.start.folder), self.start.tensors)
+            except DamagedCheckpoint as error:
+                raise RankError(
+                    f"Rank {self.ranks.rank} cannot read the checkpoint, though rank 0 could: "
+                    f"{error}."
+                ) from error
+        return Progress.from_dict(self.start.progress)
 
     def _report(self, error: object, *_: object) -> None:
         """Write the report, for every kind of ending."""

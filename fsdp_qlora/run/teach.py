@@ -23,23 +23,23 @@ from fsdp_qlora.data.batches.taught import (
     target_numbers,
 )
 from fsdp_qlora.data.batches.teacher_folder import TeacherFolder, key_of
-from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import (
     all_gather_strings,
     gather_numbers,
-    process_group_closed,
     raise_on_all_ranks,
     release_cached_memory,
-    start_process_group,
 )
-from fsdp_qlora.distributed.ranks import Ranks, read_ranks, set_up_logging
-from fsdp_qlora.distributed.store import connect, kept_until_all_connect
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.planning.plan import build_plan, quantizer_options, read_model
-from fsdp_qlora.planning.run_plan import Plan, make_plan, teacher_config
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.teacher import teacher_config
+from fsdp_qlora.run.base import PlannedBase, teacher_base
 from fsdp_qlora.run.build_trainer import build_forward
-from fsdp_qlora.run.load_model import fetch_weights, load_model, open_weights
+from fsdp_qlora.run.load_model import open_weights
+from fsdp_qlora.run.prepare import prepare_run
+from fsdp_qlora.run.session import Session, enter_rank, open_session
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
 from fsdp_qlora.training.rl.client import Server
@@ -57,24 +57,24 @@ File = tuple[TaughtRows, int]
 
 def teach(config: TrainConfig) -> None:
     """Leave what the teacher says of the rows in output_dir. Called on every rank."""
-    configure_kernels()
-    ranks = read_ranks(config.device)
+    ranks = enter_rank(config)
     output = Path(config.output_dir).expanduser()
-    set_up_logging(ranks, verbose=config.verbose)
-    with process_group_closed():
-        store = connect(ranks)
-        with kept_until_all_connect(store, ranks):
-            plan = make_plan(config, ranks, store)
-            if plan.teacher is None:
-                raise UserError(
-                    "teach needs --objective distill and --teacher NAME, which is loaded here."
-                )
-            fetch_weights(teacher_config(config), plan.teacher.model, ranks, store)
-        start_process_group(ranks, store, layout=plan.placed.layout)
-        taught_by_teacher(
-            dataclasses.replace(config, **plan.chosen), plan, ranks, Control(), output
-        )
+    with open_session(ranks) as session:
+        _teach_in_session(config, session, output)
     log.info("Taught: give --teacher %s to a run with the same rows and options", output)
+
+
+def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> None:
+    ranks = session.ranks
+    with session.kept_until_all_connect():
+        run = prepare_run(config, ranks, session.store)
+        if run.plan.teacher is None:
+            raise UserError(
+                "teach needs --objective distill and --teacher NAME, which is loaded here."
+            )
+        teacher_base(run.config, run.plan.teacher, session).fetch()
+    session.start_group(run.plan.placed.layout)
+    taught_by_teacher(run.config, run.plan, ranks, Control(), output)
 
 
 def taught_by_teacher(
@@ -282,8 +282,7 @@ def _load(own: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> Forwa
     assert plan.teacher is not None
     model = build_plan(own, plan.teacher.model.machine, *read_model(own))
     placed = dataclasses.replace(plan.teacher, model=model)
-    load_model(own, placed, open_weights(model), ranks)
-    release_cached_memory(ranks.device)
+    PlannedBase(own, placed).opened().load()
     return build_forward(
         own, dataclasses.replace(plan, placed=placed), ranks, control, target_numbers
     )

@@ -400,12 +400,12 @@ def test_a_rank_that_skips_a_collective_does_not_train_on(
 
 def lose_memory_with_few_recomputing() -> None:
     """From the fourth step on rank 1 lacks memory unless a block recomputes."""
-    import fsdp_qlora.run.run
+    import fsdp_qlora.run.train
     from fsdp_qlora.planning import fit
     from fsdp_qlora.sharding.recompute import recomputed_blocks
     from fsdp_qlora.training.trainer import Trainer
 
-    train = fsdp_qlora.run.run.train
+    train = fsdp_qlora.run.train.train
     original = Trainer._loss
 
     def train_after_probes(
@@ -422,7 +422,7 @@ def lose_memory_with_few_recomputing() -> None:
 
     torch.cuda.mem_get_info = lambda device: (2**50, 2**50)  # room for all activations
     # type: ignore[method-assign]
-    fsdp_qlora.run.run.train = train_after_probes
+    fsdp_qlora.run.train.train = train_after_probes
     Trainer._loss = loss
 
 

@@ -10,7 +10,7 @@ from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.run_data import prepare_rows
 from fsdp_qlora.data.text.chat_template import TemplateWorker
-from fsdp_qlora.planning.run_plan import pick_data
+from fsdp_qlora.planning.reading import pick_data
 from tests.data.rows import TOKENIZER
 
 WORKER = TemplateWorker()  # for all tests: a start takes seconds

@@ -13,8 +13,7 @@ from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import pipeline
 from fsdp_qlora.data.run_data import RunData, prepare_data
-from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.planning.run_plan import pick_data, with_kept_context
+from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS
 from tests.tiny import flags, make_rows, run_ranks, spelled_tokenizer, write_rows
 
@@ -105,7 +104,7 @@ def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
 
     def kept(output_dir: Path, *, dataset: str = "b.jsonl", **options: Any) -> object:
         config = TrainConfig(output_dir=str(output_dir), dataset=(dataset,), **options)
-        return with_kept_context(config, read_ranks(), None).context_length
+        return with_kept_context(config, earlier_run(config).decisions()).context_length
 
     assert kept(run) == kept(other, resume=str(run)) == kept(other, resume=str(step)) == 640
     assert kept(other, mirror=str(copy)) == 640

@@ -24,7 +24,7 @@ from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import are_as_kept, keep_all, load
-from fsdp_qlora.planning.run_plan import pick_data
+from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.utils.errors import RankError, UserError
 from tests.data.rows import write_jsonl, write_parquet
 from tests.parity.test_images import gemma3, make_multimodal, picture, png

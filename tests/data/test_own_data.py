@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule, mix
-from fsdp_qlora.data.run_data import RunData, prepare_data
+from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, prepare_data
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.source import find_source
-from fsdp_qlora.planning.run_plan import data_options, pick_data
+from fsdp_qlora.planning.reading import earlier_run, pick_data
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER, SharedWorker
 from tests.data.rows import rows_of, write_csv, write_jsonl, write_parquet
@@ -494,7 +494,11 @@ def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: 
 
     def chosen(**given: Any) -> str | None:
         config = TrainConfig(output_dir=str(tmp_path / "run"), **given)
-        return data_options(config, tmp_path, asking).text.prompt_template
+        keeps_template = earlier_run(config).decisions().fills_template
+        model = LearningModel("model", tmp_path, LlamaConfig(), asking, len(asking))
+        return options_for(
+            pick_data(config), model, keeps_template=keeps_template
+        ).text.prompt_template
 
     assert chosen() == ("chat" if is_chat else None)
     assert chosen(prompt_template="alpaca") == "alpaca"

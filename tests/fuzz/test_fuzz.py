@@ -32,8 +32,8 @@ from fsdp_qlora.config.text import resolved_yaml
 from fsdp_qlora.data.sources.files import FILE_KINDS
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.run.load_model import open_weights
+from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.sharding.loading.quant_cache import CachedWeights
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
@@ -71,7 +71,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, models: Models, tmp_path: Path) 
 def plan(*argv: str) -> Any:
     """What a run does before it loads its weights."""
     config = parse_train_config([*argv, "--dry_run", "true"])
-    return make_plan(config, ALONE, None)
+    return prepare_run(config, ALONE, None).plan
 
 
 # --- data ---

@@ -15,8 +15,8 @@ from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.quantizers.packed_format import INTEGERS
 from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.run.load_model import open_weights
+from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.sharding.loading.load_weights import check_finite, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import UserError
@@ -69,7 +69,7 @@ def open_model(folder: Path, data: Path, train_type: str) -> Weights:
 def plan_model(folder: Path, data: Path, train_type: str) -> ModelPlan:
     share = {"allow_unquantized": True} if train_type == "qlora" else {}
     argv = flags(model_name=folder, dataset=data, train_type=train_type, dry_run=True, **share)
-    return make_plan(parse_train_config(argv), ALONE, None).model
+    return prepare_run(parse_train_config(argv), ALONE, None).plan.model
 
 
 def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

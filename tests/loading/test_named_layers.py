@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.run.load_model import open_weights
+from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.sharding.loading.load_weights import quantized_layers
 from tests.loading.test_prequantized import nf4, save_4bit, save_fp8, set_config
 from tests.loading.test_published import decode, save_plain
@@ -49,11 +49,11 @@ def opened(folder: Path, tmp_path: Path, train_type: str = "qlora") -> set[str]:
         "dry_run": True,
     }
     share = {"allow_unquantized": True} if train_type == "qlora" else {}
-    plan = make_plan(
+    run = prepare_run(
         parse_train_config(flags(train_type=train_type, **argv, **share)), ALONE, None
-    ).model
-    open_weights(plan)
-    return set(quantized_layers(plan.meta.model))
+    )
+    open_weights(run.plan.model)
+    return set(quantized_layers(run.plan.model.meta.model))
 
 
 LISTS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.observability import metric_log as metrics
 from fsdp_qlora.observability.metric_log import cut_metrics, open_metric_log
 from fsdp_qlora.observability.sinks import SinkOptions, named_numbers
-from fsdp_qlora.planning.run_plan import make_plan
+from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.utils.errors import UserError
 
 
@@ -312,4 +312,4 @@ def test_a_missing_or_old_package_is_an_error_before_the_model(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = TrainConfig(log_to=(sink,), model_name=str(tmp_path / "no_model"))
     with pytest.raises(UserError, match=f"log_to: {said}"):
-        make_plan(config, read_ranks(), None)
+        prepare_run(config, read_ranks(), None)

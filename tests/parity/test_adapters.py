@@ -15,7 +15,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.model.adapters.dora import DoraLinear, row_norms
 from fsdp_qlora.model.adapters.insert import select_targets
 from fsdp_qlora.model.adapters.lora import Dropout
-from fsdp_qlora.run.run import run
+from fsdp_qlora.run.train import run
 from fsdp_qlora.utils.errors import UserError
 from tests.parity.test_train_types import train_ours
 from tests.reference import load_adapter, load_base, load_decoded_base, peft_model

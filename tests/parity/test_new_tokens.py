@@ -21,7 +21,7 @@ from fsdp_qlora.data.text.rendering import describe_lack
 from fsdp_qlora.data.text.templates import CHAT_TEMPLATES
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.adapters.token_rows import add_tokens
-from fsdp_qlora.run.run import run
+from fsdp_qlora.run.train import run
 from fsdp_qlora.utils.errors import UserError
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_base, train_peft
 from tests.tiny import PROBE, all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows

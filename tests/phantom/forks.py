@@ -40,7 +40,7 @@ CARD = {
     "get_device_capability": lambda *_: (8, 6),
 }
 with mock.patch.multiple(torch.cuda, **CARD):
-    import fsdp_qlora.run.run  # noqa: F401
+    import fsdp_qlora.run.train  # noqa: F401
 assert not torch.cuda.is_initialized()
 
 gc.collect()

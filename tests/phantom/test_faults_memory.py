@@ -28,7 +28,7 @@ def run(config, *others):
         optimizer = ShardedOptimizer(linear, "adamw", lr=0.1, weight_decay=0.0)
         print(device, "fused:", bool(optimizer.optimizer.param_groups[0]["fused"]))
 
-sys.modules["fsdp_qlora.run.run"] = types.SimpleNamespace(run=run)
+sys.modules["fsdp_qlora.run.train"] = types.SimpleNamespace(run=run)
 folder = Path(__file__).parent
 (folder / "config.json").write_text('{"model_type": "llama"}')
 sys.exit(train.main(["--model_name", str(folder)]))

@@ -22,7 +22,8 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
 from fsdp_qlora.planning.offers import find_model, known_config, make_planner
-from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
+from fsdp_qlora.planning.reading import earlier_run
+from fsdp_qlora.planning.search import GpuOffer, choose_settings
 from fsdp_qlora.planning.speed import BLOCK_SECONDS, MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
@@ -441,7 +442,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(
         )
         planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
         chosen = {"context_parallel_size": size, "gradient_accumulation_steps": 3 * size}
-        assert choose_settings(config, planner.model, None, None) == chosen
+        assert choose_settings(config, planner.model, None, None, {}) == chosen
         assert caplog.messages[-1].startswith("Settings of --context_parallel_size auto: ")
     with pytest.raises(UserError, match="must divide both"):
         planner.planned(context_parallel_size=4)
@@ -482,7 +483,7 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Pa
         output_dir=str(tmp_path),
     )
     planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
-    chosen = choose_settings(config, planner.model, None, None)
+    chosen = choose_settings(config, planner.model, None, None, {})
     best = vars(planner.fastest()[0].config)
     assert (
         chosen == {name: best[name] for name in chosen}
@@ -494,14 +495,20 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Pa
         "world_size": 2,
     }
     (tmp_path / "run.json").write_text(json.dumps(run))
-    assert choose_settings(config, planner.model, None, None) == chosen | {"use_cpu_offload": 7}
+
+    def kept(config: TrainConfig, num_ranks: int = 2) -> dict[str, Any]:
+        settings = earlier_run(config, num_ranks).decisions().settings
+        return choose_settings(config, planner.model, None, None, settings)
+
+    assert kept(config) == chosen | {"use_cpu_offload": 7}
     # What is given now is kept, and of a run that was started without it, or on other ranks,
     # nothing is.
     given = replace(config, use_cpu_offload=True)
-    assert "use_cpu_offload" not in settings_of_run(given, 2) and settings_of_run(config, 4) == {}
+    assert "use_cpu_offload" not in kept(given)
+    assert not earlier_run(config, 4).decisions().settings
     with pytest.raises(UserError, match="none is visible"):
         elsewhere = replace(planner.model, machine=replace(planner.model.machine, free=None))
-        choose_settings(config, elsewhere, None, None)
+        choose_settings(config, elsewhere, None, None, {})
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])

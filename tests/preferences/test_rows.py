@@ -22,7 +22,7 @@ from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
-from fsdp_qlora.planning.run_plan import pick_data
+from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import spelled_tokenizer

@@ -20,7 +20,7 @@ from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.planning.run_plan import make_plan
+from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.utils.errors import UserError
 from tests.preferences.hostile import PLACES, TENSORS, edit_settings, files_of, replace, rewrite
@@ -65,7 +65,7 @@ def group(original: Path) -> Any:
 def read(options: Options, folder: Path) -> dict[str, torch.Tensor]:
     """What a student is told of all rows, as a run reads it before it loads anything."""
     config = parse_train_config(flags(**{**options, "teacher": folder}))
-    plan = make_plan(config, ALONE, None)
+    plan = prepare_run(config, ALONE, None).plan
     of_targets = taught_by_teacher(config, plan, ALONE, Control())
     assert of_targets
     return of_targets(plan.data.train, np.arange(len(plan.data.train)))  # type: ignore[no-any-return]

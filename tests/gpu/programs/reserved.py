@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         batch_size=args.batch_size,
         context_length=args.length,
         quant_cache="off",
-        # as run_plan.teacher_config
+        # as teacher.teacher_config
         **({"lora_rank": 1, "optimizer": ""} if args.distill == "teacher" else {}),
         **({"objective": "distill", "teacher": "another"} if args.distill == "student" else {}),
     )

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-import fsdp_qlora.run.run
+import fsdp_qlora.run.train
 import train
 from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.run.build_trainer import build_trainer
@@ -40,5 +40,5 @@ def take_all_but(share: float) -> None:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(fsdp_qlora.run.run, "build_trainer", build_with_less):
+    with mock.patch.object(fsdp_qlora.run.train, "build_trainer", build_with_less):
         sys.exit(train.main(sys.argv[1:]))

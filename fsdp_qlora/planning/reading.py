@@ -1,0 +1,79 @@
+"""Reads the rows of a run as its options, its model and the run that continues ask for."""
+
+import dataclasses
+import logging
+
+from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
+from fsdp_qlora.config.marks import REPLACE
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.options import DataOptions, TextOptions
+from fsdp_qlora.data.run_data import LearningModel, RunData, read_rows
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.model.architecture.rope import changing_rope
+from fsdp_qlora.planning.plan import ModelPlan
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def earlier_run(config: TrainConfig, num_ranks: int | None = None) -> EarlierRun:
+    """The run that may be continued, and what the options leave open.
+
+    Args:
+        num_ranks: the ranks of this start; None if no settings are chosen for them.
+    """
+    leaves_settings = config.auto or config.context_parallel_size == "auto"
+    return config.pick(
+        EarlierRun,
+        replaces=config.resume.endswith(REPLACE),
+        num_ranks=num_ranks if leaves_settings else None,
+    )
+
+
+def with_kept_context(config: TrainConfig, decisions: Decisions) -> TrainConfig:
+    """The options, where context_length is auto with that of the run that continues."""
+    if decisions.context_length is None:
+        return config
+    log.info("Context: %s tokens, with which the run was started", f"{decisions.context_length:,}")
+    return dataclasses.replace(config, context_length=decisions.context_length)
+
+
+def pick_data(config: TrainConfig, image_processor: ImageProcessor | None = None) -> DataOptions:
+    """The options of the rows as they are given. image_processor: the model's, if it has one."""
+    return config.pick(DataOptions, text=config.pick(TextOptions, image_processor=image_processor))
+
+
+def read_planned_rows(
+    config: TrainConfig, plan: ModelPlan, decisions: Decisions
+) -> tuple[TrainConfig, RunData]:
+    """Read the rows for a model that is planned.
+
+    Returns:
+        The options with the context_length that the rows decide, and the rows.
+    Raises:
+        UserError: as of `prepare_data`.
+    """
+    model = LearningModel(
+        name=config.model_name,
+        folder=plan.folder,
+        config=plan.config,
+        tokenizer=plan.tokenizer,
+        vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
+        takes_images=bool(plan.meta.parts.towers),
+    )
+    data = read_rows(pick_data(config), model, keeps_template=decisions.fills_template)
+    if plan.documents is None or data.have_images:
+        warn_of_padded_rope(plan, data)
+    return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def warn_of_padded_rope(model: ModelPlan, data: RunData) -> None:
+    """Say if values of padded rows depend on the longest of them."""
+    rope = changing_rope(model.config)
+    if rope and data.context_length > rope[1]:
+        log.warning(
+            "Rope type %s changes with the longest row of a padded batch once one has more than "
+            "%d tokens. --batch_size 1 or --context_length %d avoids that.",
+            rope[0],
+            rope[1],
+            rope[1],
+        )

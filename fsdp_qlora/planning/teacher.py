@@ -1,0 +1,131 @@
+"""Plans the teacher of a distillation: another model, which goes over the rows before training."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_qlora.config.marks import OF_ADAPTER
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.data.batches.taught import bytes_per_token
+from fsdp_qlora.data.batches.teacher_folder import TeacherFolder
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.planning.placement import PlacedModel, place
+from fsdp_qlora.planning.plan import ModelPlan, log_plan, plan_model, read_model
+from fsdp_qlora.planning.report import PlanReport
+from fsdp_qlora.training.probes import head_loss_blocker
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import fit_line, format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+# of its keys in the store: it may be the student's model, whose keys are the same
+TEACHER = "teacher"
+
+
+def teacher_config(config: TrainConfig) -> TrainConfig:
+    """The options by which the teacher is loaded: as the student, without its adapter, and without
+    an optimizer.
+    """
+    kinds = [name for name, kind in TRAIN_TYPES.items() if kind.adapter == "lora"]
+    train_type = next(
+        name
+        for name in kinds
+        if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer
+    )
+    options = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
+    options |= {
+        "model_name": config.teacher,
+        "adapter": config.teacher_adapter,
+        "train_type": train_type,
+        "lora_rank": 1,
+    }
+    options |= {
+        "objective": "sft",
+        "teacher": None,
+        "base_name": None,
+        "recompute": "all",
+        "optimizer": "",
+    }
+    if config.teacher_adapter:
+        options |= read_adapter(Path(config.teacher_adapter).expanduser()).options
+    return dataclasses.replace(config, **options, gradient_accumulation_steps=1)
+
+
+def refuse_whole_logits(plan: ModelPlan) -> None:
+    """Raise UserError for a model of which no divergence can be computed in chunks."""
+    reason = head_loss_blocker(plan.meta.model)
+    if reason:
+        raise UserError(f"Distillation compares distributions in chunks of tokens, but {reason}.")
+
+
+def _refuse_other_settings(config: TrainConfig, student: ModelPlan, kept: TeacherFolder) -> None:
+    """Raise UserError if the files of a teacher's folder are for another temperature or student."""
+    vocabulary = student.meta.model.get_input_embeddings().num_embeddings
+    differences = [*kept.differences({"temperature": config.temperature, "vocabulary": vocabulary})]
+    if differences:
+        raise UserError(
+            f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run "
+            "`fsdp-qlora teach` with "
+            "the options of this run."
+        )
+
+
+def plan_teacher(
+    config: TrainConfig,
+    student: ModelPlan,
+    data: RunData,
+    longest: Lengths,
+    store: dist.Store | None,
+) -> PlacedModel | None:
+    """Plan the teacher as a model of its own, for the same rows, and log it; None for one that is
+    not loaded here.
+
+    Raises:
+        UserError: it cannot be planned, has another tokenizer, or rows have images.
+    """
+    if data.have_images:
+        raise UserError(
+            "--teacher: rows with images can be learned as they are alone, with --objective sft."
+        )
+    own = teacher_config(config)
+    store = dist.PrefixStore(TEACHER, store) if store else None
+    log.info("%s", fit_line("Teacher: ", config.teacher or ""))
+    folder = Path(config.teacher or "").expanduser()
+    if not config.teacher_url and (kept := TeacherFolder.read(folder, "teacher")):
+        _refuse_other_settings(config, student, kept)
+        return None
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"--teacher {config.teacher} has no config.json, as the folder of a model, and no "
+            "teacher.json, as one "
+            "that `fsdp-qlora teach` has written."
+        )
+    plan = None if config.teacher_url else plan_model(own, student.machine, store)
+    tokenizer = plan.tokenizer if plan else read_model(own)[2]
+    if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
+        raise UserError(
+            f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens "
+            "have other ids or none."
+        )
+    if not plan:
+        return None
+    refuse_whole_logits(plan)
+    teacher = place(own, plan, longest, store)
+    count = int(data.train.num_targets.sum())
+    size = bytes_per_token(config.top_k)
+    log.info(
+        "Teacher: %s learned tokens, %d bytes each (%s)",
+        f"{count:,}",
+        size,
+        format_bytes(count * size),
+    )
+    log_plan(
+        config,
+        *PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines(),
+    )
+    return teacher

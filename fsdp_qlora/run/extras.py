@@ -1,0 +1,54 @@
+"""Measurements of a run besides its losses."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.planning.gpus import gpu_of
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.run.facts import Measured
+from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.prompt_format import PromptFormat
+from fsdp_qlora.training.generation.samples import SAMPLE_TOKENS, Samples
+from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
+from fsdp_qlora.training.setup import Setup
+from fsdp_qlora.training.trainer import Trainer
+
+
+class Extras(NamedTuple):
+    """Measurements besides the losses: generated texts, --eval_tasks, and a GPU's memory and speed
+    beside the plan.
+    """
+
+    samples: Samples | None = None
+    measure_tasks: Callable[..., dict[str, Any]] | None = None
+    measured: Measured | None = None
+
+
+def open_extras(
+    config: TrainConfig, plan: Plan, setup: Setup, trainer: Trainer, folder: Path
+) -> Extras:
+    """Collect what the options and the device let a run measure beside its losses."""
+    model = trainer.model
+    ranks = trainer.ranks
+    tokenizer = plan.model.tokenizer
+    precision = plan.model.precision
+    samples = measure_tasks = measured = None
+    if config.sample_prompts:
+        prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
+        stops = Stops(tokenizer, model, prompt_format.stop_text)
+        generator = TextGenerator(
+            model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
+        )
+        samples = Samples(setup.questions, prompt_format, generator, folder)
+        prompt_format.close()
+    if setup.tasks:
+        options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
+        measure_tasks = partial(setup.tasks.measure, model, tokenizer, precision, ranks, **options)
+    if ranks.device.type == "cuda":
+        measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
+    return Extras(samples, measure_tasks, measured)

@@ -1,0 +1,106 @@
+"""Prepares a run before a weight is read: its rewards and prompts, the model's plan, its rows and
+their steps.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fsdp_qlora.checkpoint.decisions import agree_on_decisions
+from fsdp_qlora.checkpoint.run_folder import is_finished
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.tokenization import describe_sample
+from fsdp_qlora.data.run_data import LearningModel, read_rows, say_prompts
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.export.upload import check_uploads
+from fsdp_qlora.observability.metric_log import refuse_sinks
+from fsdp_qlora.planning.plan import Machine, plan_model, read_model, with_new_tokens
+from fsdp_qlora.planning.reading import (
+    earlier_run,
+    pick_data,
+    read_planned_rows,
+    with_kept_context,
+)
+from fsdp_qlora.planning.run_plan import Plan, make_plan
+from fsdp_qlora.planning.teacher import refuse_whole_logits
+from fsdp_qlora.sharding.optimizer import check_optimizer
+from fsdp_qlora.training.rl.client import check_server
+from fsdp_qlora.training.setup import Setup, SetupOptions, open_setup
+from fsdp_qlora.utils.text import fit_line
+
+log = logging.getLogger("fsdp_qlora")
+
+_SAMPLES = 3  # rows that --dry_run samples shows
+
+
+class PreparedRun(NamedTuple):
+    """A run that can be loaded. config: with the options that auto replaces."""
+
+    config: TrainConfig
+    setup: Setup
+    plan: Plan
+
+
+def check_services(config: TrainConfig, folder: Path) -> None:
+    """Ask the hub and the servers that the run needs whether they will have it. For rank 0 only.
+
+    Raises:
+        UserError: one of them will not. RankError: it does not answer.
+    """
+    check_uploads(config)
+    # A finished run asks no server: the same command says that there is nothing to do.
+    if config.rollout_url and not is_finished(folder):
+        check_server(config.rollout_url, (config.model_name, config.base_name))
+    if config.teacher_url and not is_finished(folder):
+        check_server(config.teacher_url, [config.teacher], "teacher_url")
+
+
+def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> PreparedRun:
+    """Build the model without weights, read the rows, and describe the run. Called on every rank.
+
+    What needs no long work comes first, so that wrong options are refused at once.
+
+    Args:
+        store: of the session; None for a dry run, which is one process.
+    """
+    machine = Machine.of(config, ranks)
+    machine.data_size(config.context_size)  # is refused if the ranks cannot be divided so
+    check_optimizer(config.optimizer, machine.device)
+    refuse_sinks(config.log_to)
+    setup = open_setup(config.pick(SetupOptions), is_rank_0=ranks.is_rank_0)
+    decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
+    config = with_kept_context(config, decisions)
+    model = plan_model(config, machine, store)
+    if config.distills:
+        refuse_whole_logits(model)
+    # Before the process group starts, so that no collective waits for the tokenizer.
+    config, data = read_planned_rows(config, model, decisions)
+    setup = setup.with_rows(data, model.tokenizer)
+    say_prompts(data, model.tokenizer, setup.stop_text, is_default=config.prompt_template is None)
+    config, plan = make_plan(config, model, data, store, decisions.settings)
+    if not config.dry_run:
+        log.info(fit_line("Output: ", config.output_dir))
+    return PreparedRun(config, setup, plan)
+
+
+def show_samples(config: TrainConfig, ranks: Ranks) -> str:
+    """The first rows as the model sees them. Only the model's tokenizer is needed."""
+    decisions = agree_on_decisions(earlier_run(config), ranks, None)
+    config = with_kept_context(config, decisions)
+    folder, model_config, tokenizer = read_model(config)
+    tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
+    model = LearningModel(
+        config.model_name, folder, model_config, tokenizer, vocab_size=len(tokenizer)
+    )
+    data = read_rows(pick_data(config), model, keeps_template=decisions.fills_template)
+    sides = ("student", "teacher") if config.objective == "distill" else ()
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    num_samples = int(str(config.dry_run).partition("=")[2] or _SAMPLES)
+    return "\n\n".join(
+        describe_sample(data.train, int(row), tokenizer, sides=sides, in_colour=in_colour)
+        for row in data.train_rows[:num_samples]
+    )

@@ -1,0 +1,164 @@
+"""One rank's run from its options to its result.
+
+The training loop is in training/loop.py, the optimizer step in training/trainer.py.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.checkpoint.resume import RunFolder
+from fsdp_qlora.checkpoint.train_state import TrainState
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import resolved_yaml
+from fsdp_qlora.distributed.device import make_deterministic
+from fsdp_qlora.distributed.supervision import clock
+from fsdp_qlora.distributed.supervision.stops import Signals
+from fsdp_qlora.export.save_results import leave_result, save_result
+from fsdp_qlora.export.upload import push_result
+from fsdp_qlora.planning.fit import memory_settings
+from fsdp_qlora.planning.placement import check_resources
+from fsdp_qlora.planning.run_plan import with_rows_per_step
+from fsdp_qlora.run.base import FetchedBase, PlannedBase, teacher_base
+from fsdp_qlora.run.build_trainer import (
+    build_trainer,
+    open_source,
+    precompute_reference,
+    try_memory,
+)
+from fsdp_qlora.run.extras import open_extras
+from fsdp_qlora.run.facts import describe_result, run_facts
+from fsdp_qlora.run.identity import agree, claim_folder, known_facts
+from fsdp_qlora.run.load_model import result_form, warn_left_out
+from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, show_samples
+from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
+from fsdp_qlora.run.supervision import Guard
+from fsdp_qlora.run.teach import taught_by_teacher
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS
+from fsdp_qlora.training.loop import train
+from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str] = ()) -> None:
+    """Run what the options describe. Called on every rank.
+
+    Args:
+        signals: those of the process, if it handles them already.
+        notes: lines about how the options were given.
+    Raises:
+        UserError: the options, the model or the data cannot be used.
+        TrainingError: the run cannot continue.
+        RunStopped: it was asked to stop; the same command resumes it.
+        LostRank: another rank has ended.
+        Crashed: an unexpected error, already printed.
+    """
+    if config.deterministic:
+        make_deterministic()
+    ranks = enter_rank(config)
+    for line in notes:
+        log.info("%s", line)
+    if isinstance(config.dry_run, str):
+        samples = show_samples(config, ranks)
+        if ranks.is_rank_0:
+            print(samples)
+        return
+    if config.dry_run:
+        log.debug("Options:\n%s", resolved_yaml(config))
+        prepare_run(config, ranks, None)
+        return
+    # The folder is locked until the process group has ended: another run must not find it half
+    # written.
+    with (
+        claim_folder(config, ranks) as folder,
+        open_supervised_session(
+            ranks, signals or Signals(), hang_minutes=config.hang_minutes
+        ) as session,
+    ):
+        run_in_session(config, folder, session)
+
+
+def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSession) -> None:
+    """Prepare, decide where to start, load and train. Nothing of the model is left afterwards."""
+    ranks = session.ranks
+    with session.kept_until_all_connect():
+        if ranks.is_rank_0:
+            check_services(config, folder.path)
+        run = prepare_run(config, ranks, session.store)
+        plan = run.plan
+        folder.check_contents(known_facts(plan), plan.model.folder)
+        check_resources(run.config, plan.placed)
+        base = PlannedBase(run.config, plan.placed, session.store).fetch()
+        if plan.teacher:
+            teacher_base(run.config, plan.teacher, session).fetch()
+        warn_left_out(run.config, plan.model, base.weights)
+    session.start_group(plan.placed.layout)
+    identity = agree(run, ranks, base.weights)
+    start = folder.choose_start(identity)
+    if start.is_finished:
+        log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
+        return
+    identity |= {"run_id": start.run_id}
+    less_memory = memory_settings(run.config, plan.placed.placement, ranks)
+    guard = Guard(run.config, folder, start, session, memory_settings=less_memory)
+    train_and_export(run, base, identity, guard)
+
+
+def train_and_export(
+    run: PreparedRun, base: FetchedBase, identity: dict[str, Any], guard: Guard
+) -> None:
+    """Load the model, run the remaining steps, and save the result."""
+    config = run.config
+    ranks = guard.ranks
+    start = guard.start
+    folder = guard.folder.path
+    plan = with_rows_per_step(config, run.plan, start.global_batch_size)
+    identity |= {"global_batch_size": plan.schedule.global_batch_size}
+    with guard.loading():
+        # Before the student is loaded: the two need not fit beside each other.
+        of_targets = taught_by_teacher(config, plan, ranks, guard.control)
+        mesh = base.load().mesh
+        trainer = build_trainer(config, plan, ranks, guard.control, of_targets)
+        if config.precompute_reference:
+            plan = precompute_reference(config, plan, trainer, identity["facts"])
+    state = TrainState(
+        trainer.model,
+        trainer.optimizer,
+        mesh,
+        ranks,
+        is_large=plan.model.trains_whole_modules,
+        beat=guard.beat_while_saving,
+    )
+    if start.folder:  # before a file of an earlier run is removed
+        state.check(Path(start.folder), start.tensors)
+    files = {"config.yaml": resolved_yaml(config)} | plan.data.files()
+    all_write = plan.model.trains_whole_modules or OPTIMIZERS[config.optimizer].is_local
+    guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
+    guard.facts.describe(lambda: run_facts(plan))
+    form = result_form(config, plan.model, base.weights)
+    extras = open_extras(config, plan, run.setup, trainer, folder)
+    total_steps = plan.schedule.total_steps
+    with guard.recording(state, identity, extras, total_steps=total_steps) as recorder:
+        progress = guard.restore(state)
+        try:
+            with recorder.watching():
+                if ranks.device.type == "cuda":
+                    try_memory(config, plan, trainer, start)
+                source = open_source(config, plan, run.setup, trainer, folder, run_id=start.run_id)
+                train(trainer, plan.data, source, progress, recorder)
+        except (RunStopped, NotFinite, RolloutError) as error:
+            if config.save_model:
+                leave_result(form, folder, ranks)
+            if isinstance(error, RunStopped) and error.ending.state == "over_budget":
+                push_result(folder, config.push_to_hub, ranks)
+            raise
+        if config.save_model:
+            save_result(form, ranks, folder, about=identity, progress=progress)
+        push_result(folder, config.push_to_hub, ranks)
+        recorder.metrics.summary(progress.summary())
+    seconds = clock.elapsed() - guard.started
+    log.info(describe_result(progress.summary(), folder, seconds, saved=config.save_model))
+    for line in plan.data.describe_left_out():
+        log.info("%s", line)
