@@ -1,6 +1,6 @@
 """`fsdp-qlora train`: options, then one process per GPU, then the run itself.
 
-The run is `run` in fsdp_qlora/run/train.py. It calls `train` in fsdp_qlora/training/loop.py;
+The run is `fsdp_qlora.run.train.run`. It calls `train` in fsdp_qlora/training/loop.py;
 the optimizer step is in training/trainer.py.
 """
 
