@@ -155,7 +155,9 @@ class Pairs(TokenMean):
         if self.sft_weight:
             # A mean over tokens beside a mean over rows: `rows_per_token` is in the metric.
             loss = loss + self.sft_weight * metrics["nll_loss"]
-        sums = [loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)]
+        # The metrics share tensors with the loss, whose gradient they must not change.
+        metric_sums = [metrics[name].detach().sum() for name in self.metric_names]
+        sums = [loss.sum(), *metric_sums]
         # The sums are of whole documents, and every rank that shares these has them.
         return torch.stack(sums) / self.context.size
 
@@ -277,7 +279,8 @@ class Policy(TokenMean):
             loss = loss * target_values.get("shares", torch.zeros_like(entropy))
         metrics["entropy"] = entropy
         # [1 + metrics, N]
-        values = torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)])
+        metric_values = [metrics[name].detach() for name in self.metric_names]
+        values = torch.stack([loss, *metric_values])
         is_target = batch.targets != IGNORE_INDEX
         return values.mul(is_target).sum(dim=1)
 

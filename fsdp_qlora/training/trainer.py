@@ -394,7 +394,8 @@ class Trainer:
             return True
         # [ranks, micro-batches]
         losses = gather_numbers([numbers[0] for numbers in measured], self.ranks.device)
-        bad = [(index, rank) for rank, index in (~losses.isfinite()).nonzero().tolist()]
+        places = (~losses.isfinite()).nonzero().tolist()
+        bad = [(index, rank) for rank, index in places]
         fault = "loss" if bad else "gradient"
         message = (
             f"Step {step + 1}: the {fault} is not finite (gradient norm "

@@ -63,10 +63,12 @@ def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, f
         for kind in ("mean", "min", "max"):
             metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
     metrics["completions/clipped_ratio"] = 1 - len(ended_lengths) / len(rollouts)
-    return {
-        name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item())
-        for name, value in metrics.items()
-    }
+    return {name: _as_float(value) for name, value in metrics.items()}
+
+
+def _as_float(value: Any) -> float:
+    """A number; NaN for numpy's masked one, which a mean over no values is."""
+    return float(np.ma.filled(np.ma.asarray(value, float), np.nan).item())
 
 
 def _masked(values: Sequence[float | None]) -> Any:

@@ -45,7 +45,7 @@ _WORD = re.compile(
 # In front of the result in GSM8K's answers (Cobbe et al. 2021).
 _MARK = "####"
 # Names of columns that may have the right answer, to be named in a message.
-_CALLED = re.compile(
+_LIKE_AN_ANSWER = re.compile(
     "answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE
 )
 # PR_SET_PDEATHSIG of prctl.h.
@@ -209,7 +209,7 @@ def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) 
     if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
         return
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    likely = [name for name in columns if _CALLED.search(name)]
+    likely = [name for name in columns if _LIKE_AN_ANSWER.search(name)]
     chosen = likely[0] if likely else "COLUMN"
     raise UserError(
         f"--rewards {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. "

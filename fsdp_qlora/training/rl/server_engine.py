@@ -67,7 +67,7 @@ class ServerEngine:
         return [Completion(*values) for values in json.loads(text)]
 
     def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
-        """All answers as JSON, each as the values of a Completion."""
+        """Ask for all answers. Returns JSON: the values of a Completion for each."""
         # With the hash, so that a server cannot answer by other weights of the same version, such
         # as those of a run that was resumed from an earlier checkpoint.
         name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"

@@ -329,7 +329,9 @@ class Rollouts:
         # Rows of several datasets may have other columns: a function gets None for a missing one.
         rows = [prompt.for_rewards for prompt in prompts]
         names = dict.fromkeys(chain(*rows))
-        arguments: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        arguments: dict[str, list[Any]] = {}
+        for name in names:
+            arguments[name] = [row.get(name) for row in rows]
         # Last, so that no column of the dataset replaces them.
         arguments["prompts"] = [prompt.content for prompt in prompts]
         arguments["completions"] = texts
