@@ -35,12 +35,12 @@ class TextOptions:
 
     @property
     def requested_format(self) -> str:
-        """The format that the options ask for; rows with a label or ratings are told by the
-        objective and threshold.
-        """
-        told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
-        by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
-        return by_objective if self.dataset_format == "auto" else self.dataset_format
+        """The format that the options ask for."""
+        if self.dataset_format != "auto":
+            return self.dataset_format
+        # The columns do not tell these rows: a text may have a label or a rating, too.
+        formats = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
+        return formats.get((self.row_kind, self.rating_threshold is not None), "auto")
 
 
 @dataclass(frozen=True)

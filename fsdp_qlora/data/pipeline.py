@@ -1,6 +1,4 @@
-"""Turns the rows of one dataset into tokens or prompts, and reports on the rows that cannot be
-used.
-"""
+"""Turns the rows of one dataset into tokens or prompts, and reports on rows that are left out."""
 
 import contextlib
 import dataclasses
@@ -49,32 +47,35 @@ from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
-_MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
-# names that reward functions know for something else
+# Rows of a dataset that decide on --context_length auto; a larger one is sampled.
+_MOST_MEASURED = 10_000
+# Names that reward functions know for something else.
 _OURS = {"prompt", "completion", "completion_ids"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of a run that learns from its own completions.
-
-    row_number: in the dataset. ids: the tokens before a completion. content: text or messages, as
-    reward functions get it. columns: all others. answer: the right one, where it is in no column of
-    its own. teacher_ids: the tokens before a completion that a teacher sees, if they are others.
-    """
+    """A row of a run that learns from its own completions."""
 
     row_number: int
+    """Its number in the dataset."""
     ids: list[int]
+    """The tokens before a completion."""
     content: Any
+    """Text or messages, as reward functions get it."""
     columns: Row
+    """All other columns."""
     answer: object = None
+    """The right answer, where it is in no column of its own."""
     teacher_ids: list[int] | None = None
+    """The tokens before a completion that a teacher sees, if they are others."""
 
     @property
     def for_rewards(self) -> Row:
         """The columns, with the answer in one that functions read."""
-        has_one = self.answer is None or any(self.columns.get(name) is not None for name in ANSWERS)
-        return self.columns if has_one else dict(self.columns) | {ANSWERS[0]: self.answer}
+        if self.answer is None or any(self.columns.get(name) is not None for name in ANSWERS):
+            return self.columns
+        return dict(self.columns) | {ANSWERS[0]: self.answer}
 
 
 class DatasetPipeline:
@@ -112,8 +113,9 @@ class DatasetPipeline:
         return self.requested.used(columns) | may_be.keys()
 
     def _find_kwargs(self, row_format: Format, used: Collection[str] = ()) -> None:
-        """Find the columns that set variables of the chat template, if rows of this format may be
-        chats.
+        """Find the columns that set variables of the chat template.
+
+        There are none if rows of this format can be no chats.
         """
         if not (row_format.may_be_chat or self.template.is_chat):
             self._kwargs = {}
@@ -124,8 +126,7 @@ class DatasetPipeline:
         self._kwargs = columns_of(others, self.requested.renames, template.source, ask)
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
-        """The rows as a whole: mapped from the cache, or tokenized by one process at a time and
-        kept there.
+        """All rows, from the cache or tokenized by one process at a time and kept there.
 
         A run that learns from its own completions gets `prompts` instead, which are not cached.
         """
@@ -134,13 +135,16 @@ class DatasetPipeline:
             return self._tokenize(source.entries(self.samples))
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            made = self._tokenize(source.entries(self.samples, used=self.used), show_progress=True)
+            tokenized = self._tokenize(
+                source.entries(self.samples, used=self.used), show_progress=True
+            )
+            # The key has the identity from before: rows of another content must not be kept for it.
             if source.fingerprint() != source.identity:
                 raise UserError(
                     f"{source.origin} was changed while it was read. Start again when it is "
                     "complete."
                 )
-            return made
+            return tokenized
 
         rows, report = through_cache(self._key, make)
         # the same content may be at another path now
@@ -166,19 +170,21 @@ class DatasetPipeline:
             text.learn,
         ]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += (
-            [*text.image_processor.identity, source.folder_of(source.parts[0].name)]
-            if text.image_processor
-            else []
-        )
-        key += [kind.name, preferences.PROMPTS, text.max_completion_length] if kind != TEXTS else []
-        return key + (
-            [f"rated {text.rating_threshold}"] if text.rating_threshold is not None else []
-        )
+        # Entries are added only where they matter, so that a new option leaves the keys of other
+        # runs, and their cached rows, as they were.
+        if text.image_processor:
+            # Relative paths of images are of the dataset's folder.
+            key += [*text.image_processor.identity, source.folder_of(source.parts[0].name)]
+        if kind != TEXTS:
+            key += [kind.name, preferences.PROMPTS, text.max_completion_length]
+        if text.rating_threshold is not None:
+            key.append(f"rated {text.rating_threshold}")
+        return key
 
     def measured(self) -> DataReport:
-        """The report on the uncut rows that decide; num_rows were read, and num_used of them
-        tokenized.
+        """The report on the uncut rows that decide on --context_length auto.
+
+        Its num_rows were read, and num_used of them tokenized.
         """
 
         def make() -> tuple[TokenizedRows, DataReport]:
@@ -203,28 +209,28 @@ class DatasetPipeline:
             while batch := list(islice(left, sources.ROWS_PER_BATCH)):
                 rows = self._rows(batch, report)
                 if rows:
-                    piece, of_rows = tokenize(rows, report)
+                    piece, piece_lengths = tokenize(rows, report)
                     pieces.append(piece)
-                    lengths += of_rows
+                    lengths += piece_lengths
                 bar.update(len(batch))
         if not self._columns:
             [(place, reason), *_] = report.places() or [(report.origin, "the dataset is empty")]
-            more = (
-                (f" None of its {report.num_rows:,} rows can be read.")
-                if report.num_rows
-                else " Give one with rows."
-            )
+            if report.num_rows:
+                more = f" None of its {report.num_rows:,} rows can be read."
+            else:
+                more = " Give one with rows."
             raise UserError(f"{place}: {reason}.{more}")
         joined = join_rows(pieces)
-        report.length_of_99_percent = int(
-            np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf")
-        )
+        # inverted_cdf gives a length that some row has; the default would interpolate.
+        length = np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf")
+        report.length_of_99_percent = int(length)
         report.count(joined)
         return joined, report
 
     def _rows(self, entries: Sequence[Entry], report: DataReport) -> list[tuple[int, Row, str]]:
-        """(number, row, the folder of its file) of the entries that are rows; the others are in the
-        report.
+        """(number, row, the folder of its file) of the entries that are rows.
+
+        The others are in the report.
         """
         rows: list[tuple[int, Row, str]] = []
         for file, row_number, row in entries:
@@ -271,22 +277,19 @@ class DatasetPipeline:
     def _named(
         self, rows: Sequence[tuple[int, Row, str]], report: DataReport
     ) -> list[tuple[int, Row]]:
-        """(number, row) of those that can be used, whose columns are called as their format calls
-        them.
-        """
+        """(number, row) of the rows that can be used, with the format's names of columns."""
         num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if len(self._columns) > num_columns or self._reading is None:
             first_rows = [row for _, row, _ in rows[: sources.ROWS_LOOKED_AT]]
-            requested = (
-                self.requested._replace(name=self._reading.dataset_format)
-                if self._reading
-                else self.requested
-            )
+            requested = self.requested
+            if self._reading:
+                # Later rows may have more columns, but the format of the first ones stays.
+                requested = requested._replace(name=self._reading.dataset_format)
             reading = requested.find(list(self._columns), first_rows, report.origin)
-            self._reading = (
-                reading if self.options.text.image_processor else reading.without_images()
-            )
+            if not self.options.text.image_processor:
+                reading = reading.without_images()
+            self._reading = reading
             _check_objective(self._reading, self.options.text, first_rows, report.origin)
             self._find_kwargs(FORMATS[reading.dataset_format], self._reading.names)
         report.dataset_format = self._reading.dataset_format
@@ -296,9 +299,10 @@ class DatasetPipeline:
         named: list[tuple[int, Row]] = []
         for row_number, row, folder in rows:
             try:
-                of_teacher = {name: row[name] for name in teachers if name in row}
-                beside = of_teacher | {FOLDER: folder, COLUMN: read_kwargs(row, self._kwargs)}
-                named.append((row_number, dict(self._reading.named(row)) | beside))
+                added: dict[str, object] = {name: row[name] for name in teachers if name in row}
+                added[FOLDER] = folder
+                added[COLUMN] = read_kwargs(row, self._kwargs)
+                named.append((row_number, dict(self._reading.named(row)) | added))
             except BadRow as reason:
                 report.reject(row_number, str(reason))
         return named
@@ -306,8 +310,10 @@ class DatasetPipeline:
     def _collect_prompts(
         self, rows: Sequence[tuple[int, Row, str]], report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
-        """Add prompts, each with all columns, to `prompts`; return their tokens, and with a
-        completion their number.
+        """Add prompts, each with all columns, to `prompts`.
+
+        Returns:
+            Their tokens, and how many each has with the longest completion.
         """
         num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
@@ -384,23 +390,27 @@ class DatasetPipeline:
 
 
 def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]:
-    """The number of items, and `most` to half as many of them at even distances, or all if they are
-    fewer.
+    """The number of items, and up to `most` of them at even distances.
+
+    At least half as many are kept, or all if they are fewer.
     """
     count = 0
     kept = list[Entry]()
     distance = 1
     for count, item in enumerate(items, start=1):
-        kept += [item] if (count - 1) % distance == 0 else []
+        if (count - 1) % distance == 0:
+            kept.append(item)
         if len(kept) > most:
+            # Every second one goes, so the distance doubles: one pass, without knowing the number.
             kept = kept[::2]
             distance = 2 * distance
     return count, kept
 
 
 def _right_answer(row: Row, said: str | None) -> object:
-    """The right answer that is in no column of its own: of verl's rows, or what the assistant says
-    at the end.
+    """The right answer that is in no column of its own.
+
+    It is in an object of verl's rows, or is what the assistant says at the end.
     """
     for name in ("reward_model", "verification_info"):
         value = row.get(name)
@@ -408,9 +418,12 @@ def _right_answer(row: Row, said: str | None) -> object:
             value = json.loads(value) if isinstance(value, str) else value
         if isinstance(value, Mapping) and value.get("ground_truth") is not None:
             return value["ground_truth"]
-    completion = row.get("completion")
-    last = completion[-1] if isinstance(completion, list) and completion else completion
-    return said or (last.get("content") if isinstance(last, Mapping) else last)
+    last = row.get("completion")
+    if isinstance(last, list) and last:
+        last = last[-1]
+    if isinstance(last, Mapping):
+        last = last.get("content")
+    return said or last
 
 
 def _check_objective(
@@ -426,8 +439,7 @@ def _check_objective(
     if wanted != TEXTS:
         raise UserError(
             f"{origin}: --objective {options.objective} learns from {wanted.described}, and these "
-            "rows have none in "
-            "columns of known names. Other names are given with --columns."
+            "rows have none in columns of known names. Other names are given with --columns."
         )
     alone = ""
     if "chosen" in reading.names.values():

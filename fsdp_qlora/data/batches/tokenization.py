@@ -357,8 +357,9 @@ def _encode_apart(
 def _encode_joint(
     rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase, *, templated: bool
 ) -> Iterator[Encoded]:
-    """The whole text at once, as it is tokenized when the model is used, unless a token would span
-    a boundary.
+    """Tokenize the whole text at once, as when the model is used.
+
+    Where a token would span a boundary of what is learned, its two sides are tokenized apart.
     """
     if not tokenizer.is_fast:  # one in Python gives no offsets of its tokens in the text
         pieces = ((*_pieces(row.segments, tokenizer, templated), ()) for row in rows)
@@ -367,6 +368,7 @@ def _encode_joint(
     texts = ["".join(segment.text for segment in row.segments) for row in rows]
     options = {"return_offsets_mapping": True, "verbose": False}
     encoding = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
+    # Chat templates end turns with added tokens of their own, such as <|im_end|>.
     stops = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
     for row, ids, offsets in zip(
         rows, encoding.get("input_ids", ()), encoding.get("offset_mapping", ()), strict=True
@@ -381,11 +383,10 @@ def _encode_joint(
             ids, learned = _with_end(ids, learned, bool(segments[-1].learned), tokenizer)
         elif ids[:2] == [tokenizer.bos_token_id] * 2:
             notes.append(DOUBLE_BOS)
-        if (
-            learned.any()
-            and ids[int(np.flatnonzero(learned)[-1])] not in stops
-            and (templated or segments[-1].learned)
-        ):
+        # A model that never learns an end does not stop. A text whose last segment is only read may
+        # end with any token.
+        ends_learned = templated or segments[-1].learned
+        if learned.any() and ends_learned and ids[int(np.flatnonzero(learned)[-1])] not in stops:
             notes.append(NO_END)
         yield ids, learned, tuple(notes)
 

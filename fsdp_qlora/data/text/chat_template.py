@@ -33,19 +33,21 @@ if TYPE_CHECKING:
 
 SECONDS_PER_CHAT = 10  # of the processor
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
-# also for the start of a process on a busy machine; one that is stopped never answers
+# Of the clock: also for the start of a process on a busy machine; one that is stopped never
+# answers.
 _ANSWER_SECONDS = 120.0
-_MOST_KILLS = 3  # in a row: then the template is at fault, not a chat
+# Chats in a row that take too long: then the template is at fault, not a chat.
+_MOST_KILLS = 3
 _CURE = (
     "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or "
-    "use a model whose "
-    "tokenizer has one, such as an instruct model."
+    "use a model whose tokenizer has one, such as an instruct model."
 )
 
 
 class TemplateWorker(Worker):
-    """A process that fills chat templates. It starts with the first chat, and again when it has
-    ended.
+    """A process that fills chat templates.
+
+    It starts with the first chat, and again when it has ended.
     """
 
     def __init__(self) -> None:
@@ -70,6 +72,7 @@ class TemplateWorker(Worker):
             if reply:
                 self._kills = 0
                 return dict(json.loads(reply))
+            # Its own timer: the same chat would take too long once more.
             if status == -signal.SIGPROF:
                 break
         else:
@@ -110,12 +113,10 @@ class ChatTemplate:
         """
         turns = chat.learned_turns(learn)
         weights = chat.weights or (None,) * len(chat.messages)
-        if learn == "all":  # then the turns are those of other weights
-            turns = [
-                turn
-                for turn in Chat(chat.messages).learned_turns("assistant")
-                if weights[turn] not in (None, 1)
-            ]
+        if learn == "all":
+            # All text is learned, so only turns whose weight is another one have to be found.
+            all_turns = Chat(chat.messages).learned_turns("assistant")
+            turns = [turn for turn in all_turns if weights[turn] not in (None, 1)]
         elif not turns:
             raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
         reply = self._ask(worker, chat, turns=turns, apart=learn != "all")
@@ -132,15 +133,17 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template, or of all where the tokenizer has several;
-        "" if it has none.
+        """The text of the template, or of all where the tokenizer has several.
+
+        It is empty if there is none.
         """
         templates = self._template or self._tokenizer.chat_template or ""
         return templates if isinstance(templates, str) else "\n".join(templates.values())
 
     def variables(self, worker: TemplateWorker) -> set[str]:
-        """The names of what the template reads, and a row may set;
-        none of one that is not valid.
+        """The names of what the template reads, and a row may set.
+
+        There are none if the template is not valid, which is said when a chat is filled.
         """
         try:
             return set(worker.ask({"variables_of": self.source}).get("names", ()))
@@ -148,6 +151,7 @@ class ChatTemplate:
             return set()
 
     def _ask(self, worker: TemplateWorker, chat: Chat, **request: object) -> dict[str, Any]:
+        # A row could otherwise write special tokens of its own into every turn.
         clash = [name for name in chat.template_kwargs if name in self._variables]
         if clash:
             raise BadRow(f"{COLUMN}: a row cannot set {clash[0]}")
@@ -175,7 +179,10 @@ def _split(
     segments = []
     position = 0
     for start, end, turn in sorted(spans):
-        inside = weight if isinstance(weight := weights[turn], float) else weight != 0
+        # A weight of 0 or 1 is an int, and a mask is enough for it: only others make masks of
+        # floats.
+        weight = weights[turn]
+        inside = weight if isinstance(weight, float) else weight != 0
         segments += [Segment(text[position:start], outside), Segment(text[start:end], inside)]
         position = end
     segments.append(Segment(text[position:], outside))
@@ -187,17 +194,19 @@ def _split(
 # Llama 3 writes the day into its system prompt. Tokens must be the same tomorrow, or the run could
 # not be resumed.
 _FIXED_DAY = (
-    "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') | "
-    "replace('%B', 'July') "
-    "| replace('%m', '07') | replace('%Y', '2024') }}{% endmacro %}\n"
+    "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') "
+    "| replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024') }}{% endmacro %}\n"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATIONS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # also what ends one
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": [(text, spans)], "notes"}, {"text"}, {"names"}; or {"error"}, or {"fatal"} for what
-    every row meets.
+    """Answer a request.
+
+    Returns:
+        {"rows": [(text, spans)], "notes"}, {"text"} or {"names"}; or {"error"}, or {"fatal"} for
+        what every row meets.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -286,11 +295,13 @@ def work() -> None:
     """Answer requests: each line of stdin is one, each line of stdout its answer, both JSON."""
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401  before the limits
 
-    # The signal's default action ends the process, also within one endless operation.
+    # The signal's default action ends the process, also within one endless operation of jinja2 or
+    # of a regular expression, where a handler in Python would never run.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     limit_memory(MEMORY_BYTES)
     for line in sys.stdin:
         seconds, _, request = line.partition(" ")
+        # Time of the processor, so that a pause or a busy machine costs no chat.
         signal.setitimer(signal.ITIMER_PROF, float(seconds))
         try:
             reply = answer(json.loads(request))

@@ -1,5 +1,6 @@
-"""A model's processor of images, from transformers: the places of images in a text, and the pixels
-for a model.
+"""A model's processor of images, from transformers.
+
+It writes the places of images into a text, and makes the pixels for a model.
 """
 
 import inspect
@@ -21,19 +22,22 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json, record_of
 from fsdp_qlora.utils.text import first_line
 
+# The files of which transformers' processors read their settings; a model of text has neither.
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENS = ("input_ids", "attention_mask")
 _TRIED = (224, 224)  # pixels of an image that tells what the processor gives
 
 
 class ImageProcessor:
-    """The processor of a model folder, loaded when the first row shows an image. Threads may share
-    it.
+    """The processor of a model folder, loaded when the first row shows an image.
+
+    Threads may share it.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
+        # The processor's fast tokenizer may raise "Already borrowed" where two threads call it.
         self._lock = threading.RLock()
 
     @classmethod
@@ -50,14 +54,16 @@ class ImageProcessor:
 
     @cached_property
     def _processor(self) -> Any:
-        """transformers' processor without its parts for video and sound, which may need libraries
-        that images do not.
+        """transformers' processor without its parts for video and sound.
+
+        Those may need libraries that images do not.
 
         Raises:
             UserError: there is none, or it cannot be read.
         """
         try:
             kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(self.folder))]
+            # A class that does not check its parts, so that those for video and sound may be None.
             alone: Any = type(
                 kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None}
             )
@@ -70,18 +76,16 @@ class ImageProcessor:
         except Exception as error:  # transformers raises many kinds
             raise UserError(
                 f"model_name {self.name}: its processor of images cannot be used "
-                f"({first_line(error)}). Images need "
-                "Pillow: pip install 'fsdp_qlora[images]'; with old releases of transformers "
-                "torchvision, too."
+                f"({first_line(error)}). Images need Pillow: pip install 'fsdp_qlora[images]'; "
+                "with old releases of transformers torchvision, too."
             ) from error
 
     @cached_property
     def _names(self) -> tuple[list[str], list[str]]:
-        """The names of the processor's outputs besides tokens: for each token,
-        and for each image.
-        """
+        """Names of the processor's outputs besides tokens: for each token, and for each image."""
         from PIL import Image as Pillow
 
+        # Processors do not say which outputs they have, so one is tried.
         outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
         outputs.pop("text_replacement_offsets")
         shape = outputs["input_ids"].shape
@@ -91,6 +95,8 @@ class ImageProcessor:
             for name, value in outputs.items()
             if value.shape[:2] == shape and name not in _TOKENS
         ]
+        # `model_inputs` makes these for padded rows, which the processor never sees as a whole: it
+        # can make only the one that it knows.
         unknown = [name for name in of_tokens if not torch.equal(outputs[name], kinds)]
         if unknown:
             raise UserError(
@@ -131,6 +137,7 @@ class ImageProcessor:
             outputs = self._call(text, images[:count])
         except Exception as error:  # such as of an image that is too narrow
             raise BadRow(f"the model's processor refuses an image ({first_line(error)})") from error
+        # The text that the processor puts in place of each image token, from transformers.
         written = [place["replacement"] for place in outputs["text_replacement_offsets"][0]]
         num_values = sum(outputs[name].numel() for name in self._names[1])
         tokens = self._processor.tokenizer.convert_ids_to_tokens([*self.image_ids])
@@ -139,9 +146,7 @@ class ImageProcessor:
 
     @cached_property
     def model_ids(self) -> tuple[int, ...]:
-        """The tokens at which the model looks for an image, a video or sound,
-        by its configuration.
-        """
+        """The tokens at which the model looks for an image, a video or sound."""
         try:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False).to_dict()
         except (OSError, ValueError):  # of the code that comes with a model
@@ -159,15 +164,15 @@ class ImageProcessor:
         input_ids: torch.Tensor,
         taken: Mapping[str, inspect.Parameter],
     ) -> dict[str, torch.Tensor]:
-        """The arguments of a model for the images of rows, of those that its forward pass has
-        `taken`.
+        """The arguments of a model for the images of rows.
 
         Each row is processed alone; what is of other sizes for other rows is padded with zeros, as
         processors do it.
 
         Args:
-            rows: of each row that has any, the names of its images. input_ids: of all rows, int64
-            [B, T].
+            rows: the names of its images, for each row that has any.
+            input_ids: of all rows, int64 [B, T].
+            taken: the parameters of the model's forward pass, which gets no other arguments.
         """
         of_tokens, of_images = self._names
         token = self._processor.image_token
@@ -206,12 +211,11 @@ def _replace(row: Iterable[Segment], token: str, written: Iterator[str]) -> Iter
 def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One after the other, filled up with zeros to the largest of them."""
     shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    sides = [
-        [
-            side
-            for most, size in zip(reversed(shape), reversed(tensor.shape), strict=False)
-            for side in (0, most - size)
-        ]
-        for tensor in tensors
-    ]
-    return torch.cat([F.pad(tensor, side) for tensor, side in zip(tensors, sides, strict=True)])
+    padded = []
+    for tensor in tensors:
+        # F.pad wants (before, after) of each dim from the last one on; the first dim is not padded.
+        sides: list[int] = []
+        for most, size in zip(reversed(shape), reversed(tensor.shape), strict=False):
+            sides += [0, most - size]
+        padded.append(F.pad(tensor, sides))
+    return torch.cat(padded)

@@ -18,18 +18,20 @@ from fsdp_qlora.data.content import MAX_ROW, BadRow, Image, most_row_bytes
 from fsdp_qlora.utils.errors import RankError, UserError
 from fsdp_qlora.utils.files import cache_folder, read_named
 
-# for others Pillow may start a program, such as Ghostscript
+# For others Pillow may start a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-UNREADABLE = ("the image", "an image in the row")  # how reasons begin
+# How reasons begin. The cache tells by them that a row may be readable in another start.
+UNREADABLE = ("the image", "an image in the row")
 
 
 def keep_all(images: Iterable[Image]) -> tuple[tuple[bytes, ...], list[Any]]:
-    """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row. Raises
-    BadRow.
+    """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row.
+
+    Raises BadRow.
     """
     names = list[bytes]()
     pixels = list[Any]()
-    left = most_row_bytes() // 3
+    left = most_row_bytes() // 3  # pixels of three bytes
     for image in images:
         name, shown = keep(image, left)
         names.append(name)
@@ -55,6 +57,8 @@ def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
         raise BadRow(f"{where} cannot be read, or is no image ({reason})") from error
     name = hashlib.blake2b(content, digest_size=16).digest()
     path = _path(name)
+    # Each thread of each process has a draft of its own: several may keep the same image, and the
+    # last replaces the others with the same content.
     draft = Path(f"{path}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +70,7 @@ def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
     except OSError as error:
         raise UserError(
             f"Images need a folder for links: {path.parent} cannot be written ({error.strerror}). "
-            "The environment "
-            "variable FSDP_QLORA_CACHE names another."
+            "The environment variable FSDP_QLORA_CACHE names another."
         ) from error
     return name, pixels
 
@@ -77,9 +80,9 @@ def load(name: bytes) -> Any:
     path = _path(name)
     try:
         content = read_named(path, most_row_bytes())
-        reason = (
-            "" if hashlib.blake2b(content, digest_size=16).digest() == name else ("it has changed")
-        )
+        # A link leads to the user's file, which may be another one now.
+        is_same = hashlib.blake2b(content, digest_size=16).digest() == name
+        reason = "" if is_same else "it has changed"
     except OSError as error:
         reason = str(error.strerror)
     if reason:
@@ -90,10 +93,12 @@ def load(name: bytes) -> Any:
 
 
 def are_as_kept(names: Iterable[bytes]) -> bool:
-    """Whether images are still there and not written since they were kept, as far as times of files
-    tell.
+    """Whether images are still there and not written since they were kept.
+
+    The times of files tell it, which is enough for the cache: `load` compares the content.
     """
     try:
+        # stat follows a link to the user's file, lstat is of the link.
         return all(
             path.stat().st_mtime_ns <= path.lstat().st_mtime_ns for path in map(_path, names)
         )
@@ -102,13 +107,17 @@ def are_as_kept(names: Iterable[bytes]) -> bool:
 
 
 def _said(error: Exception) -> str:
-    """Its first words, without an object's address, which each start would have another of."""
+    """The start of an error's message without addresses of objects.
+
+    So it is the same in every run, and rows with the same fault are counted together.
+    """
     return " ".join(re.sub(r"<\S+ object at 0x\w+>", "", str(error)).split())[:100]
 
 
 def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
-    """The pixels. Raises ValueError, and many kinds of Pillow's, before they are decoded if they
-    are too many.
+    """The pixels of an image.
+
+    Raises ValueError, before they are decoded if they are too many, and many kinds of Pillow's.
     """
     from PIL import Image as Pillow
     from transformers.image_utils import load_image  # turns it as its file says, and makes it RGB
@@ -116,6 +125,7 @@ def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
     # of bombs, which are bounded here, and of odd tags
     warnings.filterwarnings("ignore", module="PIL")
     with Pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
+        # Opening reads the header alone: a few KiB may unpack to more than the memory.
         if image.width * image.height > most_pixels:
             most = most_row_bytes() // 3e6
             raise ValueError(
@@ -127,4 +137,5 @@ def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
 
 
 def _path(name: bytes) -> Path:
+    # 256 folders, so that none of them has the names of all images.
     return cache_folder() / "images" / name.hex()[:2] / name.hex()

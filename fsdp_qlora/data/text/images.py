@@ -14,14 +14,16 @@ _GIVEN = ("image", "image_url", "bytes", "path", "url")
 
 
 class Images:
-    """The images of a row in the order in which its turns show them: in parts of type image, or by
-    `<image>`.
+    """The images of a row in the order in which its turns show them.
+
+    A turn shows one with a part of type image, or with `<image>` in its text.
     """
 
     def __init__(self, row: Row) -> None:
         self._folder = str(row.get(FOLDER) or "")
-        value = row.get("images")
-        listed = value if isinstance(value, list) else [value] if value else []
+        listed = row.get("images")
+        if not isinstance(listed, list):
+            listed = [listed] if listed else []
         self._listed = [
             self._image(image, f"image {index}") for index, image in enumerate(listed, start=1)
         ]
@@ -35,11 +37,14 @@ class Images:
         where = f"turn {turn_number}"
         place = {"type": "image"}
         if isinstance(content, str):
+            # In a row without images `<image>` is a text like any other.
             texts = content.split(_PLACE) if self._listed and can_show else [content]
-            listed: Any = [
-                part for text in texts for part in (place, {"type": "text", "text": text})
-            ][1:]
-        elif not isinstance(listed := content, list | tuple):
+            listed: list[Any] = [{"type": "text", "text": texts[0]}]
+            for text in texts[1:]:
+                listed += [place, {"type": "text", "text": text}]
+        elif isinstance(content, list | tuple):
+            listed = list(content)
+        else:
             raise BadRow(f"{where}: its content is not text but {type(content).__name__}")
         contents = [self._part(part, where, can_show=can_show) for part in listed]
         if place in contents:
@@ -51,20 +56,18 @@ class Images:
         if isinstance(part, Mapping) and kind in parts.IMAGES:
             if not can_show:
                 raise BadRow(f"{where}: an answer has an image, and only text can be learned")
-            image = (
-                self._image(part, where)
-                if any(part.get(name) for name in _GIVEN)
-                else next(self._left, None)
-            )
+            # A part with the image itself, or a place for the next one of the row's column.
+            if any(part.get(name) for name in _GIVEN):
+                image: Image | None = self._image(part, where)
+            else:
+                image = next(self._left, None)
             if image is None:
                 raise BadRow(f"{where} shows more images than the {len(self._listed)} of the row")
             self.shown.append(image)
             return {"type": "image"}  # a template needs no more
-        text = (
-            part.get("text", part.get("value"))
-            if isinstance(part, Mapping) and kind in parts.TEXTS
-            else None
-        )
+        text = None
+        if isinstance(part, Mapping) and kind in parts.TEXTS:
+            text = part.get("text", part.get("value"))
         if not isinstance(text, str):
             raise BadRow(
                 f"{where}: a part of its content is {kind}, and only text and images can be "
@@ -74,9 +77,8 @@ class Images:
 
     def _image(self, value: object, where: str) -> Image:
         if isinstance(value, Mapping):  # of datasets, or OpenAI's
-            return self._image(
-                next((value[name] for name in _GIVEN if value.get(name)), None), where
-            )
+            given = [value[name] for name in _GIVEN if value.get(name)]
+            return self._image(given[0] if given else None, where)
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str):
@@ -88,12 +90,14 @@ class Images:
                 raise BadRow(f"{where}: an image is not base64 ({error})") from error
         path = unicode_of(value, where).removeprefix("file://")
         if "://" in path:
+            # A run must see the same image in every start, and read it without a network.
             raise BadRow(f"{where}: {path} is a URL. Download the images, and give their paths")
         return Path(self._folder, path)
 
     def show_rest(self, messages: list[dict[str, Any]]) -> None:
-        """Show images for which no text has a place before the first question; put all contents
-        into parts.
+        """Show images for which no text has a place before the first question.
+
+        All contents are put into parts, which is how a template sees an image.
         """
         rest = [*self._left]
         if rest and self.shown:
@@ -108,7 +112,6 @@ class Images:
             if isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         if rest:
-            question = next(
-                (message for message in messages if message["role"] == "user"), messages[0]
-            )
+            questions = [message for message in messages if message["role"] == "user"]
+            question = questions[0] if questions else messages[0]
             question["content"] = [{"type": "image"}] * len(rest) + question["content"]

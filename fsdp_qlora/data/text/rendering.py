@@ -1,5 +1,6 @@
-"""Rendering: a row's content becomes text through a prompt template or a chat template; the record
-of this.
+"""Rendering: a row's content becomes text through a prompt template or a chat template.
+
+A record of this is kept with the trained model.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ IN_PARTS = (
 )
 _MARK = "<<answer>>"
 T = TypeVar("T")
-_WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
+# Rows for which all workers start, which takes a second or two.
+_WORTH_WORKERS = 200
 
 
 class Renderer:
@@ -96,11 +98,11 @@ class Renderer:
     def prompt(self, content: PromptContent, worker: TemplateWorker | None = None) -> Rendered:
         """The text in front of an answer. Raises BadRow or UserError as `render` does."""
         if isinstance(content, Fields):
-            content = (
-                as_chat(content)
-                if self._is_chat
-                else Rendered(self._prompt.fill(content)[:-1], "template")
-            )
+            if self._is_chat:
+                content = as_chat(content)
+            else:
+                # Without the last segment, which is the response.
+                content = Rendered(self._prompt.fill(content)[:-1], "template")
         if isinstance(content, Chat):
             text = self._chat_template.text(
                 content, worker or self._workers[0], add_generation_prompt=True
@@ -112,9 +114,8 @@ class Renderer:
         """The text that follows the answer to an instruction."""
         if not self._is_chat:
             return self._prompt.fill(Fields("?", ""))[-1].text
-        return self._chat_template.text(as_chat(Fields("?", _MARK)), self._workers[0]).partition(
-            _MARK
-        )[2]
+        text = self._chat_template.text(as_chat(Fields("?", _MARK)), self._workers[0])
+        return text.partition(_MARK)[2]
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Fields) and content.shows:
@@ -130,17 +131,14 @@ class Renderer:
             if content.images and self._image_processor is None:
                 raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
-            notes += (
-                (f"turns have fields that are not used: {', '.join(content.unused)}",)
-                if content.unused
-                else ()
-            )
-            shown = (
-                self._shown(rows, content)
-                if content.images
-                else [Rendered(row, "chat") for row in rows]
-            )
-            return [dataclasses.replace(shown[0], notes=notes), *shown[1:]]
+            if content.unused:
+                notes += (f"turns have fields that are not used: {', '.join(content.unused)}",)
+            if content.images:
+                rendered = self._shown(rows, content)
+            else:
+                rendered = [Rendered(row, "chat") for row in rows]
+            # Notes are of the dataset's row, so only its first one has them.
+            return [dataclasses.replace(rendered[0], notes=notes), *rendered[1:]]
         if isinstance(content, PreferenceRow):
             if any(isinstance(answer, Chat) and answer.images for answer in content.answers):
                 raise BadRow("images: preferences can be of text alone")
@@ -194,8 +192,9 @@ def _is_learned(segment: Segment) -> bool:
 def over_workers(
     rows: Sequence[Row], make: Callable[[Row, TemplateWorker], T], workers: Sequence[TemplateWorker]
 ) -> list[T | BadRow]:
-    """Make something of each row, many rows on all workers;
-    the reason where a row cannot be used.
+    """Make something of each row, of many rows on all workers.
+
+    The result of a row that cannot be used is the reason.
     """
 
     def make_one(row: Row, worker: TemplateWorker) -> T | BadRow:
@@ -207,10 +206,14 @@ def over_workers(
             return BadRow("nested too deeply")
 
     num = len(workers) if len(rows) >= _WORTH_WORKERS else 1
+
+    def make_share(n: int) -> list[T | BadRow]:
+        return [make_one(row, workers[n]) for row in rows[n::num]]
+
+    # Threads only wait for their workers. Rows are dealt in turn, since long ones are often
+    # together.
     with ThreadPoolExecutor(num) as threads:
-        shares = list(
-            threads.map(lambda n: [make_one(row, workers[n]) for row in rows[n::num]], range(num))
-        )
+        shares = list(threads.map(make_share, range(num)))
     return [shares[place % num][place // num] for place in range(len(rows))]
 
 
@@ -248,15 +251,15 @@ def recorded_template(record: Mapping[str, Any]) -> ChosenTemplate:
 
 
 def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
-    """One line: how instructions become text, of `prompt_record`, and what the other way is; empty
-    for other rows.
+    """One line: how instructions become text by `prompt_record`, and what the other way is.
+
+    It is empty for other rows.
     """
     if dataset_format not in FORMATS or FORMATS[dataset_format].content is not Fields:
         return ""
-    names = (
-        name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template
-    )
-    name = next(names, "FILE")
+    default = FORMATS[dataset_format].template
+    names = [name for name, template in TEMPLATES.items() if template == default]
+    name = names[0] if names else "FILE"
     if record["kind"] == CHAT:
         return (
             f"Prompts: the chat template that the model was made for (--prompt_template {name} for "
@@ -269,29 +272,29 @@ def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
 
 
 def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line, if a chat template of `prompt_record` writes special tokens that the tokenizer
-    lacks; else empty.
+    """One line, if a chat template writes special tokens that the tokenizer lacks; else empty.
+
+    The template is that of `prompt_record`.
     """
-    template = (
-        str(record.get("chat_template") or tokenizer.chat_template)
-        if record["kind"] == CHAT
-        else ""
-    )
+    if record["kind"] != CHAT:
+        return ""
+    template = str(record.get("chat_template") or tokenizer.chat_template)
+    # A token that the tokenizer lacks falls into pieces, which the model has never seen in this
+    # place.
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", template))
     lacked = [
         token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) > 1
     ]
+    if not lacked:
+        return ""
     advice = f"--add_tokens '{','.join(lacked)}' adds and trains them."
-    return (
-        (f"The tokenizer has no tokens for {', '.join(lacked)} of the chat template: {advice}")
-        if lacked
-        else ""
-    )
+    return f"The tokenizer has no tokens for {', '.join(lacked)} of the chat template: {advice}"
 
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The text in front of an answer by a record of kind TEMPLATE,
-    with places for a row's content.
+    """The text in front of an answer by a record of kind TEMPLATE.
+
+    It has places for a row's content.
     """
     template = recorded_template(record).prompt
     filled = {}
