@@ -48,22 +48,27 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     folder = hub.find_model_folder(model_name, with_weights=True)
     config = load_config(folder, model_name)
     packed = take_packed(config, model_name, folder)
-    if packed and packed.scaled != set():  # else its settings are left over
+    # A configuration may be left over, with files in which nothing is quantized.
+    if packed and packed.scaled != set():
         raise UserError(
             f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights."
         )
     settle_head(config, folder)
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
-    model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))
+    model = build_plain_model(config, torch.bfloat16)
+    expanded = build_plain_model(expanded_config, torch.bfloat16)
     added: list[int] = getattr(expanded_config, NEW_BLOCKS)
     zeros = {index: _output_weights(find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
     copies, empty = _plan_copies(model, expanded, weight_files, origins, zeros)
+    # Blocks with the same weights at zero are built alike, so one of each kind is checked. The
+    # check changes its model.
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(build_plain_model(expanded_config, torch.bfloat16), index, zeros[index])
     forms = {name: weight_files.form(source) for name, source in copies.items()}
     with new_model_folder(out, folder, json.loads(expanded_config.to_json_string())) as partial:
+        # The files are zeros at first, and stay so for the output projections of new blocks.
         files = new_weights(partial, forms)
         filled = {name: source for name, source in copies.items() if name not in empty}
         for name, part, content in read_pieces(weight_files, filled, "Copying"):
@@ -78,15 +83,20 @@ def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
     Copies are spread evenly, the last at the end: each ends a group of blocks of about the same
     size.
     """
+    # The product of a share such as 0.29 may be just below a whole number.
     count = int(num_blocks * expansion_rate + 1e-9)
     if not 1 <= count <= num_blocks:
         raise UserError(
             f"--expansion_rate {expansion_rate} would add {count} blocks to the model's "
-            f"{num_blocks}. Give a share "
-            f"of new blocks from {1 / num_blocks:.3g} (one block) to 1."
+            f"{num_blocks}. Give a share of new blocks from {1 / num_blocks:.3g} (one block) to 1."
         )
     copied = {(group + 1) * num_blocks // count - 1 for group in range(count)}
-    return [block for block in range(num_blocks) for _ in range(1 + (block in copied))]
+    origins = []
+    for block in range(num_blocks):
+        origins.append(block)
+        if block in copied:
+            origins.append(block)
+    return origins
 
 
 def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> PretrainedConfig:
@@ -95,20 +105,19 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
     """
     content = config.to_dict()
     text = config.get_text_config()
-    inside = (
-        content
-        if text is config
-        else next(content[name] for name in content if vars(config).get(name) is text)
-    )
-    old = text.num_hidden_layers
+    inside = content
+    if text is not config:
+        # The part for text, under the name that the configuration's class has for it.
+        inside = next(content[name] for name in content if vars(config).get(name) is text)
+    num_blocks = text.num_hidden_layers
     for name, value in inside.items():
-        if (
-            isinstance(value, list | tuple)
-            and len(value) == old
-            and not name.endswith(("_token_id", "_ids"))
-        ):
+        # A list of end tokens may be as long as there are blocks.
+        is_of_tokens = name.endswith(("_token_id", "_ids"))
+        if isinstance(value, list | tuple) and len(value) == num_blocks and not is_of_tokens:
             inside[name] = [value[origin] for origin in origins]
+    # Some configurations have another name for the number of blocks (n_layer).
     inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
+    # The second of two equal numbers is the copy.
     content[NEW_BLOCKS] = [
         index for index in range(1, len(origins)) if origins[index] == origins[index - 1]
     ]
@@ -134,19 +143,19 @@ def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
             if isinstance(child, nn.Linear) and child.out_features == width
         ]
         if loops_over_experts(module):
+            # The dim of outputs: [experts, in, out] or [experts, out, in].
             axis = 2 if is_transposed(module) else 1
-            own = {
+            shapes = {
                 name: parameter.shape for name, parameter in module.named_parameters(recurse=False)
             }
-            last = [
-                name for name, shape in own.items() if len(shape) == 3 and shape[axis] == width
-            ][-1:]
-            names += [
-                f"{path}.{name}"
-                for name in (*last, *(f"{name}_bias" for name in last))
-                if name in own
+            outputs_of_experts = [
+                name for name, shape in shapes.items() if len(shape) == 3 and shape[axis] == width
             ]
+            if outputs_of_experts:
+                last = outputs_of_experts[-1]
+                names += [f"{path}.{name}" for name in (last, f"{last}_bias") if name in shapes]
         elif outputs:
+            # At the top of the block the path is empty.
             layer = f"{path}.{outputs[-1]}".lstrip(".")
             names += [
                 f"{layer}.{name}" for name, _ in block.get_submodule(layer).named_parameters()
@@ -167,9 +176,8 @@ def _plan_copies(
     blocks = find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
     leaf = path.rpartition(".")[2]
-    shapes, old_shapes = (
-        {name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model)
-    )
+    shapes = {name: tensor.shape for name, tensor in expanded.state_dict().items()}
+    old_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     copies: dict[str, str] = {}
     empty: set[str] = set()
     weights = match_tensors(model, weight_files)
@@ -184,7 +192,9 @@ def _plan_copies(
         if block is None:
             copies |= {new: part for part, new in names.items()}
             continue
-        for index in (index for index, origin in enumerate(origins) if origin == int(block[1])):
+        for index, origin in enumerate(origins):
+            if origin != int(block[1]):
+                continue
             target = f"{path}.{index}.{block[2]}"
             if shapes.get(target) != old_shapes[name]:
                 raise UserError(
@@ -193,9 +203,11 @@ def _plan_copies(
                     "pattern of blocks, or another model."
                 )
             for part, new in names.items():
+                # The files' names may have another prefix than the model's.
                 new = re.sub(rf"(^|\.){leaf}\.{block[1]}\.", rf"\g<1>{leaf}.{index}.", new, count=1)
                 copies[new] = part
-                empty |= {new} if block[2] in zeros.get(index, ()) else set()
+                if block[2] in zeros.get(index, ()):
+                    empty.add(new)
     return copies, empty
 
 
@@ -208,15 +220,17 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
     path, _, leaf = next(
         path for path, module in model.named_modules() if module is blocks
     ).rpartition(".")
+    # The parent runs with this block alone: one block's weights in memory.
     parent = model.get_submodule(path)
     setattr(parent, leaf, nn.ModuleList([block]))
-    values = {
-        name: torch.randn(parameter.shape, dtype=parameter.dtype)
-        * (name.removeprefix(f"{leaf}.0.") not in zeros)
-        * 0.02
-        for name, parameter in parent.named_parameters()
-        if parameter is not model.get_input_embeddings().weight
-    }
+    values = {}
+    for name, parameter in parent.named_parameters():
+        # The block gets hidden states, so that the largest tensor is not needed.
+        if parameter is model.get_input_embeddings().weight:
+            continue
+        random = torch.randn(parameter.shape, dtype=parameter.dtype)
+        is_zero = name.removeprefix(f"{leaf}.0.") in zeros
+        values[name] = torch.zeros_like(random) if is_zero else random * 0.02
     seen: list[Any] = []
     block.register_forward_hook(
         lambda module, args, kwargs, output: seen.extend(
@@ -228,9 +242,9 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
     torch.func.functional_call(parent, values, kwargs={"inputs_embeds": hidden, "use_cache": False})
     inputs, output = seen
     output = output[0] if isinstance(output, tuple) else output
+    # x + 0 is x to the bit, in every dtype.
     if not torch.equal(inputs, output):
         raise UserError(
             f"{type(model).__name__} cannot be expanded: a block with zeros in {', '.join(zeros)} "
-            "changes its input. "
-            "Give a model of another family."
+            "changes its input. Give a model of another family."
         )

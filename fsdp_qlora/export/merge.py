@@ -57,44 +57,50 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
-_PIECE = 2**23  # weights changed at a time, in float32
+# Weights changed at a time, in float32: 32 MiB.
+_PIECE = 2**23
 
 
 @dataclass(frozen=True)
 class MergedModel:
-    """A base with an adapter's changes.
-
-    weights: of the base. names: the tensors of the base's files that belong to the merged model.
-    parameters: names of the model's parameters. dtype: of the merged parameters; None for that of
-    each in the base's files. copies: a parameter that the base does not have -> the one it is made
-    from: a head that shared the embeddings. dequantize: weight -> its values after the run's
-    quantizer, flat on the CPU, or None if it is not quantized; without
-        it, all are as in the base's files.
-    """
+    """A base with an adapter's changes."""
 
     weights: Weights
+    """The base's."""
     changes: Changes
     parameters: Mapping[str, torch.Size]
+    """The model's parameters, with the base's shapes."""
     names: list[str]
+    """The tensors of the base's files that belong to the merged model."""
     dtype: torch.dtype | None
+    """Dtype of the merged parameters; None for the dtype of each in the base's files."""
     copies: Mapping[str, str]
+    """A parameter that the base does not have -> the one it is made from: a head that shared the
+    embeddings."""
     dequantize: Callable[[str], torch.Tensor | None] | None = None
-    effect: Effect = dataclasses.field(default_factory=Effect)  # of what has been computed
-    keeps_format = False  # whether its files are in the base's format
+    """Weight -> its values after the run's quantizer, flat on the CPU, or None if it is not
+    quantized; without it, all are as in the base's files."""
+    effect: Effect = dataclasses.field(default_factory=Effect)
+    """Compares what has been computed so far."""
+    # Whether its files are in the base's format; no field, since it belongs to the class.
+    keeps_format = False
 
     def forms(self) -> dict[str, TensorForm]:
         """Every tensor of the merged model's files, in the base's order."""
         forms = {}
         files = self.weights.files
         for name in self._order():
-            stored = files.dtype(self._source(name))
-            # of weights that are quantized already
-            own = stored if stored.is_floating_point else torch.bfloat16
+            source = self._source(name)
+            dtype = self.dtype
+            if dtype is None:
+                stored = files.dtype(source)
+                # Codes of weights that are quantized already are integers.
+                dtype = stored if stored.is_floating_point else torch.bfloat16
             for part, _, _ in self._parts(name):
-                shape = (
-                    self.shape(name) if part in (name, self._source(name)) else files.shape(part)
-                )
-                forms[part] = TensorForm(self.dtype or own, tuple(shape))
+                # A parameter that is one tensor may be resized; parts of one keep their shapes.
+                shape = self.shape(name) if part in (name, source) else files.shape(part)
+                forms[part] = TensorForm(dtype, tuple(shape))
+        # Tensors of the files that no parameter is made of are copied.
         rest = {name: files.form(name) for name in self.names if name not in forms}
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
 
@@ -107,6 +113,7 @@ class MergedModel:
         for name in self._order():
             for part, start, values, base in self._changed(name):
                 done.add(part)
+                # The effect is that of the values as rounded to the files' dtype.
                 written = values.to(forms[part].dtype)
                 if base is not None:
                     self.effect.add(base, values, written)
@@ -121,6 +128,7 @@ class MergedModel:
         computed = [
             name for name in self.parameters if name in self.weights.sources or name in self.copies
         ]
+        # By file, so that one file after another is read.
         return sorted(computed, key=lambda name: str(files.files[self._source(name)]))
 
     def _source(self, name: str) -> str:
@@ -133,24 +141,21 @@ class MergedModel:
 
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
-        whole = TensorSlice(
-            name if name in self.copies else self._source(name), 0, self.shape(name).numel()
-        )
-        # the files may have the head's name alone
+        source = self._source(name)
+        # The base's files may have a tensor that embeddings and head share under the head's name.
         is_split = name in self.copies or name in self.copies.values()
-        is_new = (
-            is_split
-            or self.weights.packed
-            or name in {*self.changes.replaced, *self.changes.new_rows}
-        )
-        return [whole] if is_new else self.weights.files.parts(self._source(name))
+        is_replaced = name in self.changes.replaced or name in self.changes.new_rows
+        if is_split or self.weights.packed or is_replaced:
+            new_name = name if name in self.copies else source
+            return [TensorSlice(new_name, 0, self.shape(name).numel())]
+        return self.weights.files.parts(source)
 
     def warn(self, folder: Path) -> None:
         """Say if hardly anything is left of the adapter in the weights, which are complete in this
         folder.
         """
-        own = {form.dtype for form in self.forms().values() if form.dtype.is_floating_point}
-        lowest = min(own, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        dtypes = {form.dtype for form in self.forms().values() if form.dtype.is_floating_point}
+        lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
         self.effect.warn(
             str(lowest).removeprefix("torch."),
             advice="Give --dtype fp32, or load the adapter beside it",
@@ -162,28 +167,28 @@ class MergedModel:
         """
         change = self.changes.update(name)
         replaced = self.changes.replaced.get(name)
-        whole = (
-            self.dequantize(self.copies.get(name, name))
-            if self.dequantize and not replaced
-            else None
-        )
+        whole = None
+        if self.dequantize and not replaced:
+            whole = self.dequantize(self.copies.get(name, name))
 
         def read(start: int, stop: int) -> torch.Tensor:
             if replaced:
                 return self.changes.adapter.files.read_flat(replaced.name, start, stop)
-            return (
-                self.weights.files.read_flat(self._source(name), start, stop)
-                if whole is None
-                else whole[start:stop]
-            )
+            if whole is None:
+                return self.weights.files.read_flat(self._source(name), start, stop)
+            return whole[start:stop]
 
         columns = self.parameters[name][-1] if self.parameters[name] else 1
+        # Elements of the parameter in the tensors before this one.
         before = 0
         for part, first, last in self._parts(name):
+            # Whole rows for the update, and whole blocks of a format that shares scales.
             for start, stop in spans(last - first, math.lcm(columns, self._unit(part))):
                 values = read(before + start, before + stop)
                 base = values if isinstance(change, LowRankUpdate) else None
                 if change:
+                    # In float32, and rounded once at the end. A copy, since `write_into` works in
+                    # place and `base` is compared with the result.
                     rows = values.to(torch.float32, copy=True).view(-1, columns)
                     values = change.write_into(rows, (before + start) // columns).flatten()
                 yield part, first + start, values, base
@@ -195,7 +200,7 @@ class MergedModel:
 
 
 def spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Pieces of whole rows."""
+    """The pieces [start, stop) of `count` elements, each of whole rows of `columns`."""
     size = max(1, _PIECE // columns) * columns
     return ((start, min(start + size, count)) for start in range(0, count, size))
 
@@ -211,16 +216,16 @@ def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
         if id(module) in ends:
             ends[id(module)] = f"{path}.weight"
     embeddings, head = ends.values()
-    own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced.get(name))]
-    return (
-        {head: embeddings}
-        if any(own) or changes.layers.keys() - changes.new_rows & {embeddings, head}
-        else {}
-    )
+    # A copy of one of the two is no longer the other's tensor; nor is a low-rank update of one.
+    replaced = [changes.replaced[name] for name in (embeddings, head) if name in changes.replaced]
+    is_copied = any(change.is_copy for change in replaced)
+    if is_copied or changes.layers.keys() - changes.new_rows & {embeddings, head}:
+        return {head: embeddings}
+    return {}
 
 
-# Files of the tokenizer, which are in the adapter's folder as the run used them; and with its end
-# tokens.
+# Files of the tokenizer, which are in the adapter's folder as the run used them, and
+# generation_config.json, which has the run's end tokens.
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -264,6 +269,8 @@ class Merge:
         def dequantize(name: str) -> torch.Tensor | None:
             if name not in self.layers:
                 return None
+            # Memory for one weight at a time. What a run computes with are the values after its
+            # quantizer, made by the same code with a mesh of one rank.
             layer = self.layers[name]
             layer.to_empty(device=device)
             load_quantized(name, layer, weights, mesh, device)
@@ -275,20 +282,25 @@ class Merge:
 
 
 def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
-    """Read an adapter's configuration and match it with its base,
-    stored as the run's options say.
-    """
+    """Read an adapter's configuration, and match it with its base as the run's options store it."""
     adapter = open_adapter(adapter_path)
     name = run.model_name
     with_code = run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = load_config(folder, name, trust_remote_code=with_code)
-    found = take_packed(config, name, folder)
-    packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
+    # bitsandbytes' codes are loaded into layers (`packed`); other formats are decoded as they are
+    # read (`stored`).
+    in_files = take_packed(config, name, folder)
+    packed = stored = None
+    if in_files and in_files.quantizer == BITSANDBYTES:
+        packed = in_files
+    else:
+        stored = in_files
     settle_head(config, folder, stored, packed=packed, trust_remote_code=with_code)
     ids = peft_folder.token_ids(adapter_path, adapter.config.to_dict())
     if ids:
         NewTokens(ids).grow(config)
+    # PEFT changes the model that it loads an adapter into, so it gets one of its own.
     changes = Changes(
         build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter
     )
@@ -297,9 +309,9 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     is_kept = stored is not None and stored.is_kept(
         TRAIN_TYPES[run.train_type].quantizer, run.quant_type
     )
-    quantized = (
-        _quantized_model(config, run, packed) if run.kind.quantizer and not is_kept else None
-    )
+    quantized = None
+    if run.kind.quantizer and not is_kept:
+        quantized = _quantized_model(config, run, packed)
     if packed and quantized is None:
         raise UserError(
             f"model_name {name} is quantized to 4 bits: give --train_type qlora, or "
@@ -312,11 +324,12 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     line = describe_left_out(weights, built, in_result="The merged model has them as they are.")
     if line:
         log.warning("%s", line)
+    # Copies of a tensor in the files would keep the values before the change.
     if changes.changes_any(weights.copies.values()):
         names = [name for name in names if name not in weights.copies]
-    kept = {name for name, _ in (*model.named_parameters(), *persistent_buffers(model))}
-    # statistics of packed weights
-    parts = {source for name, source in weights.sources.items() if name not in kept}
+    plain_names = {name for name, _ in (*model.named_parameters(), *persistent_buffers(model))}
+    # Statistics of packed weights belong to no parameter of a plain model.
+    statistics = {source for name, source in weights.sources.items() if name not in plain_names}
     shapes = {
         name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
     }
@@ -324,17 +337,18 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         weights,
         changes,
         shapes,
-        [name for name in names if name not in parts],
+        [name for name in names if name not in statistics],
         None,
         split_ends(model, changes),
     )
     layers = quantized_layers(quantized) if quantized is not None else {}
-    return Merge(run, folder, adapter, merged, config, layers, found)
+    return Merge(run, folder, adapter, merged, config, layers, in_files)
 
 
 def _quantized_model(
     config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None
 ) -> PreTrainedModel:
+    """The base of the run on the meta device, with quantized layers and without an adapter."""
     quantizer = run.kind.quantizer
     frozen = TrainType(adapter=None, quantizer=quantizer, trains="adapter")
     layers = LayerOptions(
@@ -377,13 +391,15 @@ def check_base(merge: Merge, base: str) -> None:
 
 def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
     """Write a new folder that transformers and vLLM load. It gets its name when it is complete."""
+    # Made first: an error in them must not cost the computation.
     texts = _documents(merge, merged)
     with new_model_folder(out, merge.folder, _config_of(merge, merged)) as partial:
-        for name in _TOKENIZER:
-            if (merge.adapter.path / "tokenizer_config.json").is_file() and (
-                merge.adapter.path / name
-            ).is_file():
-                shutil.copyfile(merge.adapter.path / name, partial / name)
+        # Over the base's files, which `new_model_folder` has copied; all of them, or none.
+        adapter = merge.adapter.path
+        if (adapter / "tokenizer_config.json").is_file():
+            for name in _TOKENIZER:
+                if (adapter / name).is_file():
+                    shutil.copyfile(adapter / name, partial / name)
         _write_weights(merged, partial)
         merged.warn(partial)
         for name, text in texts.items():
@@ -394,26 +410,25 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
     """The card and training.json, name -> text."""
     config = merge.adapter.config
     path = merge.adapter.path
-    targets = (
-        sorted(config.target_modules)
-        if isinstance(config.target_modules, set)
-        else config.target_modules
-    )
-    settings = {"train_type": "dora" if config.use_dora else "lora", "lora_rank": config.r}
-    settings |= {
+    targets = config.target_modules
+    if isinstance(targets, set):
+        # The order of a set may differ between runs.
+        targets = sorted(targets)
+    kind = "dora" if config.use_dora else "lora"
+    settings = {
+        "train_type": kind,
+        "lora_rank": config.r,
         "lora_alpha": config.lora_alpha,
         "use_rslora": config.use_rslora,
         "lora_target_modules": targets,
     }
-    into = "dequantized" if merged.dequantize else "original"
-    about = {
+    merged_from = {
         "adapter": path.resolve().name,
-        "kind": "dora" if config.use_dora else "lora",
-        "into": into,
+        "kind": kind,
+        "into": "dequantized" if merged.dequantize else "original",
     }
-    return merged_documents(
-        read_json(path / RECORD), BaseName.of(merge.run.model_name), settings, about
-    )
+    base = BaseName.of(merge.run.model_name)
+    return merged_documents(read_json(path / RECORD), base, settings, merged_from)
 
 
 def _write_weights(merged: MergedModel, folder: Path) -> None:
@@ -423,10 +438,11 @@ def _write_weights(merged: MergedModel, folder: Path) -> None:
     hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=hidden) as bar:
         for name, start, values in merged.pieces():
+            # fp16 ends at 65,504. Bytes of a quantized format are integers here.
             if values.is_floating_point() and not values.isfinite().all():
+                dtype = str(forms[name].dtype).removeprefix("torch.")
                 raise UserError(
-                    f"The merged {name} has values that are not finite in "
-                    f"{str(forms[name].dtype)[6:]}. Give "
+                    f"The merged {name} has values that are not finite in {dtype}. Give "
                     "--dtype bf16 or fp32, or check the adapter."
                 )
             files.write(name, start * values.element_size(), values)
@@ -438,19 +454,25 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
     content = with_own_head(read_json(merge.folder / "config.json"), merge.config)
     text = content.get("text_config", content)
     is_decoded = merge.stored is not None and not merged.keeps_format
-    for key in KEYS if is_decoded else ():
-        content.pop(key, None)
-        text.pop(key, None)
-    if merged.keeps_format and (own := read_json(merge.folder / MODELOPT_FILE)):
-        content.setdefault("quantization_config", {"quant_method": "modelopt"} | own)
+    if is_decoded:
+        for key in KEYS:
+            content.pop(key, None)
+            text.pop(key, None)
+    if merged.keeps_format:
+        # `new_model_folder` leaves modelopt's file out, so its content goes to config.json.
+        modelopt = read_json(merge.folder / MODELOPT_FILE)
+        if modelopt:
+            content.setdefault("quantization_config", {"quant_method": "modelopt"} | modelopt)
     if merged.dtype or is_decoded:
         for part in (content, text):
+            # The key's old name, which would contradict.
             part.pop("torch_dtype", None)
             part["dtype"] = str(merged.dtype or torch.bfloat16).removeprefix("torch.")
     if merged.copies:
         content["tie_word_embeddings"] = text["tie_word_embeddings"] = False
     grown = {name for name, shape in merged.parameters.items() if merged.shape(name) != shape}
     grown = grown | merged.changes.new_rows
-    if grown:  # embeddings were resized
+    # Embeddings were resized.
+    if grown:
         text["vocab_size"] = max(merged.shape(name)[0] for name in grown)
     return content
