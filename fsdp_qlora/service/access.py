@@ -23,11 +23,15 @@ from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 
-MOST_BYTES = 2**25  # of a pass; the client sends 5 MB at a time
-_MOST_OF = {"forward_backward": MOST_BYTES, "asample": 2**24}  # a prompt of a million tokens
+# Bytes of a request for a pass; the client sends 5 MB at a time.
+MOST_BYTES = 2**25
+# Bytes by endpoint; asample's are enough for a prompt of a million tokens.
+_MOST_OF = {"forward_backward": MOST_BYTES, "asample": 2**24}
 _MOST_OF_OTHERS = 2**20
-_MOST_AT_ONCE = 2**29  # of all requests that are being read
-BODY_SECONDS = 120.0  # for the body of a request to come
+# Bytes of all requests that are being read.
+_MOST_AT_ONCE = 2**29
+# Time for the body of a request to come.
+BODY_SECONDS = 120.0
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 KEY_FILE = "api_key"
@@ -83,8 +87,9 @@ class Access:
             self.on_allowed(scope.get("client"))
             most = _MOST_OF.get(scope["path"].rpartition("/")[2], _MOST_OF_OTHERS)
             body = await self._read_body(headers, receive, most)
+            # The client has gone.
             if body is None:
-                return  # the client has gone
+                return
             await self.inner(scope, _once(body, receive), answer.send)
         except Refused as refusal:
             await answer.refuse(refusal.status, str(refusal))
@@ -99,9 +104,11 @@ class Access:
         """Refuse a request by its head. Raises Refused."""
         if self.api_key is not None:
             given = headers.get("x-api-key", "")
+            # In a time that does not tell how much of the key was right.
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
                 raise Refused(401, "The key in X-API-Key is missing or wrong.")
             return
+        # After DNS rebinding a browser sends the page's own host name.
         name = headers.get("host", "")
         if _without_port(name) not in self.hosts:
             raise Refused(
@@ -109,10 +116,12 @@ class Access:
                 f"The host {shown(name)} is not this service's. "
                 "One with an API key answers to any.",
             )
+        # Browsers send Origin with requests of other sites' pages; clients do not.
         if "origin" in headers:
             raise Refused(
                 403, "Web pages are not served. One with an API key may be asked by any client."
             )
+        # A page may send forms and plain text without asking before; these types it may not.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method not in ("GET", "HEAD") and kind not in (JSON, PROTOBUF, ""):
             raise Refused(415, f"The content type must be {JSON} or {PROTOBUF}.")
@@ -125,6 +134,7 @@ class Access:
         """The body of a request; None if its client has gone. Raises Refused if it is too large or
         does not come.
         """
+        # int() of a text of any length would take its time.
         size = headers.get("content-length", "0")
         if not size.isdecimal() or len(size) > 19 or int(size) > most:
             raise Refused(413, f"This request may have {most:,} bytes.")
@@ -136,7 +146,8 @@ class Access:
                         return None
                     self._reading += len(part)
                     body += part
-                    if len(body) > most:  # in chunks, the head says nothing of it
+                    # With a body in chunks the head says nothing of its size.
+                    if len(body) > most:
                         raise Refused(413, f"This request may have {most:,} bytes.")
                     if self._reading > _MOST_AT_ONCE:
                         raise Refused(503, "The service reads too much at this moment.")
@@ -173,14 +184,12 @@ class _Answer:
         await self._send(message)
 
     async def refuse(self, status: int, reason: str) -> None:
-        """Answer with an error and close the connection:
-        what is left of the request is not read.
-        """
+        """Answer with an error and close the connection: the rest of the request is not read."""
+        # HTTP has no way to take back the head of an answer.
         if self._has_begun:
             return
-        body = json.dumps(
-            {"error": reason, "category": "user" if status < 500 else "server"}
-        ).encode()
+        category = "user" if status < 500 else "server"
+        body = json.dumps({"error": reason, "category": category}).encode()
         headers = [
             (b"content-type", JSON.encode()),
             (b"content-length", str(len(body)).encode()),
@@ -194,6 +203,7 @@ def _headers(scope: Message) -> dict[str, str]:
     """The head's fields by their names in lower case. Raises Refused if one that decides is there
     twice.
     """
+    # Of two fields with one name, this check and a library could read different ones.
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         key = name.decode("latin-1").lower()
@@ -251,6 +261,7 @@ def kept_key(folder: Path) -> tuple[str, bool]:
         if not path.exists():
             return _draw_key(path), True
         with open_named(path, most_bytes=1000, follow=False) as file:
+            # The mode of the file that is open: the path may be another one by now.
             about = os.fstat(file.fileno())
             key = file.read().decode().strip()
     except (OSError, ValueError) as error:
@@ -268,6 +279,7 @@ def _draw_key(path: Path) -> str:
     """Write a new key to a file of its owner alone, as a whole or not at all."""
     key = f"tml-{secrets.token_urlsafe(32)}"
     with staged_file(path) as partial:
+        # With its mode from the beginning: chmod() after writing would leave a moment.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:
             file.write(f"{key}\n")

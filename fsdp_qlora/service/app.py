@@ -30,9 +30,12 @@ from fsdp_qlora.service.wall_clock import date_of
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
-_MOST_DISPLAYED = 1000  # characters of a session's name for people
-_HELD_SECONDS = 25.0  # a question for a result; the client waits 45
+# Characters of a session's name for people.
+_MOST_DISPLAYED = 1000
+# Time for which a question for a result is held; the client waits for 45 s.
+_HELD_SECONDS = 25.0
 _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken as false."
+# Kind of saved weights in a tinker:// path -> type of a checkpoint in the protocol.
 _CHECKPOINTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
@@ -58,7 +61,7 @@ class App:
             openapi_url=None,
             default_response_class=PlainJSON,
         )
-        # of results that clients wait for at this moment
+        # Events of the results that clients wait for at this moment.
         self._waiting: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         for error in (UserError, ValidationError):
@@ -103,6 +106,7 @@ class App:
 
     def wake(self, name: str) -> None:
         """Let the clients go on that wait for this piece."""
+        # asyncio's events belong to the thread of their loop.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._set, name)
 
@@ -114,16 +118,17 @@ class App:
     # --- sessions and models ---
 
     def capabilities(self) -> dict[str, Any]:
-        named = [(base.names[0], base.limits.context_length) for base in self.bases]
-        about = [
-            {"model_name": name, "max_context_length": length, "sampleable": True}
-            for name, length in named
+        # Adapters are trained on the first base; others are as they are.
+        supported = [
+            {
+                "model_name": base.names[0],
+                "max_context_length": base.limits.context_length,
+                "sampleable": True,
+                "trainable": number == 0,
+            }
+            for number, base in enumerate(self.bases)
         ]
-        return {
-            "supported_models": [
-                each | {"trainable": not number} for number, each in enumerate(about)
-            ]
-        }
+        return {"supported_models": supported}
 
     async def create_session(self, request: Request) -> dict[str, Any]:
         asked = await _read(request, types.CreateSessionRequest)
@@ -176,12 +181,14 @@ class App:
         self.desk.weights.entry(path)
         model, _, _ = parts_of(path)
         about = self._known("model", model)["about"]
-        adapter = {
+        return {
+            "base_model": self.trained,
+            "is_lora": True,
+            "train_unembed": False,
             "lora_rank": about["rank"],
             "train_attn": about["train_attn"],
             "train_mlp": about["train_mlp"],
         }
-        return {"base_model": self.trained, "is_lora": True, "train_unembed": False} | adapter
 
     def _known(self, kind: str, name: object) -> dict[str, Any]:
         """The entry of that name. Each name of a request comes through here, or is made of one that
@@ -207,15 +214,19 @@ class App:
         async def endpoint(request: Request) -> dict[str, Any]:
             content = await _read_json(request)
             body = await request.body()
-            if kind == "create_model" or (
+            # load_weights without a model makes one, as create_model does.
+            makes_model = kind == "create_model" or (
                 kind == "load_weights" and content.get("model_id") is None
-            ):
+            )
+            if makes_model:
                 self._known_session(content.get("session_id"))
                 number = content.get("model_seq_id")
                 if not _is_number(number):
                     raise UserError(
                         f"model_seq_id is a number, 0 or more, and not {shown(number)}."
                     )
+                # The model's name is its session's and number, so that a repeated request makes no
+                # second one.
                 return self._submit(kind, f"{content['session_id']}:train:{number}", 0, body)
             return self._submit_to_model(kind, content.get("model_id"), content.get("seq_id"), body)
 
@@ -239,16 +250,17 @@ class App:
         """Whether a model is there, or the request that makes it has come."""
         if not has_form("model", model):
             return False
-        return (
-            self.records.get("model", model) is not None
-            or self.desk.result(f"{model}:0") is not None
-        )
+        if self.records.get("model", model) is not None:
+            return True
+        # Clients send the next requests without waiting for the answer.
+        return self.desk.result(f"{model}:0") is not None
 
     async def asample(self, request: Request) -> dict[str, Any]:
         content = await _read_json(request)
         body = await request.body()
         sampler = content.get("sampling_session_id")
         seq = content.get("seq_id")
+        # A single request brings its weights along, and gets a sampler of its own.
         if sampler is None:
             sampler = f"direct:{secrets.token_hex(16)}"
             seq = 0
@@ -257,10 +269,10 @@ class App:
         self._known("sampler", sampler)
         number = content.get("num_samples", 1)
         answer = self._submit("asample", sampler, seq, body)
+        # The request is checked when its turn comes; here a wrong number must only do no harm.
         count = number if isinstance(number, int) and 0 < number < 2**12 else 1
-        return answer | {
-            "sample_sequence_ids": [f"{answer['request_id']}:{sample}" for sample in range(count)]
-        }
+        names = [f"{answer['request_id']}:{sample}" for sample in range(count)]
+        return answer | {"sample_sequence_ids": names}
 
     def _submit(self, kind: str, target: str, seq: Any, body: bytes) -> dict[str, Any]:
         if not _is_number(seq) or not has_form("request", f"{target}:{seq}"):
@@ -284,17 +296,17 @@ class App:
             return PlainJSON(
                 {"type": "try_again", "request_id": name, "queue_state": "active"}, 408
             )
+        # Errors and some results are JSON; the others are messages of protobuf.
         is_binary = state == DONE and not result.startswith(b"{")
         return Response(result, media_type=PROTOBUF if is_binary else JSON)
 
     async def _wait_for(self, name: str) -> tuple[str, bytes] | None:
-        """The state and result of a request, when it has one or the client has waited
-        long enough.
-        """
+        """The state and result of a request, when it has one or the client has waited for long."""
         self._loop = asyncio.get_running_loop()
         event = self._waiting.setdefault(name, asyncio.Event())
         try:
-            found = self.desk.result(name)  # it may have come meanwhile
+            # It may have come before the event was there.
+            found = self.desk.result(name)
             if found is not None and found[0] == WAITING:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), _HELD_SECONDS)
@@ -305,7 +317,8 @@ class App:
             # comes back must not leave an event behind.
             if self._waiting.get(name) is event:
                 del self._waiting[name]
-                event.set()  # others that wait for the same ask once more
+                # Others that wait for the same ask once more.
+                event.set()
 
     async def cancel_future(self, request: Request) -> dict[str, Any]:
         self.desk.cancel(str((await _read_json(request)).get("request_id")))
@@ -397,9 +410,9 @@ async def _read_json(request: Request) -> dict[str, Any]:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    return _error(
-        400, describe_invalid(error) if isinstance(error, ValidationError) else str(error)
-    )
+    if isinstance(error, ValidationError):
+        return _error(400, describe_invalid(error))
+    return _error(400, str(error))
 
 
 def _busy(request: Request, error: Exception) -> Response:
@@ -413,10 +426,10 @@ def _not_recorded(request: Request, error: Exception) -> Response:
 
 def _not_served(request: Request, error: Any) -> Response:
     """Name what was asked for, or the endpoint that is not there."""
-    is_endpoint = error.detail == "Not Found"
-    return _error(
-        404, f"{shown(request.url.path)} is not served." if is_endpoint else str(error.detail)
-    )
+    # "Not Found" is Starlette's own text for a path without an endpoint.
+    if error.detail == "Not Found":
+        return _error(404, f"{shown(request.url.path)} is not served.")
+    return _error(404, str(error.detail))
 
 
 def _error(status: int, reason: str) -> Response:

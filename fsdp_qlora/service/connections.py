@@ -21,9 +21,13 @@ class Connections:
 
     def __init__(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
+        wanted = _MOST_FILES
+        # RLIM_INFINITY is -1.
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(hard, wanted)
         if soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        # A quarter of the files at most: the others are for clients, and for what a service reads.
         self.most = min(_MOST_STRANGERS, max(soft, wanted) // 4)
         self._strangers: dict[Any, Connection] = {}
 
@@ -34,17 +38,20 @@ class Connections:
             self._strangers.pop(oldest).abort()
 
     def trust(self, client: Any) -> None:
-        """A connection has sent an allowed request. client: its address,
-        as in the scope of ASGI.
+        """A connection has sent an allowed request.
+
+        client: its address, as in the scope of ASGI.
         """
         self._strangers.pop(client, None)
 
     def remove(self, connection: "Connection") -> None:
+        # The address may be that of a newer connection already.
         if self._strangers.get(connection.client) is connection:
             del self._strangers[connection.client]
 
     def protocol(self) -> type["Connection"]:
         """The class that uvicorn makes of each new connection (its option `http`)."""
+        # uvicorn makes the connections itself, and passes nothing of ours to them.
         return type("ServiceConnection", (Connection,), {"watched": self})
 
 
@@ -67,10 +74,11 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        # uvicorn makes a new cycle when the head of a request is complete.
         if self.cycle is not self._answered:
             self._answered = self.cycle
             self._stop_limit()
-        # the next one on this connection begins
+        # The next one on this connection begins.
         elif self._limit is None and self.cycle.response_complete:
             self._start_limit()
 

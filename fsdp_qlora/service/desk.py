@@ -31,14 +31,19 @@ from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 
-_SWEEP_SECONDS = 60.0  # between two looks for what has expired
-_KEPT_RESULTS = 20_000  # of requests, besides those that a model's state needs
-_KEPT_BYTES = 2**30  # of these
-_MOST_TRIES = 3  # of a request during which the service ends
-_DIRECT_SECONDS = 3600.0  # that a sampler of a single request is kept at least
-# tokens of the prompts that wait, for those to answer together; what is read is kept
+# Seconds between two checks for what has expired.
+_SWEEP_SECONDS = 60.0
+# Results of requests, besides those that a model's state needs, and their bytes.
+_KEPT_RESULTS = 20_000
+_KEPT_BYTES = 2**30
+# Tries of a request during which the service ends: it may be the cause.
+_MOST_TRIES = 3
+# Time for which a sampler of a single request is kept at least.
+_DIRECT_SECONDS = 3600.0
+# Tokens of waiting prompts that are looked at for those to answer together; what is read is kept.
 _MOST_LOOKED_AT = 2**22
-LONGEST_REASON = 2000  # characters that a client is told
+# Characters of an error that a client gets.
+LONGEST_REASON = 2000
 _SAVES = ("save_weights", "save_weights_for_sampler")
 
 
@@ -94,6 +99,7 @@ class Desk:
         Raises:
             UserError: too many others come before it.
         """
+        # Recorded before the client hears of it, so that a kill loses no request.
         self.queue.check(piece)
         if self.records.add(piece, body) and not self.queue.add(piece):
             self._fail(piece, f"The model's request {piece.seq} has been passed over.")
@@ -115,14 +121,15 @@ class Desk:
 
     def take(self, seconds: float) -> Order | None:
         """The next order; None if there is none within these seconds."""
+        # Nothing can be recorded, so nothing is begun.
         if not self._write_failures():
-            time.sleep(seconds)  # nothing can be recorded, so nothing is begun
+            time.sleep(seconds)
             return None
         self._sweep()
         if not self._coming:
             self._begin_next(seconds)
+        # There is none, or it has failed: the ranks give a sign of life between two requests.
         if not self._coming:
-            # there is none, or it has failed: the ranks give a sign of life between two requests
             return None
         self._order = self._coming.popleft()
         with self._failing("read"):
@@ -139,11 +146,13 @@ class Desk:
             tries = self.records.begin(piece.id)
             if tries > _MOST_TRIES:
                 raise UserError("The service has ended each time that it worked on this request.")
+            # Answered by itself from the second try on, so that it fails no others.
             if tries > 1:
                 self._alone.add(piece.id)
             self._coming.extend(self._orders_of(piece))
 
     def _with_body(self, order: Order) -> Order:
+        # Read only now: bodies of restored requests are many, and would all be in memory.
         if order["kind"] != "forward_backward":
             return order
         body = self.records.body(f"{order['model']}:{order['seq']}")
@@ -163,6 +172,7 @@ class Desk:
             self._record(order, results)
 
     def _record(self, order: Order, results: list[Result]) -> None:
+        # A repeated order has its results already.
         pieces = [] if order.get("repeats") else self._in_work
         replaced = None
         with self.records.all_or_none():
@@ -173,6 +183,7 @@ class Desk:
             self.records.finish(
                 [(piece.id, DONE, result) for piece, result in zip(pieces, results, strict=False)]
             )
+        # Only now does no entry name the old folder.
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._order = None
@@ -196,8 +207,15 @@ class Desk:
         number.
         """
         path = str(self.weights.state_folder(model, seq))
-        live = {"kind": "save", "model": model, "path": path, "optimizer": True, "answer": {}}
-        return live | {"live": seq, "repeats": True}
+        return {
+            "kind": "save",
+            "model": model,
+            "path": path,
+            "optimizer": True,
+            "answer": {},
+            "live": seq,
+            "repeats": True,
+        }
 
     def _is_save_due(self, order: Order) -> bool:
         """Whether a model's state is to be saved. Weights that were loaded may be deleted."""
@@ -206,10 +224,8 @@ class Desk:
         model = order["model"]
         (steps, seconds) = self.save_times
         self._steps[model] = self._steps.get(model, 0) + 1
-        return (
-            0 < steps <= self._steps[model]
-            or 0 < seconds < time.monotonic() - self._saved_at[model]
-        )
+        is_due_by_steps = 0 < steps <= self._steps[model]
+        return is_due_by_steps or 0 < seconds < time.monotonic() - self._saved_at[model]
 
     def refuse(self, reason: str, lost: Iterable[str] = ()) -> None:
         """Record that the last order, and those that were to follow, cannot be carried out.
@@ -230,8 +246,10 @@ class Desk:
             log.warning("Model %s: its state cannot be saved now. %s", order["model"], reason)
             if self._live_of(order["model"]) != order["live"]:
                 shutil.rmtree(order["path"], ignore_errors=True)
-            self._note_saved(order["model"])  # the next try comes when a save is due again
-        if len(pieces) > 1:  # one of them may be the cause
+            # The next try comes when a save is due again.
+            self._note_saved(order["model"])
+        # One of several may be the cause: each is tried by itself.
+        if len(pieces) > 1:
             self._alone |= {piece.id for piece in pieces}
             for piece in pieces:
                 self.queue.add(piece)
@@ -248,9 +266,10 @@ class Desk:
         if order is None or order["kind"] == "asample":
             return set()
         is_live = "live" in order
+        # A save reads the model only.
         if order["kind"] == "save" and not is_live:
             return set()
-        # orders that bring one back come before its piece's own
+        # Orders that bring one back come before its piece's own.
         models = {piece.target for piece in pieces}
         if not is_live or order["model"] not in self._used_at:
             models.add(order["model"])
@@ -261,6 +280,7 @@ class Desk:
         try:
             self.records.finish([(piece.id, FAILED, answer)])
         except sqlite3.Error:
+            # The disk is full: the next `take` writes it, and until then it is not shown.
             with self._lock:
                 self._unwritten[piece.id] = (FAILED, answer)
         self._turn(piece)
@@ -309,9 +329,12 @@ class Desk:
             before = self._restored(model)
             if not before:
                 raise UserError("The model was not made: the request that makes it has failed.")
+        # The models that were used least recently make room.
         while len(self._used_at.keys() - {model}) >= self.most_models:
             oldest = min(self._used_at.keys() - {model}, key=self._used_at.__getitem__)
             del self._used_at[oldest]
+            # Its state is saved before, unless that would lose gradients of a pass without a step:
+            # then its pieces are repeated.
             seq = self.queue.number_of(oldest) - 1
             if oldest not in self._with_gradients and self._live_of(oldest) != seq:
                 before.append(self._live_order(oldest, seq))
@@ -369,8 +392,9 @@ class Desk:
                 break
             if not beside.is_alike(wanted) or not group.has_room_for(beside.request):
                 continue
+            # It has been cancelled.
             if self.queue.remove_sample(other.id) is None:
-                continue  # cancelled
+                continue
             self._in_work.append(other)
             self.records.begin(other.id)
             group.requests.append(beside.request)

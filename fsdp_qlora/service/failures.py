@@ -27,11 +27,13 @@ class Failures:
         """
         if isinstance(error, (TrainingError, LostRank, Crashed)) or is_lost(error):
             return False
+        # Every rank has counted the same failures, as it calls this for each, so the keys agree.
         self._count += 1
         keys = [f"{self._count}/{rank}" for rank in range(self.ranks.world_size)]
         self.store.set(keys[self.ranks.rank], type(error).__name__)
         try:
             self.store.wait(keys, _WAIT)
+        # torch's error of a store whose time is over.
         except RuntimeError:
             return False
         return True

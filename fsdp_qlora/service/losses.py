@@ -52,23 +52,22 @@ def _ppo(p: Tensor, given: Values, config: Mapping[str, float], documents: Docum
 
 
 def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
-    """Zheng et al. 2025, in its form for tokens: a document's ratio is the geometric mean of its
-    tokens' ratios.
+    """Zheng et al. 2025, in its form for tokens (GSPO-token): a document's ratio is the geometric
+    mean of its tokens' ratios.
     """
     mask = given["sequence_ratio_mask"]
     total = documents((p.detach() - given["logprobs"]) * mask)
     count = documents(mask)
+    # p - p.detach() is 0: the value is the document's ratio, the gradient that of the token's p.
     return _clipped((total / count.clamp(min=1) + p - p.detach()).exp(), given, config)
 
 
 def _cispo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
     """MiniMax 2025."""
+    # The clipped ratio is a weight without a gradient, so that clipped tokens learn, too.
     ratio = (p.detach() - given["logprobs"]).exp()
-    return (
-        -ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-        * p
-        * given["advantages"]
-    )
+    weight = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    return -weight * p * given["advantages"]
 
 
 def _dro(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
@@ -76,6 +75,7 @@ def _dro(p: Tensor, given: Values, config: Mapping[str, float], documents: Docum
     return 0.5 * config["beta"] * (p - given["logprobs"]).square() - p * given["advantages"]
 
 
+# Thresholds of the ratio itself, not of its distance from 1.
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
     "cross_entropy": Loss(_cross_entropy, (), ("weights",)),

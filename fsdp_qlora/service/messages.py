@@ -21,10 +21,14 @@ from fsdp_qlora.service.losses import LOSSES, Loss
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
+# Little-endian, on any machine.
 _DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
-_MOST_DATUMS = 2**14  # of a request
-_MOST_TARGETS = 2**22  # of a request; a sparse tensor may say more than it sends
-_NO_TOP = -99999.0  # where a top-k list is empty
+# Datums of a request.
+_MOST_DATUMS = 2**14
+# Targets of a request; a sparse tensor may say more than it sends.
+_MOST_TARGETS = 2**22
+# The protocol's log-probability where a top-k list is empty.
+_NO_TOP = -99999.0
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class Limits:
         if width > max(1, most) or positions > _MOST_TARGETS:
             raise UserError(
                 f"The request has {positions:,} tokens with up to {width:,} targets each, and "
-                "there is memory for "
-                f"{max(1, most):,} each (and for {_MOST_TARGETS:,} tokens in all). Send fewer."
+                f"there is memory for {max(1, most):,} each (and for {_MOST_TARGETS:,} tokens in "
+                "all). Send fewer."
             )
 
     def check_known(self, tokens: np.ndarray, what: str) -> np.ndarray:
@@ -117,6 +121,7 @@ class TrainRequest:
         for number, datum in enumerate(message.data):
             tokens = limits.check(_tokens(datum.model_input, f"Datum {number}"), f"Datum {number}")
             datums.append(_read_inputs(datum, number, (message.loss_fn, loss), len(tokens), limits))
+            # A row's targets are its next tokens, so the last one needs a token behind it.
             rows.append(np.append(tokens, 0))
         if not rows:
             raise UserError("The request has no data.")
@@ -133,6 +138,7 @@ class TrainRequest:
         """The values of some rows' targets, [N, K]; of one that counts nothing if they
         have none.
         """
+        # A row has one target less than tokens.
         starts = self.table.offsets - np.arange(len(self.table.offsets))
         chosen = np.concatenate(
             [np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(1, np.int64)]
@@ -155,6 +161,7 @@ class TrainRequest:
         """The answer. logprobs: float32 [positions of all datums, K]."""
         answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
         first = 0
+        # A record has datums with tensors of one width; neighbours share one.
         for trailing, group in itertools.groupby(self.shapes, key=lambda shape: shape[1:]):
             lengths = [shape[0] for shape in group]
             width = trailing[0] if trailing else 1
@@ -217,6 +224,7 @@ def encode_samples(
         answer.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if top is not None:
         ids, logps = (np.array(array) for array in top)
+        # Nothing predicts the first token.
         ids[0] = 0
         logps[0] = _NO_TOP
         answer.topk_prompt_logprobs.length, answer.topk_prompt_logprobs.k = ids.shape
@@ -255,6 +263,7 @@ def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
     positions = 0
     width = 1
     for datum in message.data:
+        # Four bytes for a token.
         positions += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
         if any(len(tensor.shape) > 2 for tensor in datum.loss_fn_inputs.values()):
             raise UserError(

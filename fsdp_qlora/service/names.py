@@ -10,10 +10,12 @@ from pathlib import Path
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
+# At most the digits of an integer of 64 bits. Not \d, which other alphabets have digits for, too.
 _NUMBER = "[0-9]{1,19}"
 _HEX = "[0-9a-f]{32}"
 _MODEL = f"{_HEX}:train:{_NUMBER}"
 _SAMPLER = f"(?:{_HEX}:sample:{_NUMBER}(?:-{_NUMBER})?|direct:{_HEX})"
+# A name begins with a letter or digit, so that none is hidden, `..` or an option.
 _WEIGHTS = re.compile(
     f"tinker://({_MODEL})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})"
 )
@@ -74,6 +76,7 @@ def folder_below(root: Path, model: str, kind: str, name: str) -> Path:
     Raises:
         UserError: it would not be below the service's folder.
     """
+    # Colons are no part of a folder's name on some file systems.
     folder = root / model.replace(":", "_") / kind / name
     if not has_form("model", model) or not folder.resolve().is_relative_to(root.resolve()):
         raise UserError(f"The folder of {shown(model)} is not below that of the service.")

@@ -17,6 +17,7 @@ from fsdp_qlora.service.worker import Order
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
+# Endpoint -> the client library's class of its request, which checks the fields.
 REQUESTS: dict[str, Any] = {
     "create_model": types.CreateModelRequest,
     "optim_step": types.OptimStepRequest,
@@ -104,6 +105,7 @@ class Orders:
         """
         order: Order = {"kind": piece.kind, "model": piece.target, "seq": piece.seq}
         if piece.kind == "forward_backward":
+            # To refuse what is wrong before the ranks get it; each rank reads it again.
             self.model(piece.target)
             TrainRequest.read(
                 parse_train_request(self.records.body(piece.id)), self.bases[0].limits
@@ -138,6 +140,7 @@ class Orders:
             )
         if not (lora.train_attn or lora.train_mlp):
             raise UserError("The head has no adapter here: train_attn or train_mlp must be true.")
+        # Recorded as JSON, so that the model can be made again after a kill.
         about = {
             "rank": lora.rank,
             "seed": lora.seed or 0,
@@ -155,7 +158,8 @@ class Orders:
 
     def _load(self, piece: Piece, request: types.LoadWeightsRequest) -> Order:
         folder = self.weights.folder_of(request.path)
-        is_new = piece.seq == 0  # create-via-load; a model's own numbers begin at 1
+        # Number 0 makes the model by loading; a model's own numbers begin at 1.
+        is_new = piece.seq == 0
         if is_new:
             saved_by, _, _ = names.parts_of(request.path)
             self._register(piece.target, self.model(saved_by)["about"], request.user_metadata)
@@ -186,8 +190,14 @@ class Orders:
             self.records.put("sampler", answer["sampling_session_id"], sampler)
             self.weights.delete_idle(piece.target)
         folder = names.folder_below(self.weights.folder, *names.parts_of(uri))
-        how = {"kind": "save", "path": str(folder), "optimizer": not is_sampler}
-        return how | {"answer": answer, "uri": uri, "entry": entry}
+        return {
+            "kind": "save",
+            "path": str(folder),
+            "optimizer": not is_sampler,
+            "answer": answer,
+            "uri": uri,
+            "entry": entry,
+        }
 
     # --- sampling ---
 

@@ -69,7 +69,9 @@ class Records:
             self._file = sqlite3.connect(
                 path, timeout=1, isolation_level=None, check_same_thread=False
             )
+            # One process at a time, from the first write to the end.
             self._file.execute("PRAGMA locking_mode = EXCLUSIVE")
+            # FULL syncs at each commit: what a client has been told survives a power cut.
             self._file.executescript(
                 f"PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; {_TABLES}"
             )
@@ -79,9 +81,7 @@ class Records:
         self._check(folder)
 
     def _check(self, folder: Path) -> None:
-        """Refuse a damaged file, and one that does not know the models whose folders
-        lie beside it.
-        """
+        """Refuse a damaged file, and one that does not know the models with folders beside it."""
         advice = f"Put back a copy of {SERVICE}, or give another --folder."
         try:
             [(verdict,)] = self._execute("PRAGMA quick_check(1)")
@@ -165,9 +165,11 @@ class Records:
 
     def result(self, name: str) -> tuple[str, bytes] | None:
         """(state, result) of a piece; None if it is unknown."""
-        return next(
-            iter(self._execute("SELECT state, result FROM pieces WHERE id = ?", name)), None
-        )
+        rows = self._execute("SELECT state, result FROM pieces WHERE id = ?", name)
+        if not rows:
+            return None
+        state, result = rows[0]
+        return state, result
 
     def tried_samples(self) -> set[str]:
         """The requests for samples that wait and were worked on when the service ended."""
@@ -177,18 +179,18 @@ class Records:
     def waiting(self) -> list[Piece]:
         """The pieces without a result, in the order in which they came."""
         query = (
-            "SELECT id, target, seq, kind, length(body) FROM pieces WHERE state = 'waiting' ORDER "
-            "BY number"
+            "SELECT id, target, seq, kind, length(body) FROM pieces "
+            "WHERE state = 'waiting' ORDER BY number"
         )
         return [Piece(*row) for row in self._execute(query)]
 
     def done_after(self, target: str, seq: int) -> list[Piece]:
         """The pieces of a target that were done and come after a number, in their order."""
         query = (
-            "SELECT id, target, seq, kind FROM pieces WHERE target = ? AND seq > ? AND state = "
-            "'done'"
+            "SELECT id, target, seq, kind FROM pieces "
+            "WHERE target = ? AND seq > ? AND state = 'done' ORDER BY seq"
         )
-        return [Piece(*row) for row in self._execute(f"{query} ORDER BY seq", target, seq)]
+        return [Piece(*row) for row in self._execute(query, target, seq)]
 
     def last_done(self, target: str) -> int:
         """The number of the target's last piece that has a result; -1 without one."""
@@ -239,5 +241,7 @@ class Records:
 
 def _make_private(path: Path) -> None:
     """Make a file that its owner alone can read; what SQLite puts beside it gets the same mode."""
+    # O_NOFOLLOW: a link would give another file this mode. O_NONBLOCK: a pipe must not hang the
+    # start.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
     path.chmod(0o600)

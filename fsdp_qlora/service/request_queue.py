@@ -12,10 +12,13 @@ from fsdp_qlora.service.names import session_of
 from fsdp_qlora.service.records import Piece
 from fsdp_qlora.utils.errors import UserError
 
-_MOST_AHEAD = 10_000  # numbers that a model's request may be ahead of the one whose turn it is
-_MOST_WAITING = 20_000  # requests of a session
-_MOST_BYTES = 2**31  # of their bodies
-_HOLE_SECONDS = 600.0  # for a request to come that others of its model wait for
+# Numbers that a model's request may be ahead of the one whose turn it is.
+_MOST_AHEAD = 10_000
+# Requests of a session that wait, and bytes of their bodies.
+_MOST_WAITING = 20_000
+_MOST_BYTES = 2**31
+# Time for a request to come that others of its model wait for.
+_HOLE_SECONDS = 600.0
 
 
 class Busy(Exception):
@@ -137,6 +140,7 @@ class RequestQueue:
     def _take(self) -> Piece | None:
         for turn in self._turns:
             piece = self._pop(turn)
+            # To the end of the queue, so that the others come before its next request.
             if piece is not None:
                 self._turns.remove(turn)
                 self._turns.append(turn)
@@ -193,15 +197,13 @@ class RequestQueue:
         """
         late = list[Late]()
         with self._changed:
+            # A copy, since `_close` deletes.
             for model, waiting in [*self._of_models.items()]:
                 number = self._next[model]
                 for seq in [seq for seq in waiting if seq < number]:
-                    late.append(
-                        Late(
-                            self._counted_out(waiting.pop(seq)),
-                            f"The model's request {seq} has been passed over.",
-                        )
-                    )
+                    reason = f"The model's request {seq} has been passed over."
+                    late.append(Late(self._counted_out(waiting.pop(seq)), reason))
+                # One at a time: its number is then used, and the next one may be there.
                 if self._is_overdue(model):
                     first = min(waiting)
                     reason = (
@@ -223,4 +225,5 @@ class RequestQueue:
 
 
 def _turn_of(piece: Piece) -> str:
+    # A session may have any number of samplers, which share one turn.
     return f"{session_of(piece.target)}:sample" if piece.kind == "asample" else piece.target

@@ -42,7 +42,9 @@ from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import records_of, write_json
 
 OPTIMIZER = "optimizer.safetensors"
+# The names of AdamW's moments in torch's optimizer.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Words in the paths of layers that train_attn is for; all others are train_mlp's.
 _OF_ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "ssm")
 
 
@@ -87,6 +89,7 @@ class Rooms:
         assert form.adapter is not None
         self.widest = int(form.adapter.r)
         self.alpha = float(form.adapter.lora_alpha)
+        # PEFT's form of an experts' adapter has the experts inside of the rank's dim.
         of_experts = [
             each for each in adapter_modules(trainer.model) if isinstance(each, ExpertsLora)
         ]
@@ -109,9 +112,11 @@ class Rooms:
             if name in room.gradients:
                 parameter.grad = torch.empty_like(parameter)
                 store_rows(parameter.grad, room.gradients[name])
+        # LoRA's factor depends on the adapter's own rank, not on the widest.
         scaling = self.alpha / room.rank
         for layer in adapted_layers(self.trainer.model):
             (layer if isinstance(layer, LoraExperts) else layer.lora).scaling = scaling
+        # The shards have them now, and the host's copies would grow old.
         room.state = {}
         room.gradients = {}
         self.inside = room
@@ -134,11 +139,12 @@ class Rooms:
 
         Collective.
         """
-        # the host waits once for each, and not for each tensor
+        # The host waits once for each device, and not for each tensor.
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in self.parameters.values():
             local = local_part(parameter)
             by_device.setdefault(local.device, []).append(local.isfinite().all())
+        # One rank may have the bad numbers; all must decide alike.
         is_bad = any(not torch.stack(flags).all() for flags in by_device.values())
         return not gather_numbers([float(is_bad)], self.trainer.ranks.device).any()
 
@@ -194,14 +200,14 @@ class Rooms:
         assert config is not None
         config.r = room.rank
         form = dataclasses.replace(self.form, adapter=config)
-        about = dict(self.identity) | {
-            "options": self.identity["options"] | {"lora_rank": room.rank}
-        }
+        about = dict(self.identity)
+        about["options"] = self.identity["options"] | {"lora_rank": room.rank}
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
                 shutil.rmtree(staging, ignore_errors=True)
             values = _Narrowed(self, room, keeps=self.trainer.ranks.is_rank_0)
             form.save(values, staging, about=about, progress={"step": room.steps})
+        # Collective: all ranks gather, and rank 0 writes.
         moments = self._moments(room) if with_optimizer and room.steps else {}
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
@@ -209,6 +215,7 @@ class Rooms:
                 files = [path for path in staging.rglob("*") if path.is_file()]
                 names = [path.relative_to(staging).as_posix() for path in files]
                 hashes = dict(zip(names, records_of(files), strict=True))
+                # A folder cannot replace one that is not empty.
                 with moved_aside(folder):
                     publish_checkpoint(staging, folder, hashes)
 
@@ -263,20 +270,24 @@ class Rooms:
                 if with_optimizer and state["has_optimizer"]:
                     room.steps = state["steps"]
                     room.scale.load_state(state["loss_scale"])
-                    parts = {
-                        key: self._read(folder / OPTIMIZER, f".{key}")
-                        for key in _MOMENTS
-                        if room.steps
-                    }
-                    count = torch.tensor(float(room.steps))
-                    for name in self.parameters if room.steps else ():
-                        if self._trains(room, name):
-                            room.state[name] = {"step": count.clone()} | {
-                                key: parts[key][name] for key in _MOMENTS
-                            }
+                    # Before the first step there is no file of the optimizer.
+                    if room.steps:
+                        room.state = self._read_state(room, folder)
             except (OSError, SafetensorError, DamagedCheckpoint, KeyError, ValueError) as error:
                 raise UserError(f"{folder.name} cannot be loaded: {error}") from error
         return room
+
+    def _read_state(self, room: Room, folder: Path) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of the adapters that a room trains, by their names."""
+        parts = {key: self._read(folder / OPTIMIZER, f".{key}") for key in _MOMENTS}
+        count = torch.tensor(float(room.steps))
+        state: dict[str, dict[str, Any]] = {}
+        for name in self.parameters:
+            if self._trains(room, name):
+                # torch's AdamW counts the steps of each parameter, in place.
+                state[name] = {"step": count.clone()}
+                state[name] |= {key: parts[key][name] for key in _MOMENTS}
+        return state
 
     def _read(self, path: Path, suffix: str = "") -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
@@ -293,13 +304,13 @@ class Rooms:
             if self._trains(room, name):
                 state = self.trainer.optimizer.state_of(parameter)
                 local = local_part(parameter).detach()
+                # In the order of `_MOMENTS` on every rank. A parameter that has had no gradient has
+                # no moments, which are zero then.
                 for key in _MOMENTS:
-                    whole = gather_rows(
-                        state.get(key, torch.zeros_like(local)), parameter.shape[0], self.mesh
-                    )
-                    found[f"{name}.{key}"] = (
-                        self._narrow(parameter, whole, room.rank).cpu().contiguous()
-                    )
+                    rows = state.get(key, torch.zeros_like(local))
+                    whole = gather_rows(rows, parameter.shape[0], self.mesh)
+                    narrow = self._narrow(parameter, whole, room.rank)
+                    found[f"{name}.{key}"] = narrow.cpu().contiguous()
         return found
 
     # --- ranks ---
@@ -314,10 +325,9 @@ class Rooms:
         layer.
         """
         experts = self._experts.get(parameter, 1)
-        is_A = "lora_A" in self._names[parameter]
-        return (
-            whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
-        )
+        if "lora_A" in self._names[parameter]:
+            return whole.view(experts, -1, whole.shape[1])
+        return whole.view(len(whole), -1, experts)
 
     def _widened(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         parts = self._by_rank(parameter, whole)

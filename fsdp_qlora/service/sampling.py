@@ -9,11 +9,15 @@ from tinker import types
 from fsdp_qlora.service.messages import Limits, prompt_tokens
 from fsdp_qlora.utils.errors import UserError
 
-MOST_SAMPLES = 1024  # of requests that are answered together
-_MOST_TOP = 1024  # likeliest tokens
-MOST_PROMPT_VALUES = 2**26  # that are found of the prompts of requests that are answered together
-_MOST_STOPS = 1024  # tokens and texts
-_MOST_STOP_TEXTS = 64  # each is looked for at each token
+# Samples of requests that are answered together.
+MOST_SAMPLES = 1024
+# Most likely tokens of a place in a prompt.
+_MOST_TOP = 1024
+# Numbers that are found of the prompts of requests that are answered together: 256 MiB of float32.
+MOST_PROMPT_VALUES = 2**26
+# Tokens and texts that end an answer. Each text is looked for at each token.
+_MOST_STOPS = 1024
+_MOST_STOP_TEXTS = 64
 _LONGEST_STOP_TEXT = 1000
 _NOT_SERVED = (
     "topk_sample_logprobs",
@@ -108,10 +112,8 @@ def _most_new_tokens(params: types.SamplingParams, room: int) -> int:
 
 
 def _check_counts(request: types.SampleRequest, prompt_length: int) -> None:
-    if (
-        not 0 < request.num_samples <= MOST_SAMPLES
-        or not 0 <= request.topk_prompt_logprobs <= _MOST_TOP
-    ):
+    has_samples = 0 < request.num_samples <= MOST_SAMPLES
+    if not has_samples or not 0 <= request.topk_prompt_logprobs <= _MOST_TOP:
         raise UserError(
             f"num_samples must be 1 to {MOST_SAMPLES}, topk_prompt_logprobs 0 to {_MOST_TOP}."
         )
@@ -141,9 +143,9 @@ def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> list[str] | list
     if len(stops) > _MOST_STOPS:
         raise UserError(f"stop has {len(stops):,} entries; at most {_MOST_STOPS:,} are allowed.")
     texts = [each for each in stops if isinstance(each, str)]
-    if len(texts) > _MOST_STOP_TEXTS or not all(
-        0 < len(text) <= _LONGEST_STOP_TEXT for text in texts
-    ):
+    # An empty text would be in every answer.
+    have_length = all(0 < len(text) <= _LONGEST_STOP_TEXT for text in texts)
+    if len(texts) > _MOST_STOP_TEXTS or not have_length:
         raise UserError(
             f"stop has {len(texts):,} texts; at most {_MOST_STOP_TEXTS} are allowed, each of 1 to "
             f"{_LONGEST_STOP_TEXT:,} characters."

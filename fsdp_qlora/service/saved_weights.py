@@ -84,7 +84,8 @@ class SavedWeights:
     # --- what becomes of them ---
 
     def set_expiry(self, uri: str, seconds: Any) -> None:
-        with self.records.all_or_none():  # the weights may be saved anew meanwhile
+        # Together, as the weights may be saved anew meanwhile.
+        with self.records.all_or_none():
             self.records.put("checkpoint", uri, self.entry(uri) | {"expires": self.expiry(seconds)})
 
     def note_sampling(self, uri: str) -> None:
@@ -93,6 +94,7 @@ class SavedWeights:
 
     def delete(self, uri: str) -> None:
         """Delete saved weights. Raises UserError if there are none."""
+        # The entry first: a kill may leave a folder without an entry, but no entry of lost weights.
         folder = self.folder_of(uri)
         self.records.delete("checkpoint", uri)
         self._sampled_at.pop(uri, None)
@@ -111,6 +113,7 @@ class SavedWeights:
         them for a while.
         """
         unnamed = [uri for uri, _ in self.of_model(model, f"{SAMPLER_WEIGHTS}/{_UNNAMED}")]
+        # One more comes with the request that calls this.
         for uri in unnamed[: 1 - _KEPT_UNNAMED]:
             if time.monotonic() - self._sampled_at.get(uri, self._started) > _IDLE_SECONDS:
                 self.delete(uri)

@@ -10,9 +10,12 @@ from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.saved_weights import SavedWeights
 from fsdp_qlora.service.wall_clock import WallClock
 
-_IDLE_SECONDS = 30 * 24 * 3600.0  # after which a client that says nothing has gone
-_FINISHED_SECONDS = 24 * 3600.0  # that a session is kept which its client has finished
-_NOTED_SECONDS = 3600.0  # between two notes that a session is in use
+# Time after which a client that says nothing has gone.
+_IDLE_SECONDS = 30 * 24 * 3600.0
+# Time for which a session is kept that its client has finished.
+_FINISHED_SECONDS = 24 * 3600.0
+# Time between two notes that a session is in use: heartbeats come often, and each note is a write.
+_NOTED_SECONDS = 3600.0
 
 
 class Sessions:
@@ -83,4 +86,5 @@ class Sessions:
         """Delete a model of which no weights are saved."""
         self.records.delete("model", model)
         self.records.forget_target(model)
+        # <model>/live/0: the folder of the whole model is two above.
         shutil.rmtree(self.weights.state_folder(model, 0).parents[1], ignore_errors=True)

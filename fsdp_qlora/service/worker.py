@@ -1,6 +1,4 @@
-"""Carries out the orders of a service on each rank: train, save,
-load or sample with one adapter.
-"""
+"""Carries out the orders of a service on each rank: train, save, load or sample with an adapter."""
 
 import base64
 import contextlib
@@ -42,7 +40,8 @@ from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions,
 from fsdp_qlora.utils.errors import UserError
 
 BASE: Mapping[str, Any] = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}
-_SNAPSHOTS = 8  # kept in host memory; others are read again
+# Saved weights that are kept in host memory; others are read again.
+_SNAPSHOTS = 8
 
 Order = dict[str, Any]
 Result = bytes | None
@@ -82,7 +81,7 @@ class RequestStops(Stops):
             return True
         if not self._texts:
             return False
-        # a text in it is new: earlier ones have ended it
+        # Only the end is decoded: a text before it would have ended the answer earlier.
         end = self._tokenizer.decode(tokens[-self._longest - 1 :])
         return any(text in end for text in self._texts)
 
@@ -139,6 +138,7 @@ class Worker:
         forward = self.rooms.trainer.forward
         reshard_all(forward.model)
         release_cached_memory(self.rooms.trainer.ranks.device)
+        # Any whole pass: every block is gathered and freed once.
         token_logprobs(forward, rows_to_score([[0, 0]]))
         reshard_all(forward.model)
         return lost
@@ -188,15 +188,18 @@ class Worker:
                 for index, batch in enumerate(batches):
                     trainer.prepare(order["seq"], index, is_last=index == len(batches) - 1)
                     loss, logps, places = self._loss(request, batch)
-                    if not request.forward_only:  # FSDP2 averages gradients over ranks
+                    # FSDP2 averages gradients over ranks, and losses are sums.
+                    if not request.forward_only:
                         (loss * (trainer.loss_scale.scale * ranks.world_size)).backward()
                     total += loss.detach()
                     found[places] = logps
         finally:
             self.targets.request = None
+        # Without a backward pass, which would free them, weights may stay gathered.
         if request.forward_only:
             reshard_all(trainer.model)
-        dist.all_reduce(found)  # a target is on one rank
+        # A target is on one rank, and the others have zero there.
+        dist.all_reduce(found)
         dist.all_reduce(total)
         logprobs = found.view(len(request.values["places"]), -1).cpu().numpy()
         return [request.encode(logprobs, {"loss:sum": total.item()})]
@@ -232,11 +235,11 @@ class Worker:
         for parameter in self.rooms.frozen(room):
             parameter.grad = None
         trainer.optimizer.take_gradients()
-        squares = (
-            gather_numbers([sum(trainer.optimizer.squared_norms())], trainer.ranks.device)
-            .sum()
-            .item()
+        squares_by_rank = gather_numbers(
+            [sum(trainer.optimizer.squared_norms())], trainer.ranks.device
         )
+        squares = squares_by_rank.sum().item()
+        # Replicas have the same shards, which the sum counts once for each.
         norm = math.sqrt(squares / trainer.options.num_replicas) / scale.scale
         if math.isfinite(norm):
             trainer.clip_and_unscale(norm, params.grad_clip_norm)
@@ -246,6 +249,7 @@ class Worker:
                 params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay
             )
             room.steps += 1
+            # The shards are lost with it; the desk brings the model back without this step.
             if not self.rooms.is_finite():
                 self.rooms.abandon()
                 raise UserError(
@@ -253,6 +257,7 @@ class Worker:
                 )
         trainer.optimizer.zero_grad()
         scale.update(overflowed=not math.isfinite(norm))
+        # JSON has no infinity.
         metrics = {
             "grad_norm": norm if math.isfinite(norm) else -1.0,
             "skipped": float(not math.isfinite(norm)),
@@ -268,15 +273,14 @@ class Worker:
         """
         key = None if path is None else (path, str(saved_by))
         if key not in self.snapshots:
-            room = (
-                self.rooms.make(BASE)
-                if path is None
-                else self.rooms.load(Path(path), with_optimizer=False)
-            )
+            if path is None:
+                room = self.rooms.make(BASE)
+            else:
+                room = self.rooms.load(Path(path), with_optimizer=False)
             room.is_snapshot = True
-            for other in [
-                other for other in self.snapshots if other is not None and other[0] == path
-            ]:
+            # Weights that were saved under this name before are gone.
+            outdated = [other for other in self.snapshots if other is not None and other[0] == path]
+            for other in outdated:
                 self._forget_snapshot(other)
             self.snapshots[key] = room
             while len(self.snapshots) > _SNAPSHOTS:
@@ -307,20 +311,25 @@ class Worker:
         forward = self.rooms.trainer.forward
         logps = token_logprobs(forward, table)
         found = dict[int, tuple[Any, ...]]()
+        # One pass for all of them, with as many tokens as the largest request asks for.
         most = max(each["top"] for _, each in wanted)
-        wide = (
-            likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary))
-            if most
-            else None
-        )
+        wide = None
+        if most:
+            wide = likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary))
         for (number, each), (first, last) in zip(
             wanted, itertools.pairwise(table.offsets), strict=True
         ):
             own = logps[first:last].copy()
+            # NaN is "no value": at the first token, or but for the last ones that were asked for.
+            num_unscored = len(own) - each["last"] if each["last"] else 1
+            own[:num_unscored] = np.nan
+            top = None
             k = each["top"]
-            own[: len(own) - each["last"] if each["last"] else 1] = np.nan
-            top = wide[first:last] if k and wide is not None else None
-            found[number] = (own, None if top is None else (top[:, :k], top[:, most : most + k]))
+            if k and wide is not None:
+                # `most` columns of ids, then `most` of log-probabilities, the likeliest first.
+                rows = wide[first:last]
+                top = (rows[:, :k], rows[:, most : most + k])
+            found[number] = (own, top)
         return found
 
     def _complete(self, requests: Sequence[Order], params: Order) -> list[list[Completion]]:
@@ -336,6 +345,7 @@ class Worker:
         generator = TextGenerator(
             trainer.model, trainer.ranks, self.placed.model.precision, stops, options
         )
+        # A sample depends on its request's seed and its number alone, whatever is answered with it.
         seeds = [derive_seed("sample", each["seed"], sample) for each, sample in asked]
         with kept_gathered(trainer.model) if plan.gathered else contextlib.nullcontext():
             prompts = [each["prompt"] for each, _ in asked]
