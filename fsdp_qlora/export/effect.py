@@ -12,8 +12,9 @@ _FEW = 0.5
 
 
 class Effect:
-    """Compares the written weights' difference r from the base with the adapter's update u, over
-    all that is added.
+    """Compares the written weights' difference r from the base with the adapter's update u.
+
+    Both are over all weights that the update is added to.
 
     share: <r, u> / <u, u>; 0 if there is no update. rest: the length of what rounding adds, which
     is orthogonal to u, divided by that of u.

@@ -1,5 +1,6 @@
-"""Block expansion (LLaMA Pro, Wu et al. 2024): adds copies of decoder blocks that are identities
-until trained.
+"""Block expansion (LLaMA Pro, Wu et al. 2024).
+
+Adds copies of decoder blocks that are identities until trained.
 
 A new block is a copy of the block before it with zeros in the output projections of attention and
 MLP. It adds nothing to the residual stream, so the expanded model computes the same function. The
@@ -39,8 +40,9 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
-    """Write a model folder with `expansion_rate` * blocks new blocks that computes the same
-    function.
+    """Write a model folder with `expansion_rate` * blocks new blocks.
+
+    It computes the same function.
 
     Memory holds one piece of a tensor at a time, and one block to check the identity.
     """
@@ -77,8 +79,9 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
 
 
 def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
-    """For each block of the expanded model, return its original block; the second of two equal
-    numbers is the copy.
+    """For each block of the expanded model, return its original block.
+
+    The second of two equal numbers is the copy.
 
     Copies are spread evenly, the last at the end: each ends a group of blocks of about the same
     size.
@@ -100,8 +103,9 @@ def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
 
 
 def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> PretrainedConfig:
-    """The configuration with the blocks of `origins`: their number, and every list with an entry
-    per block.
+    """The configuration with the blocks of `origins`.
+
+    It has their number, and every list with an entry per block.
     """
     content = config.to_dict()
     text = config.get_text_config()
@@ -127,8 +131,9 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
 
 
 def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
-    """Names, below the block, of the weights and biases of the output projections of attention and
-    MLP.
+    """Names of the weights and biases of the output projections of attention and MLP.
+
+    They are relative to the block.
 
     In each module of the block that is the last layer whose output is as wide as the residual
     stream.
@@ -170,8 +175,9 @@ def _plan_copies(
     origins: Sequence[int],
     zeros: dict[int, list[str]],
 ) -> tuple[dict[str, str], set[str]]:
-    """Name in the expanded model's files -> its source in the model's; and the names of those that
-    stay at 0.
+    """Name in the expanded model's files -> its source in the model's files.
+
+    Also returns the names of the tensors that stay at 0.
     """
     blocks = find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
@@ -212,8 +218,9 @@ def _plan_copies(
 
 
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
-    """Check on random values that a block with these weights at zero is an identity. Raises
-    UserError if not.
+    """Check on random values that a block with these weights at zero is an identity.
+
+    Raises UserError if not.
     """
     blocks = find_blocks(model)
     block = blocks[index]

@@ -1,5 +1,6 @@
-"""Merges an adapter into its base: a model folder that loads without PEFT, computed and written a
-piece at a time.
+"""Merges an adapter into its base: a model folder that loads without PEFT.
+
+It is computed and written a piece at a time.
 
 Shapes: a weight is [.., rows, columns], where the first dims number the experts.
 """
@@ -105,8 +106,9 @@ class MergedModel:
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of
-        all tensors.
+        """All tensors in pieces.
+
+        A piece is (tensor of the files, element at which it starts, values in the tensor's dtype).
         """
         forms = self.forms()
         done = set()
@@ -151,8 +153,9 @@ class MergedModel:
         return self.weights.files.parts(source)
 
     def warn(self, folder: Path) -> None:
-        """Say if hardly anything is left of the adapter in the weights, which are complete in this
-        folder.
+        """Say if hardly anything is left of the adapter in the weights of this folder.
+
+        They are complete.
         """
         dtypes = {form.dtype for form in self.forms().values() if form.dtype.is_floating_point}
         lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
@@ -162,8 +165,9 @@ class MergedModel:
         )
 
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor | None]]:
-        """(tensor of the files, start, values, those of the base if something is added) of one
-        parameter's pieces.
+        """The pieces of one parameter.
+
+        A piece is (tensor of the files, start, values, the base's values if something is added).
         """
         change = self.changes.update(name)
         replaced = self.changes.replaced.get(name)
@@ -206,8 +210,9 @@ def spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
-    """The head -> the embeddings, where the adapter changes one of these two that share a tensor in
-    the base.
+    """The head -> the embeddings, if they share a tensor in the base and no longer do.
+
+    The adapter then changes one of these two.
     """
     if not has_tied_embeddings(model):
         return {}

@@ -1,5 +1,6 @@
-"""Makes a model folder from another one, also in 4 bits, with one piece of a tensor in memory at a
-time.
+"""Makes a model folder from another one, also in 4 bits.
+
+One piece of a tensor is in memory at a time.
 """
 
 import contextlib
@@ -52,8 +53,9 @@ _PIECE_BYTES = 64 * 2**20
 
 
 def return_freed_memory() -> None:
-    """Make the C library return freed memory to the system: by default it keeps blocks of up to 32
-    MiB.
+    """Make the C library return freed memory to the system.
+
+    By default it keeps blocks of up to 32 MiB.
 
     Measured with a model of 1.4 GB: 0.6 GB instead of up to 1.2 GB at the peak of a merge.
     """
@@ -90,8 +92,9 @@ def check_is_new(out: Path) -> None:
 
 @contextlib.contextmanager
 def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with the small files of `source`, and its code if it has any. It becomes `out` at
-    the end of the block.
+    """A folder with the small files of `source`, and its code if it has any.
+
+    It becomes `out` at the end of the block.
 
     config.json with the content `config` is written last; after a failure nothing remains of `out`.
     It tells the format of the weights, so that modelopt's own file is left out.
@@ -116,8 +119,9 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
 
 
 def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> PackedFiles:
-    """Create safetensors files of zeros in a model folder. Raises UserError if they do not fit on
-    the disk.
+    """Create safetensors files of zeros in a model folder.
+
+    Raises UserError if they do not fit on the disk.
     """
     files = PackedFiles(folder, forms)
     free = free_disk(folder)

@@ -1,5 +1,6 @@
-"""Merges an adapter into a base that is published in MXFP4, NVFP4 or FP8, as a model in the same
-format.
+"""Merges an adapter into a base that is published in MXFP4, NVFP4 or FP8.
+
+The merged model has the same format.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ log = logging.getLogger("fsdp_qlora")
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedModel(MergedModel):
-    """A merged model in the format of the base's files, to which what the adapter changes is
-    rounded again.
+    """A merged model in the format of the base's files.
+
+    What the adapter changes is rounded to it again.
 
     raw: the base's files, not decoded. stored: their format.
     """
@@ -57,8 +59,9 @@ class RoundedModel(MergedModel):
                 yield name, start * values.itemsize, values.view(torch.uint8)
 
     def warn(self, folder: Path) -> None:
-        """Say how much the rounded weights of this folder, which is complete, have of the adapter's
-        update.
+        """Say how much of the adapter's update the rounded weights of this folder have.
+
+        The folder is complete.
         """
         # What rounding left is known only from the files, whose scales it depends on, too.
         written_files = WeightFiles(folder, self.stored)
@@ -81,8 +84,9 @@ class RoundedModel(MergedModel):
 
 
 def rounded(merge: Merge) -> RoundedModel:
-    """The merged model in the format of the base's files. Raises UserError if they have none that
-    is written.
+    """The merged model in the format of the base's files.
+
+    Raises UserError if they have none that is written.
     """
     if merge.stored is None or merge.stored.quantizer in (INTEGERS, BITSANDBYTES):
         stored = merge.stored.name if merge.stored else "16 or 32 bits"

@@ -27,8 +27,9 @@ _ALL_TOKENS_ARGUMENTS = ["hidden_states"]
 
 
 def route_experts(model: nn.Module, device: torch.device) -> None:
-    """Replace the forward of experts without transformers' interface, in a model as built: they
-    then multiply only the tokens that chose them.
+    """Replace the forward of experts without transformers' interface, in a model as built.
+
+    They then multiply only the tokens that chose them.
 
     device: where the model will compute, for the memory of a group of experts.
 
@@ -58,8 +59,9 @@ def loops_over_experts(module: nn.Module) -> bool:
 
 
 def router_linears(model: nn.Module) -> list[str]:
-    """Paths of the linear layers that select or weight experts: too sensitive for 4 bits or an
-    adapter.
+    """Paths of the linear layers that select or weight experts.
+
+    They are too sensitive for 4 bits or an adapter.
     """
     routers = []
     for path, module in model.named_modules():
@@ -96,8 +98,9 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 
 def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Weights of a 4-bit base: paths of the blocks' linear layers without routers, and of their
-    expert parameters.
+    """The weights of a 4-bit base.
+
+    Returns the paths of the blocks' linear layers without routers, and of their expert parameters.
     """
     # Code that reads a layer's `weight` itself would find codes, or miss an adapter.
     others = {*router_linears(model), *read_directly(model)}
@@ -106,8 +109,9 @@ def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def _takes_all_tokens(module: nn.Module) -> bool:
-    """Whether these experts are gated MLPs [experts, in, out] without biases that are given every
-    token in turn (llama4).
+    """Whether these experts are gated MLPs that are given every token in turn (llama4).
+
+    Their weights are [experts, in, out], and there are no biases.
 
     An expert gets zeros for the tokens that did not choose it, and such an MLP maps zeros to zeros.
     """
@@ -127,8 +131,7 @@ def _takes_all_tokens(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _replacement_of_loop(module: nn.Module) -> dict[str, Any]:
-    """Attributes with which our functions compute gated experts [experts, out, in] in the place of
-    their own loop.
+    """Attributes with which our functions replace the loop of gated experts [experts, out, in].
 
     Empty for other modules. The loop and our function are compared with small random weights.
     """

@@ -1,5 +1,6 @@
-"""Who may ask a service for something, and how large a request may be: a layer around the web
-application.
+"""Who may ask a service for something, and how large a request may be.
+
+This is a layer around the web application.
 
 With a key each request must have it. Without one the service listens on this machine alone, and a
 web page in the user's browser must not pass for a client: it can reach the port, and by DNS
@@ -131,8 +132,9 @@ class Access:
     async def _read_body(
         self, headers: dict[str, str], receive: Receive, most: int
     ) -> bytes | None:
-        """The body of a request; None if its client has gone. Raises Refused if it is too large or
-        does not come.
+        """The body of a request; None if its client has gone.
+
+        Raises Refused if it is too large or does not come.
         """
         # int() of a text of any length would take its time.
         size = headers.get("content-length", "0")
@@ -200,8 +202,9 @@ class _Answer:
 
 
 def _headers(scope: Message) -> dict[str, str]:
-    """The head's fields by their names in lower case. Raises Refused if one that decides is there
-    twice.
+    """The head's fields by their names in lower case.
+
+    Raises Refused if one that decides is there twice.
     """
     # Of two fields with one name, this check and a library could read different ones.
     headers: dict[str, str] = {}

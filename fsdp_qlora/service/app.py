@@ -1,5 +1,6 @@
-"""The web application of a service: Tinker's protocol over HTTP, as its client speaks it (tinker
-0.38).
+"""The web application of a service: Tinker's protocol over HTTP.
+
+It is the protocol of the client tinker 0.38.
 
 It answers what needs no model itself, hands the rest to the desk, and holds a client's question for
 a result until the result is there. `access.py` is around it: what comes here is from an allowed
@@ -156,8 +157,9 @@ class App:
         return {"sampling_session_id": name}
 
     def _sampled(self, path: Any, base: Any) -> dict[str, Any]:
-        """The entry of a sampler of saved weights, or of a base as it is. Raises UserError if there
-        are none.
+        """The entry of a sampler of saved weights, or of a base as it is.
+
+        Raises UserError if there are none.
         """
         now = self.desk.clock.now()
         if path is not None:
@@ -191,8 +193,9 @@ class App:
         }
 
     def _known(self, kind: str, name: object) -> dict[str, Any]:
-        """The entry of that name. Each name of a request comes through here, or is made of one that
-        has.
+        """The entry of that name.
+
+        Each name of a request comes through here, or is made of one that has.
         """
         about = self.records.get(kind, str(name)) if has_form(kind, name) else None
         if about is None:
@@ -207,8 +210,9 @@ class App:
     # --- work ---
 
     def _model_piece(self, kind: str) -> Callable[[Request], Awaitable[dict[str, Any]]]:
-        """The endpoint of a request that a model's ranks work on. The desk finds what is wrong with
-        it.
+        """The endpoint of a request that a model's ranks work on.
+
+        The desk finds what is wrong with it.
         """
 
         async def endpoint(request: Request) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Connections to the web server: those that say nothing, or nothing that is allowed, do not keep
-others out.
+"""Connections to the web server, with limits.
+
+Those that say nothing, or nothing that is allowed, do not keep others out.
 """
 
 import asyncio
@@ -56,8 +57,9 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol with a limit of time for the head of each request. The application has one
-    for the body.
+    """uvicorn's protocol with a limit of time for the head of each request.
+
+    The application has one for the body.
     """
 
     watched: Connections

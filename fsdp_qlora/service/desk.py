@@ -203,8 +203,9 @@ class Desk:
             self._with_gradients.discard(order["model"])
 
     def _live_order(self, model: str, seq: int) -> Order:
-        """The order that saves a model's state, which has no gradients, after the piece of this
-        number.
+        """The order that saves a model's state after the request of this number.
+
+        The state has no gradients.
         """
         path = str(self.weights.state_folder(model, seq))
         return {
@@ -258,8 +259,9 @@ class Desk:
             self._fail(piece, reason)
 
     def _uncertain(self, order: Order | None, pieces: Sequence[Piece]) -> set[str]:
-        """The models that may not be in memory, or not where they were, as the ranks have failed at
-        an order.
+        """The models that may not be in memory, or not where they were.
+
+        The ranks have failed at this order.
 
         Their next piece brings them back from what is recorded.
         """
@@ -317,9 +319,7 @@ class Desk:
         return 1 + max(self._live_of(model), self.records.last_done(model))
 
     def _orders_of(self, piece: Piece) -> list[Order]:
-        """The order for a piece, behind those that bring its model to where it was and make room
-        for it.
-        """
+        """The order for a piece, behind those that bring its model back and make room for it."""
         if piece.kind == "asample":
             return [self._sampling(piece)]
         order = self.orders.read(piece)
@@ -358,8 +358,9 @@ class Desk:
         return [order | {"repeats": True} for order in orders]
 
     def _note_live(self, model: str, seq: int) -> Path | None:
-        """Record a model's saved state, which replaces the pieces that led to it; returns the
-        folder of the last.
+        """Record a model's saved state, which replaces the pieces that led to it.
+
+        Returns the folder of the last state.
         """
         about = self.orders.model(model)
         before = about.get("live", -1)
@@ -401,8 +402,9 @@ class Desk:
         return order | {"requests": [request.own for request in group.requests]}
 
     def _read_other(self, piece: Piece) -> WantedSample | None:
-        """As `_wanted`; a request that cannot be read fails now, and is not read again for each
-        order.
+        """Read a request as `_wanted` does; None if it cannot be read.
+
+        It then fails now, and is not read again for each order.
         """
         try:
             return self._wanted(piece)

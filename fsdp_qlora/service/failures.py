@@ -12,8 +12,9 @@ _WAIT = timedelta(seconds=10)  # for the other ranks to fail, too
 
 
 class Failures:
-    """Finds out whether all ranks have failed at an order: if some have not, these wait for the
-    others for ever.
+    """Finds out whether all ranks have failed at an order.
+
+    If some have not, these wait for the others for ever.
     """
 
     def __init__(self, store: dist.Store, ranks: Ranks) -> None:
@@ -22,8 +23,9 @@ class Failures:
         self._count = 0
 
     def are_of_all_ranks(self, error: Exception) -> bool:
-        """Whether all ranks call this within some seconds. Errors that no request has caused are
-        not such a failure.
+        """Whether all ranks call this within some seconds.
+
+        Errors that no request has caused are not such a failure.
         """
         if isinstance(error, (TrainingError, LostRank, Crashed)) or is_lost(error):
             return False

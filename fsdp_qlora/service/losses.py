@@ -17,8 +17,9 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss. sum: of tokens, [T]. tensors: that a request must have. optional: tensors, 1 where
-    they are missing.
+    """A loss. sum: of tokens, [T].
+
+    tensors: that a request must have. optional: tensors, 1 where they are missing.
 
     config: numbers with their defaults.
     """
@@ -52,8 +53,9 @@ def _ppo(p: Tensor, given: Values, config: Mapping[str, float], documents: Docum
 
 
 def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
-    """Zheng et al. 2025, in its form for tokens (GSPO-token): a document's ratio is the geometric
-    mean of its tokens' ratios.
+    """Zheng et al. 2025, in its form for tokens (GSPO-token).
+
+    A document's ratio is the geometric mean of its tokens' ratios.
     """
     mask = given["sequence_ratio_mask"]
     total = documents((p.detach() - given["logprobs"]) * mask)

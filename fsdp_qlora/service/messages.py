@@ -1,5 +1,6 @@
-"""The protocol's messages: from the bytes of a request to rows of tokens, and from results to
-bytes.
+"""The protocol's messages.
+
+They become rows of tokens, and results become bytes.
 """
 
 import dataclasses
@@ -135,8 +136,9 @@ class TrainRequest:
         )
 
     def of_targets(self, rows: Numbers) -> dict[str, torch.Tensor]:
-        """The values of some rows' targets, [N, K]; of one that counts nothing if they
-        have none.
+        """The values of some rows' targets, [N, K].
+
+        If they have none, those of one target that counts nothing.
         """
         # A row has one target less than tokens.
         starts = self.table.offsets - np.arange(len(self.table.offsets))
@@ -146,8 +148,9 @@ class TrainRequest:
         return {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
 
     def with_targets(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with the request's own targets, [N * K], where its table has the next
-        tokens.
+        """The micro-batch with the request's own targets, [N * K].
+
+        They replace the next tokens of its table.
         """
         is_target = (batch.targets != IGNORE_INDEX)[:, None]
         targets = torch.where(is_target, batch.target_values["target_tokens"], IGNORE_INDEX)
@@ -252,8 +255,9 @@ def _tokens(chunks: Sequence[pb.Chunk], what: str) -> np.ndarray:
 
 
 def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
-    """Refuse a request that is too large, by the sizes that it names and before any
-    array is made.
+    """Refuse a request that is too large, by the sizes that it names.
+
+    No array has been made by then.
     """
     if len(message.data) > _MOST_DATUMS:
         raise UserError(
@@ -308,8 +312,9 @@ def _read_inputs(
 
 
 def _array(tensor: pb.Tensor, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The dense values of a tensor of this shape, int64 for target_tokens and float32 for others.
-    Raises UserError.
+    """The dense values of a tensor of this shape.
+
+    int64 for target_tokens, and float32 for others. Raises UserError.
     """
     try:
         if tuple(tensor.shape) not in (shape, ()):
@@ -356,8 +361,9 @@ def _table(rows: Sequence[np.ndarray]) -> TokenizedRows:
 
 
 def _joined(datums: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The values of all datums, [positions, K]; where one has fewer targets than K, the rest weighs
-    nothing.
+    """The values of all datums, [positions, K].
+
+    Where one has fewer targets than K, the rest weighs nothing.
     """
     width = max(
         array.shape[1] if array.ndim > 1 else 1 for datum in datums for array in datum.values()

@@ -34,8 +34,9 @@ def has_form(kind: str, name: object) -> bool:
 
 
 def session_of(name: str) -> str:
-    """The session of a model or sampler; a sampler of a single request has none, and gives
-    `direct`.
+    """The session of a model or sampler.
+
+    A sampler of a single request has none, and gives `direct`.
     """
     return name.partition(":")[0]
 

@@ -32,8 +32,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Base(NamedTuple):
-    """A model that is served. names: by which clients may call it. tokenizer: a folder, or a name
-    on the hub.
+    """A model that is served.
+
+    names: by which clients may call it. tokenizer: a folder, or a name on the hub.
     """
 
     names: Sequence[str]
@@ -42,8 +43,9 @@ class Base(NamedTuple):
 
 
 class WantedSample(NamedTuple):
-    """A request for samples, as it was read. sampler: what to sample from,
-    as the records have it.
+    """A request for samples, as it was read.
+
+    sampler: what to sample from, as the records have it.
     """
 
     sampler: Mapping[str, Any]
@@ -100,8 +102,9 @@ class Orders:
     # --- training ---
 
     def read(self, piece: Piece) -> Order:
-        """The order for a model's request; that of a forward_backward gets its body when it is
-        sent.
+        """The order for a model's request.
+
+        An order of forward_backward gets its body when it is sent.
         """
         order: Order = {"kind": piece.kind, "model": piece.target, "seq": piece.seq}
         if piece.kind == "forward_backward":
@@ -234,9 +237,7 @@ class Orders:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Raise UserError if what a client wants to be kept beside its work is too large, or is no
-    JSON.
-    """
+    """Raise UserError if metadata of a client is too large to keep, or is no JSON."""
     try:
         size = len(json.dumps(metadata, allow_nan=False))
     except (ValueError, RecursionError) as error:

@@ -49,8 +49,9 @@ class Piece(NamedTuple):
 
 
 class Records:
-    """The file of a service. Its methods may be called in any thread. They raise sqlite3.Error on a
-    full disk.
+    """The file of a service.
+
+    Its methods may be called in any thread. They raise sqlite3.Error on a full disk.
 
     The folder is for its owner alone, and so is the file: it has what clients have sent.
 
@@ -207,8 +208,9 @@ class Records:
         )
 
     def forget_old(self, most: int, most_bytes: int) -> None:
-        """Delete results but for so many of the newest ones and their bytes; samplers of single
-        requests with theirs.
+        """Delete all results but the `most` newest ones, within `most_bytes`.
+
+        Samplers of single requests go with theirs.
 
         Pieces that may have to be repeated stay.
         """

@@ -1,5 +1,6 @@
-"""The requests of clients that wait for the ranks: each model's in the order of its numbers, the
-models by turns.
+"""The requests of clients that wait for the ranks.
+
+A model's are in the order of its numbers, and models take turns.
 """
 
 import threading
@@ -192,8 +193,9 @@ class RequestQueue:
                 del self._next[model]
 
     def take_late(self) -> list[Late]:
-        """Take out what will never have its turn: numbers that are used, and those behind one that
-        does not come.
+        """Take out what will never have its turn.
+
+        Numbers that are used, and those behind one that does not come.
         """
         late = list[Late]()
         with self._changed:

@@ -1,5 +1,6 @@
-"""The adapters of a service over one base: one is in the model's shards, the others are in host
-memory.
+"""The adapters of a service over one base.
+
+One is in the model's shards, the others are in host memory.
 
 The model's adapters have the service's rank. One of a smaller rank fills its first rows of A and
 columns of B, and the rest is zero: it then gets no gradient, so that AdamW leaves it zero, and the
@@ -149,8 +150,9 @@ class Rooms:
         return not gather_numbers([float(is_bad)], self.trainer.ranks.device).any()
 
     def abandon(self) -> None:
-        """Leave what is in the shards as it is: a failure may have changed it. The next adapter
-        takes its place.
+        """Leave what is in the shards as it is: a failure may have changed it.
+
+        The next adapter takes its place.
         """
         self.trainer.optimizer.zero_grad()
         self.trainer.optimizer.forget()
@@ -188,8 +190,9 @@ class Rooms:
         )
 
     def save(self, room: Room, folder: Path, *, with_optimizer: bool) -> None:
-        """Save an adapter: PEFT's files, those of the optimizer, state.json and hashes, complete or
-        not at all.
+        """Save an adapter, complete or not at all.
+
+        The files are PEFT's, the optimizer's, state.json and hashes.
 
         Raises:
             UserError: on every rank, if it cannot be written.
@@ -221,8 +224,9 @@ class Rooms:
 
     @contextlib.contextmanager
     def _writing(self, staging: Path) -> Iterator[None]:
-        """In this block rank 0 writes a folder. If it cannot, the request fails on all ranks, and
-        the room is freed.
+        """A block in which rank 0 writes a folder.
+
+        If it cannot, the request fails on all ranks, and the room is freed.
         """
         with raise_on_all_ranks(UserError, self.trainer.ranks.device):
             try:
@@ -321,8 +325,9 @@ class Rooms:
         return self._widened(parameter, whole)[first:last].contiguous()
 
     def _by_rank(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """A whole A as [experts, rank, in] or B as [out, rank, experts]; one expert in a linear
-        layer.
+        """A whole A as [experts, rank, in] or B as [out, rank, experts].
+
+        A linear layer is one expert.
         """
         experts = self._experts.get(parameter, 1)
         if "lora_A" in self._names[parameter]:
@@ -353,8 +358,9 @@ class _Narrowed(LiveValues):
 
 @contextlib.contextmanager
 def moved_aside(folder: Path) -> Iterator[None]:
-    """In this block a folder has another name, if it exists; afterwards it is deleted, or put back
-    after a failure.
+    """Rename a folder, if it exists, for the duration of the block.
+
+    Afterwards it is deleted, or put back after a failure.
     """
     old = folder.with_name(f".{folder.name}.old")
     if not folder.exists():

@@ -53,9 +53,7 @@ class SampleGroup:
         self.requests = requests
 
     def has_room_for(self, request: SampleRequest) -> bool:
-        """Whether one more keeps within the samples and the values of prompts that are in memory at
-        a time.
-        """
+        """Whether one more keeps within the samples and values of prompts that fit into memory."""
         together = [*self.requests, request]
         scored = [each for each in together if each.own["scores"]]
         num_tokens = sum(each.prompt_length for each in scored)
@@ -129,8 +127,9 @@ def _check_counts(request: types.SampleRequest, prompt_length: int) -> None:
 
 
 def prompt_values(num_tokens: int, top: int) -> int:
-    """How many numbers are found for prompts of so many tokens: ids and log-probabilities of the
-    likeliest, and one.
+    """How many numbers are found for prompts of `num_tokens` tokens.
+
+    They are ids and log-probabilities of the likeliest tokens, and one of the token itself.
     """
     return num_tokens * (2 * top + 1)
 

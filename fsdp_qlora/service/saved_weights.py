@@ -68,8 +68,9 @@ class SavedWeights:
             raise UserError(f"There are weights named {names.parts_of(uri)[2]} already.")
 
     def expiry(self, seconds: Any) -> float | None:
-        """When weights expire that may live so long; None for never. Raises UserError if the time
-        is not allowed.
+        """When weights with this time to live expire; None for never.
+
+        Raises UserError if the time is not allowed.
         """
         if seconds is None:
             return None
@@ -109,8 +110,9 @@ class SavedWeights:
                 self.delete(uri)
 
     def delete_idle(self, model: str) -> None:
-        """Delete a model's weights without a name, but for the newest, if nobody has sampled from
-        them for a while.
+        """Delete a model's unnamed weights that nobody has sampled from for a while.
+
+        The newest ones stay.
         """
         unnamed = [uri for uri, _ in self.of_model(model, f"{SAMPLER_WEIGHTS}/{_UNNAMED}")]
         # One more comes with the request that calls this.

@@ -76,8 +76,9 @@ class Sessions:
         return unsaved
 
     def _is_over(self, about: Mapping[str, Any]) -> bool:
-        """Whether a session is finished, or its client has not been there for long, since this
-        start at least.
+        """Whether a session is finished, or its client has been away for long.
+
+        The time counts from this start at the earliest.
         """
         most = _FINISHED_SECONDS if about.get("is_finished") else _IDLE_SECONDS
         return self.clock.now() - about.get("used", self._started) > most

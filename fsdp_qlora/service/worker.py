@@ -59,8 +59,9 @@ class RequestTargets:
 
 
 class RequestStops(Stops):
-    """Ends an answer as a request says. stop: None for the model's own end, texts or token ids
-    besides it.
+    """Ends an answer as a request says.
+
+    stop: None for the model's own end, texts or token ids besides it.
     """
 
     def __init__(
@@ -207,8 +208,9 @@ class Worker:
     def _loss(
         self, request: TrainRequest, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A micro-batch's loss, and the log-probabilities of its targets with their places in the
-        request.
+        """A micro-batch's loss, and its targets' log-probabilities.
+
+        With their places in the request.
         """
         forward = self.rooms.trainer.forward
         losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
@@ -301,8 +303,9 @@ class Worker:
         return [encode_samples(own, *scores.get(number, ())) for number, own in enumerate(answers)]
 
     def _scores(self, requests: Sequence[Order]) -> dict[int, tuple[Any, ...]]:
-        """Number of a request -> log-probabilities of its prompt's tokens, and the likeliest, if it
-        asks for them.
+        """Number of a request -> what it asks for about its prompt's tokens.
+
+        Their log-probabilities, and the likeliest tokens.
         """
         wanted = [(number, each) for number, each in enumerate(requests) if each["scores"]]
         if not wanted:

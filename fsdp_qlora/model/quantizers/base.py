@@ -1,5 +1,6 @@
-"""Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2
-shards.
+"""Base classes of quantized layers.
+
+They have one frozen weight, kept quantized in parameters that FSDP2 shards.
 """
 
 import math
@@ -46,8 +47,9 @@ class Matrix(NamedTuple):
     first one on, and the number of matrices up to the last."""
 
     def spans(self, unit: int) -> tuple[int, int]:
-        """The index of its first block or group of `unit` weights, and the number of them up to its
-        last one.
+        """The index of its first block or group of `unit` weights, and their number.
+
+        Blocks between its matrices count, too.
         """
         size = math.prod(self.shape)
         if self.among is not None:
@@ -55,8 +57,9 @@ class Matrix(NamedTuple):
         return self.first // unit, -(-size // unit)
 
     def choose(self, spanned: torch.Tensor) -> torch.Tensor:
-        """Choose the rows of its matrices among those (codes or statistics) of all blocks that it
-        spans.
+        """Choose the rows of its matrices among the rows of all blocks that it spans.
+
+        Rows are codes or statistics.
         """
         if self.among is None:
             return spanned
@@ -110,8 +113,9 @@ class QuantizedWeight(nn.Module):
         self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A frozen meta parameter of `rows` times `row_bytes` bytes, viewed as `dtype` (default:
-        the compute dtype).
+        """A frozen meta parameter of `rows` times `row_bytes` bytes.
+
+        It is viewed as `dtype` (default: the compute dtype).
 
         Rows are padded to whole elements of it.
         """
@@ -137,8 +141,9 @@ class QuantizedWeight(nn.Module):
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """Compute x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an
-        approximation of it.
+        """Compute x W^T + b for the matrix W [out, in], or an approximation of it.
+
+        W is stored as W^T if transposed.
         """
         return F.linear(x, self._upright(part, x.dtype, *tensors), bias)
 
@@ -197,8 +202,9 @@ class QuantizedWeight(nn.Module):
         return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
 
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
-        """Split a matrix into the parts that are decoded at a time: (rows of the matrix, selection
-        of the part).
+        """Split a matrix into the parts that are decoded at a time.
+
+        Returns (rows of the matrix, selection of the part).
         """
         num_rows, num_columns = matrix.shape
         whole = [(slice(0, num_rows), matrix)]
@@ -221,30 +227,31 @@ class QuantizedWeight(nn.Module):
         return parts
 
     def dequantize(self, matrix: Matrix | None = None) -> torch.Tensor:
-        """Decode the weight (or a matrix of it) to the compute dtype. The parameters must be
-        gathered.
+        """Decode the weight (or a matrix of it) to the compute dtype.
+
+        The parameters must be gathered.
         """
         return self.decode_tensors(matrix or self.whole, self.compute_dtype, *self.tensors())
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
-        """The elements [start, stop) of the row-major flattened weight that this rank quantizes and
-        keeps.
-        """
+        """The elements [start, stop) of the flattened weight that this rank quantizes and keeps."""
         first, last = own_rows(self.weight, mesh)
         # The last row may code fewer weights, and FSDP2 gives ranks rows beyond the end.
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Quantize `values`, whole rows of weights or none, to rows of `weight`, as bytes, and of
-        each statistic.
+        """Quantize `values`, whole rows of weights or none.
+
+        Returns rows of `weight`, as bytes, and of each statistic.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Quantize and store `values`, the elements in `shard_range`. Collective over the shard
-        group.
+        """Quantize and store `values`, the elements in `shard_range`.
+
+        Collective over the shard group.
         """
         # Here no rank needs another one's values; subclasses with a statistic of the whole weight
         # gather it, in the same order on all ranks.
@@ -266,16 +273,18 @@ class QuantizedWeight(nn.Module):
     # ---- in files ----
 
     def stored_forms(self) -> dict[str, TensorForm]:
-        """Suffix of the weight's name in a file -> the parameter as a tensor there: "" is `weight`,
-        ".scale" `scale`.
+        """Suffix of the weight's name in a file -> the parameter as a tensor there.
+
+        "" is `weight`, ".scale" is `scale`.
 
         It has the parameter's bytes row by row, without the padding of the last row.
         """
         raise NotImplementedError
 
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
-        """Say what is wrong with these bytes of a stored tensor, such as a NaN among scales; empty
-        if nothing is.
+        """Say what is wrong with these bytes of a stored tensor, such as a NaN among scales.
+
+        Empty if nothing is.
         """
         dtype = self.stored_forms()[suffix].dtype
         if dtype.is_floating_point and not is_finite(values.view(dtype)):
@@ -290,14 +299,16 @@ class QuantizedWeight(nn.Module):
         return {}
 
     def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
-        """Load or check the bytes of the tensor `name` of `stored_whole`. Raises UserError if it
-        differs.
+        """Load or check the bytes of the tensor `name` of `stored_whole`.
+
+        Raises UserError if it differs.
         """
         raise NotImplementedError
 
     def code_settings(self) -> dict[str, Any]:
-        """The settings and library versions that, with the weight, shape and device, determine the
-        stored bytes.
+        """The settings and library versions that determine the stored bytes.
+
+        Besides them only the weight, its shape and the device do.
         """
         raise NotImplementedError
 
@@ -307,9 +318,7 @@ class QuantizedWeight(nn.Module):
         return parameter
 
     def stored_range(self, suffix: str, mesh: DeviceMesh) -> tuple[int, int]:
-        """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the
-        parameter.
-        """
+        """The bytes [start, stop) of the stored tensor that belong to this rank's shard."""
         parameter = self.stored_parameter(suffix)
         # The file has no padding, so the last rank's part of it is shorter.
         num_bytes = self.stored_forms()[suffix].num_bytes
@@ -317,15 +326,17 @@ class QuantizedWeight(nn.Module):
         return min(first, num_bytes), min(last, num_bytes)
 
     def stored_bytes(self, suffix: str) -> torch.Tensor:
-        """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed
-        `stored_range`.
+        """The bytes of this rank's shard, uint8.
+
+        At the end of the tensor they may exceed `stored_range`.
         """
         return local_part(self.stored_parameter(suffix)).detach().reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):
-    """Computes y = x W^T + b with W [out, in]. List it before the quantizer's class among the
-    bases.
+    """Computes y = x W^T + b with W [out, in].
+
+    List it before the quantizer's class among the bases.
     """
 
     weight_name = "weight"
@@ -348,8 +359,9 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedExperts(QuantizedWeight):
-    """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among
-    the bases.
+    """Replaces the 3-D parameter of an experts module.
+
+    List it before the quantizer's class among the bases.
 
     parameter: [experts, out, in], or [experts, in, out] where `transposed`. is_upright: keep
     [experts, out, in] of the latter too.
@@ -379,8 +391,9 @@ class QuantizedExperts(QuantizedWeight):
 
 
 class _DecodedMatmul(torch.autograd.Function):
-    """Computes x W^T + b for x [.., in] and a quantized W [out, in], which is decoded again in the
-    backward pass.
+    """Computes x W^T + b for x [.., in] and a quantized W [out, in].
+
+    The backward pass decodes W again.
     """
 
     @staticmethod
@@ -429,8 +442,9 @@ def plain_product(
 
 
 def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**24) -> int:
-    """The number of groups to quantize or decode at once, in float32: they fit into a CPU's cache,
-    or fill a GPU.
+    """The number of groups to quantize or decode at once, in float32.
+
+    They fit into a CPU's cache, or fill a GPU.
 
     on_gpu: weights at a time there; with fewer, launches take longer than the work.
     """

@@ -194,8 +194,9 @@ class Bnb4bitWeight(QuantizedWeight):
             write_bytes(parameter, whole.view(torch.uint8)[first:last])
 
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize the float32 absmax of all blocks to uint8 codes and nested absmax, and store
-        their mean.
+        """Quantize the float32 absmax of all blocks to uint8 codes and nested absmax.
+
+        Stores their mean.
         """
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
@@ -213,8 +214,9 @@ class Bnb4bitWeight(QuantizedWeight):
         }
 
     def _state(self) -> dict[str, Any]:
-        """The state that bitsandbytes' loader reads, without the weight's original dtype and the
-        mean of absmax.
+        """The state that bitsandbytes' loader reads.
+
+        The weight's original dtype and the mean of absmax are not in it.
         """
         state: dict[str, Any] = {
             "quant_type": self.quant_type,
@@ -226,8 +228,9 @@ class Bnb4bitWeight(QuantizedWeight):
         return state
 
     def _value_tables(self) -> dict[str, torch.Tensor]:
-        """Suffix of the weight's name -> float32 values of the weight's codes, and of the codes of
-        absmax.
+        """Suffix of the weight's name -> float32 values of the codes.
+
+        The codes are the weight's, and those of absmax with double quantization.
         """
         tables = {".quant_map": bnb.get_4bit_type(self.quant_type, device="cpu")}
         if self.double_quant:
@@ -288,8 +291,9 @@ class Bnb4bitWeight(QuantizedWeight):
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole blocks (the last may be short) to codes, two per byte, and float32 absmax of
-    each block.
+    """Quantize whole blocks (the last may be short) to codes and float32 absmax of each block.
+
+    A byte has two codes.
 
     Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and
     its GPU kernel counts in int32, which is too small for a rank's part of the largest models'
@@ -360,8 +364,9 @@ def _nested_code(device: torch.device) -> torch.Tensor:
 
 
 def packed_tensors(names: Iterable[str]) -> set[str]:
-    """The names of the tensors that 4-bit weights consist of. names: all tensors of a model's
-    files.
+    """The names of the tensors that 4-bit weights consist of.
+
+    names: all tensors of a model's files.
     """
     states = {name for name in names if PACKED_STATE in name}
     return states | {

@@ -81,6 +81,7 @@ class E2m1Weight(QuantizedWeight):
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """The bytes of the scales for groups with these largest magnitudes, float32 [groups].
+
         others: as above.
         """
         raise NotImplementedError
@@ -100,8 +101,9 @@ class E2m1Weight(QuantizedWeight):
         return values.view(-1)[:num_weights].view(part.shape)
 
     def quantize(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2]
-        and scales [groups].
+        """Quantize whole groups (the last may be short).
+
+        Returns bytes of codes [groups, group_size / 2] and scales [groups].
 
         others: the statistics beyond `scale`, with one value for the whole weight.
         """
@@ -258,9 +260,7 @@ class Nvfp4Weight(E2m1Weight):
 
 
 def global_scale(largest: torch.Tensor) -> torch.Tensor:
-    """The global scale, a divisor, of a weight with this largest magnitude: both are float32
-    scalars.
-    """
+    """The global scale, a divisor, of a weight with this largest magnitude (float32 scalars)."""
     # Scales of groups then use E4M3's whole range. A weight of zeros has the scale 1: the quotient
     # with the smallest normal number is infinite.
     smallest = torch.finfo(torch.float32).tiny
@@ -279,8 +279,9 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode bytes [groups, group_size / 2] with float32 scales [groups] to weights [groups,
-    group_size].
+    """Decode bytes [groups, group_size / 2] to weights [groups, group_size].
+
+    scales: float32 [groups].
     """
     # An entry is both values of a byte: half as many look-ups as for each code.
     table = _pairs(dtype, codes.device)
@@ -300,8 +301,9 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 @functools.cache
 def _limits(device: torch.device) -> torch.Tensor:
-    """The magnitudes above which a value is rounded up, [7] float32: halfway, which goes to the
-    even code.
+    """The magnitudes above which a value is rounded up, [7] float32.
+
+    They are halfway between values, where ties go to the even code.
     """
     halfway = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_VALUES)])
     # bucketize() leaves a value at a limit below it, which is right above an even code. Above an
@@ -311,8 +313,9 @@ def _limits(device: torch.device) -> torch.Tensor:
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
-    """Round float32 values [groups, group_size] to bytes [groups, group_size / 2]. Larger ones
-    become the largest.
+    """Round float32 values [groups, group_size] to bytes [groups, group_size / 2].
+
+    Larger values become the largest.
     """
     codes = torch.bucketize(values.abs(), _limits(values.device), out_int32=True).to(torch.uint8)
     # The sign is the code's fourth bit.

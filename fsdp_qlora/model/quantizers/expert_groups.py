@@ -114,8 +114,9 @@ class Choices(NamedTuple):
     """The same on the device, int32."""
 
     def groups(self, weight_bytes: int, row_bytes: int, most: int) -> list[Group]:
-        """The experts that are chosen, in groups of at most so many bytes of weights and rows, or
-        of one expert.
+        """The experts that are chosen, in groups of at most `most` bytes of weights and rows.
+
+        A group has one expert at least.
         """
         starts = [0, *self.ends[:-1]]
         groups = list[list[int]]([[]])
@@ -143,8 +144,10 @@ class Choices(NamedTuple):
         ]
 
     def _group(self, experts: list[int], first: int, chosen: torch.Tensor | None) -> Group:
-        """chosen: the experts with choices, and then the others. first: how many of them there are
-        before these.
+        """A group of these experts.
+
+        chosen: the experts with choices, and then the others. first: the number of experts with
+        choices before these.
         """
         start = self.ends[experts[0] - 1] if experts[0] else 0
         where: slice | torch.Tensor = slice(experts[0], experts[-1] + 1)
@@ -164,8 +167,9 @@ def _has_gaps(experts: list[int]) -> bool:
 # Cached, so that the log line comes once for each case.
 @cache
 def can_group(device: torch.device, dtype: torch.dtype, is_aligned: bool = True) -> bool:
-    """Whether torch multiplies such groups in one kernel, without waiting for the device; says once
-    if it does not.
+    """Whether torch multiplies such groups in one kernel, without waiting for the device.
+
+    Says once if it does not.
     """
     # Elsewhere on GPUs torch's grouped_mm falls back to a loop that waits for the device.
     if device.type == "cuda" and (

@@ -90,8 +90,9 @@ class Fp8Weight(QuantizedWeight):
         return decoded.view(part.shape)
 
     def _scale(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        """Scale rows of a matrix, of which the first begins a block. scale: of its blocks, and
-        further ones.
+        """Scale rows of a matrix, of which the first begins a block.
+
+        scale: of its blocks, and further ones.
         """
         height, width = self.block
         # `whole` blocks are complete, and broadcast their scale; the last one may be short.

@@ -1,5 +1,6 @@
-"""HQQ weights of 8, 4, 3 or 2 bits (half-quadratic quantization, Badri and Shaji 2023): linear
-layers and experts.
+"""HQQ weights of 8, 4, 3 or 2 bits: linear layers and experts.
+
+The method is half-quadratic quantization (Badri and Shaji 2023).
 
 A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq
 library). Code q represents the weight (q - zero) * scale, with the zero and scale of its group.
@@ -106,8 +107,9 @@ class HqqWeight(QuantizedWeight):
 def _quantize_groups(
     values: torch.Tensor, n_bits: int, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole groups (the last may be short) to uint8 codes [groups, group_size] and float16
-    scale, zero.
+    """Quantize whole groups (the last may be short).
+
+    Returns uint8 codes [groups, group_size], and float16 scale and zero [groups, 2].
 
     As HQQLinear with axis=1: the scale is computed from the group's range, the zero by the
     library's proximal solver, in float32. HQQLinear's solver stops when the error of the whole
@@ -159,8 +161,9 @@ def _quantize_groups(
 
 
 def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """Pack uint8 codes [groups, group_size] into bytes [groups, group_size * n_bits / 8], first
-    codes in high bits.
+    """Pack uint8 codes [groups, group_size] into bytes [groups, group_size * n_bits / 8].
+
+    First codes are in high bits.
     """
     planes = []
     shift = 0

@@ -20,8 +20,9 @@ _MAX_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels index a matrix with int32
 
 
 class Int8Weight(QuantizedWeight):
-    """A matrix [out, in] as 8-bit integers with one scale per row. Activations are rounded to 8
-    bits too.
+    """A matrix [out, in] as 8-bit integers with one scale per row.
+
+    Activations are rounded to 8 bits too.
 
     Parameters (frozen):
         weight: int8 [out, in] viewed as the compute dtype; rows are padded to whole elements of it.
@@ -57,8 +58,9 @@ class Int8Weight(QuantizedWeight):
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """Compute x W^T + b with each token's values rounded to 8 bits, except values above the
-        threshold.
+        """Compute x W^T + b with each token's values rounded to 8 bits.
+
+        Values above the threshold are not rounded.
 
         bitsandbytes keeps the precision of a whole column if one token of the batch is above the
         threshold in it, so a token's result depends on the other tokens. Here each token gets the
@@ -109,8 +111,9 @@ def _multiply(
     row_scale: torch.Tensor,
     threshold: float,
 ) -> torch.Tensor:
-    """Multiply x [.., in] by int8 codes [out, in] with row_scale [out],
-    see `Int8Weight.multiply`.
+    """Multiply x [.., in] by int8 codes [out, in] with row_scale [out].
+
+    See `Int8Weight.multiply`.
     """
     # bitsandbytes' kernels ignore strides.
     tokens = x.reshape(-1, x.shape[-1]).contiguous()

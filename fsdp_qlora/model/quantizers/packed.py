@@ -1,5 +1,6 @@
-"""Models whose weight files are quantized already: their format, from a quantization_config and the
-tensors' names.
+"""Models whose weight files are quantized already.
+
+Their format is read from a quantization_config and the tensors' names.
 """
 
 import logging
@@ -114,8 +115,9 @@ def take_packed(
 
 
 def _method_of(settings: Settings) -> str:
-    """The method, where old configurations of bitsandbytes name none; empty for its 8 bits, which
-    nothing reads.
+    """The method's name, also where old configurations of bitsandbytes name none.
+
+    Empty for its 8 bits, which nothing reads.
     """
     if settings.method not in ("", "bitsandbytes"):
         return settings.method
@@ -189,8 +191,9 @@ def _awq(settings: Settings) -> PackedFormat:
 
 
 def _gptq(settings: Settings) -> PackedFormat:
-    """GPTQ. The tensors tell the bits, groups and order of layers for which `dynamic` has other
-    ones.
+    """GPTQ's format.
+
+    The tensors tell the bits, groups and order of layers for which `dynamic` has other ones.
     """
     _check_integers(settings, GPTQ_BITS, ("", "gptq", "gptq_v2"))
     for pattern, changes in settings.fields.get("dynamic", {}).items():

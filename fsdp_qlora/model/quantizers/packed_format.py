@@ -1,5 +1,6 @@
-"""The format of weight files that are quantized already, which a row of QUANTIZERS trains as it is,
-or of integers.
+"""The format of weight files that are quantized already.
+
+A row of QUANTIZERS trains on them as they are, or they are integers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -44,8 +45,9 @@ class PackedFormat(NamedTuple):
     """Whether expert parameters are quantized."""
 
     def chosen(self, linears: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The linear layers and expert parameters of decoder blocks that the configuration says to
-        be quantized.
+        """The linear layers and expert parameters that the configuration says to be quantized.
+
+        They are in decoder blocks.
 
         Raises UserError for patterns that cannot be used.
         """
@@ -63,8 +65,9 @@ class PackedFormat(NamedTuple):
         return chosen_linears, [path for path in experts if path in chosen]
 
     def weights_among(self, names: Collection[str]) -> set[str]:
-        """The names here of the weights that are quantized, of the names of all tensors in the
-        files.
+        """The names here of the weights that are quantized.
+
+        names: of all tensors in the files.
         """
         if self.quantizer == BITSANDBYTES:
             return {name.partition(PACKED_STATE)[0] for name in names if PACKED_STATE in name}
@@ -111,8 +114,9 @@ class PackedFormat(NamedTuple):
         )
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """Describe in one line that the model's own weights are used, and the options that they
-        override.
+        """Describe in one line that the model's own weights are used.
+
+        The line has the options that they override.
         """
         if self.quantizer != BITSANDBYTES or self.options is None:
             return (

@@ -1,5 +1,6 @@
-"""An experts function for transformers: decodes the experts of a layer in groups, and lets the host
-wait once.
+"""Functions with which transformers' experts are decoded in groups and multiplied.
+
+The host waits for the device once per layer.
 
 transformers keeps the experts of a layer in 3-D parameters, [E, O, I] or (transposed) [E, I, O],
 and calls a function of the caller's to multiply with them: `experts_forward`. A module of experts
@@ -77,8 +78,9 @@ class _Call(NamedTuple):
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of hidden_states [T, H] with indices and weights [T, K], as transformers'
-    own functions do.
+    """Compute the experts of hidden_states [T, H] with indices and weights [T, K].
+
+    Arguments and result are those of transformers' own functions.
     """
     # The arguments have transformers' names, since some models pass them by keyword. A stable sort
     # keeps the tokens of an expert in order, so that sums have the same order in every run.
@@ -106,8 +108,9 @@ def experts_forward(
 def identities_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
 ) -> Any:
-    """Forward of experts of which those from `num_experts` on return their input
-    (longcat_flash).
+    """Forward of experts of which some return their input: those from `num_experts` on.
+
+    longcat_flash has such experts.
     """
     is_expert_TK = top_k_index < module.num_experts
     identity_shares_T1 = top_k_weights.masked_fill(is_expert_TK, 0).sum(-1, keepdim=True)
@@ -116,8 +119,9 @@ def identities_forward(
 
 
 def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward of experts that get [E * T, H]: all tokens for each expert, with zeros for the tokens
-    of others.
+    """Forward of experts that get all tokens for each expert, [E * T, H].
+
+    Tokens of other experts are zeros.
     """
     is_chosen = hidden_states.ne(0).any(-1)  # [E * T]
     counts_E = is_chosen.unflatten(0, (module.num_experts, -1)).sum(1)
@@ -173,8 +177,9 @@ def _multiply(
     shares: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A row for each choice [N, O]. With `shares` [N] the weighted sums by token, as many and of
-    the dtype as in `sums` [T, O].
+    """A row for each choice [N, O], or their weighted sums by token [T, O].
+
+    shares: weights of the choices [N]. sums: has as many rows as the sums, and their dtype.
     """
     base = getattr(module, name)
     transposed = is_transposed(module)
@@ -264,8 +269,9 @@ def _group_choices(
 
 
 def _without_repeats(groups: list[Group]) -> list[Group]:
-    """The groups without those that take the same memory as an earlier one: memory is all that the
-    meta device is asked for.
+    """The groups without those that take the same memory as an earlier one.
+
+    Memory is all that the meta device is asked for.
 
     A group is computed while the results of the one before are still there, so that their sizes
     count too.

@@ -1,5 +1,6 @@
-"""The weights of a model that are quantized in its files, whatever a quantization_config says of
-their names.
+"""The weights of a model that are quantized in its files.
+
+A quantization_config may say something else of their names.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,8 +29,9 @@ def choose_quantized(
 
 
 def _parameters(model: PreTrainedModel, names: Collection[str]) -> set[str]:
-    """The model's parameters that tensors with these names are, or are parts of, by transformers'
-    own renaming.
+    """The model's parameters that tensors with these names are, or are parts of.
+
+    transformers' own renaming tells which.
     """
     # A dict and not a set, for the model's order.
     parameters = dict.fromkeys(canonical_name(path) for path, _ in model.named_parameters())

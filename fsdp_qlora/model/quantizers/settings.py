@@ -156,8 +156,9 @@ class Scheme(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """A quantization_config. file: that it is in. fields: those of `_FIELDS` that it has, and are
-    not null.
+    """A quantization_config.
+
+    file: that it is in. fields: those of `_FIELDS` that it has, and are not null.
     """
 
     file: str
@@ -176,9 +177,7 @@ class Settings(NamedTuple):
 
     @property
     def skipped(self) -> list[str]:
-        """The names and patterns of modules that are not quantized, under any of the programs'
-        keys.
-        """
+        """The names and patterns of modules that are not quantized, from any program's keys."""
         keys = [key for key, kind in _FIELDS.items() if kind is _NAMES]
         return [name for key in keys for name in self.fields.get(key, [])]
 
@@ -192,8 +191,9 @@ def is_quantized(config: PretrainedConfig, folder: Path) -> bool:
 
 
 def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> Settings | None:
-    """Remove a quantization_config from a model's configuration and return it; None if the model is
-    not quantized.
+    """Remove a quantization_config from a model's configuration and return it.
+
+    None if the model is not quantized.
 
     folder: the model's, whose hf_quant_config.json counts if config.json has nothing. Raises
     UserError for a value of a wrong type.
@@ -218,8 +218,9 @@ def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> S
 
 
 def _take(config: PretrainedConfig, key: str) -> Any:
-    """The value of a key, which the configuration loses: the model is built with plain layers,
-    which ours replace.
+    """Remove a key from the configuration and return its value.
+
+    The model is then built with plain layers, which ours replace.
     """
     value = vars(config).get(key)
     if key in vars(config):

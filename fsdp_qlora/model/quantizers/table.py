@@ -18,8 +18,9 @@ from fsdp_qlora.model.quantizers.routed import is_transposed
 
 
 class Quantizer(NamedTuple):
-    """The classes that replace linear layers and experts. experts: None if the quantizer does not
-    support them.
+    """The classes that replace linear layers and experts.
+
+    experts: None if the quantizer does not support them.
     """
 
     linear: type[QuantizedLinear]
@@ -88,8 +89,9 @@ QUANTIZERS: dict[str, Quantizer] = {
 def quantize_layers(
     model: nn.Module, linears: Iterable[str], experts: Iterable[str], quantizer: str, **options: Any
 ) -> bool:
-    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones with these
-    `options`.
+    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones.
+
+    options: of the layers.
 
     Returns whether there were experts that the quantizer could replace.
     """
