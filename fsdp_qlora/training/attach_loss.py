@@ -93,7 +93,7 @@ def _token_losses(
             chunked_loss(reference.detach(), weight, bias, targets, form, shared, reduction="none")
         )
     if isinstance(reduction, Teacher) and reduction.with_nll:
-        # The usual loss beside the divergence is that of the model's own probabilities.
+        # The usual loss beside the divergence uses the model's own probabilities, unscaled.
         plain = form._replace(temperature=1.0)
         losses.append(chunked_loss(policy, weight, bias, targets, plain, shared, reduction="none"))
     return losses

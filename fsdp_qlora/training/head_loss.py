@@ -7,7 +7,7 @@ training/whole_logits.py takes the loss of the model's own logits.
 Suffixes of tensors, one letter for each dim:
 
     N  tokens with a target on this rank
-    C  tokens of a chunk; where ranks share a head, those of all these ranks, one rank after another
+    C  tokens of a chunk; where ranks share a head, the chunks of all of them, one after another
     H  hidden size
     V  vocabulary; where ranks share a head, the rows of it that this rank has
     E  new tokens whose rows of the head are trained
@@ -81,7 +81,7 @@ def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def logits_bytes(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Bytes of the logits that are there at a time for so many tokens, computed in `dtype`."""
+    """The most bytes that logits take at a time, computed in `dtype` for `num_tokens` tokens."""
     tokens = min(num_tokens, tokens_at_a_time(vocabulary, dtype))
     return tokens * vocabulary * _bytes_per_logit(dtype)
 
@@ -305,8 +305,8 @@ def _loss_of_chunk(
     """The tokens' losses and, with a scale, the gradient of their sum times it.
 
     Everything is in place: softmax in torch would need two more tensors of this size. The gradient
-    has the outputs' dtype and memory. Of a shared head the outputs are those of this rank's rows
-    for all ranks' tokens, and the losses are those of its own tokens.
+    has the outputs' dtype and memory. With a shared head, the outputs cover this rank's part of the
+    vocabulary for all ranks' tokens; the losses are for this rank's tokens.
     """
     form, vocabulary, entropies, _, weights_C = request
     is_learned = targets_C != -100
@@ -318,8 +318,8 @@ def _loss_of_chunk(
     logits_CV = form.logits(outputs_CV)
     slope = form.slope(logits_CV) if scale is not None else 1.0
     slope_of_target = slope[rows, columns] if isinstance(slope, Tensor) else slope
-    # exp(logit - top) cannot overflow. The top is that of all ranks' rows, so that their sums can
-    # be added up.
+    # exp(logit - top) cannot overflow. All ranks take the same top, so that their sums can be added
+    # up.
     top = vocabulary.largest(logits_CV.amax(dim=1, keepdim=True))
     # Taken before exp_, which overwrites the logits.
     of_target = torch.where(is_here, logits_CV[rows, columns] - top[:, 0], 0.0)

@@ -87,7 +87,7 @@ def train(
             if _is_no_longer_improving(trainer, progress):
                 break
             record = trainer.train_step(rows)
-            # All of `progress` is that of after this step before anybody can save it.
+            # `progress` describes the run after this step as a whole before it can be saved.
             usual_loss = progress.add_step(record)
             progress.stream = dict(rows.position)
             progress.loss_scale = trainer.loss_scale.state()
@@ -110,7 +110,8 @@ def train(
             # Making the next rows may take long, such as sampling answers: the heartbeat names it.
             trainer.heartbeat.beat(progress.step, "rows")
     except (NotFinite, RolloutError, RunStopped):
-        # The weights are those of the previous step, and worth keeping.
+        # The weights are fine: no update has followed the previous step. So they are saved before
+        # the run ends.
         observer.save(progress)
         raise
     observer.save(progress)

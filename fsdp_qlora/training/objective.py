@@ -288,7 +288,7 @@ class Policy(TokenMean):
 class Distillation(TokenMean):
     """The mean over target tokens of the divergence from a teacher.
 
-    With `sft_weight`, so many times the tokens' usual loss is added.
+    `sft_weight` times the tokens' usual loss is added to it.
     """
 
     def __init__(self, *args: Any) -> None:

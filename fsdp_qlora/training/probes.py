@@ -310,7 +310,7 @@ def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
-    """The difference of the second document's logits from those of it alone, as `_relative`."""
+    """The relative difference of the second document's logits from its logits alone."""
     model = probed.model.eval()
     first, second = probed.tokens().split(_LENGTHS)
     second = torch.cat([first[:num_shared], second[num_shared:]])

@@ -54,7 +54,7 @@ class TrainerOptions:
     """A name in SCHEDULES."""
     warmup_steps: int
     total_steps: int
-    """Steps of the run, those of the warm-up included."""
+    """Steps of the run, the warm-up included."""
     max_grad_norm: float
     """Gradients are clipped to this norm; inf for no clipping."""
     num_replicas: int
@@ -66,7 +66,7 @@ class TrainerOptions:
     eval_steps: int
     """Steps between two evaluations; 0 for none."""
     early_stopping: int
-    """End the run after so many evaluations in a row without a lower loss; 0 for no end."""
+    """Evaluations in a row without a lower loss after which the run ends; 0 for no such end."""
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: linear warm-up, then the schedule."""
@@ -203,7 +203,7 @@ class Trainer:
         torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
 
     def _exchange(self, step: int, measured: list[torch.Tensor]) -> _Exchanged:
-        """Share the step's numbers: its only communication besides those of forward and backward.
+        """Share the step's numbers: the only exchange besides those in forward and backward.
 
         It also carries the flags by which the ranks of `control` agree whether to stop or save.
         Only at its end does the host wait for the device, once in a step.
@@ -221,7 +221,7 @@ class Trainer:
         first_memory = first_flag + NUM_FLAGS
         self.control.agree(numbers[:, first_flag:first_memory])
         *totals, total_squared_norm = numbers[:, :first_flag].sum(dim=0).tolist()
-        # With replicas, each shard of the gradient is on so many ranks, and was counted as often.
+        # Every replica of the model has the whole gradient, which was counted once for each.
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas)
         return _Exchanged(totals, grad_norm / self.loss_scale.scale, numbers[:, first_memory:])
 

@@ -29,7 +29,7 @@ class SamplingOptions:
     seed: int = 0
     """The draws of a prompt depend on this seed and on the prompt's number only."""
     top_k: int = 0
-    """Draw only from so many of the most likely tokens; 0 for all."""
+    """The number of most likely tokens to draw from; 0 for all."""
     plain_logps: bool = False
     """Log-probabilities are the model's own, without the temperature and limits above."""
 

@@ -74,7 +74,7 @@ class Tasks:
 
         beating = model.register_forward_pre_hook(lambda *_: beat())
         options["task_manager"] = self._manager
-        # A rank whose answers have all ended goes on until those of all ranks have.
+        # A rank whose answers have all ended goes on until the other ranks' have, too.
         options["gen_kwargs"] = {"synced_gpus": True}
         # All ranks would write all answers, which may differ by rounding.
         options["log_samples"] = False

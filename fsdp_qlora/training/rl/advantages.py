@@ -30,7 +30,7 @@ def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
             and gets 0.
         scale: "group", "batch" or "none": the standard deviation to divide by.
     """
-    # A group's mean and deviation are those of the answers with a reward.
+    # Only answers with a reward count in a group's mean and deviation.
     masked = np.ma.masked_invalid(rewards)
     gains = masked - masked.mean(axis=1, keepdims=True)
     if scale != "none":

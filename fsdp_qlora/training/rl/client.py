@@ -104,8 +104,8 @@ class Server:
                     contextlib.closing(kind(url.netloc, timeout=self._patience))
                 )
                 connection.connect()
-                # The connection's own timeout is that of each byte: a server that sends one now and
-                # then would never be too late. The timer ends the whole request.
+                # The connection's own timeout begins again with each byte: a server that sends one
+                # now and then would never be too late. The timer ends the whole request.
                 late = threading.Timer(self._patience, _end, [connection.sock])
                 stack.callback(late.cancel)
                 late.start()
@@ -166,7 +166,7 @@ class Server:
             pause = min(2 * pause, longest)
 
     def all_answers(self, count: int, ask: Callable[[int], T]) -> list[T]:
-        """Call `ask` `patiently` for each of so many requests, in threads.
+        """Call `ask` `patiently` for each of `count` requests, in threads.
 
         Raises:
             RolloutError: as `patiently`.

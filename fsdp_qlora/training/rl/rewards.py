@@ -82,9 +82,9 @@ def exact_match(completions: Sequence[Any], **columns: Any) -> list[float | None
 
 
 def number(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 if the last number of the answer is that of the right one, else 0.
+    """1 if the last number of the answer equals the last one of the right answer, else 0.
 
-    In GSM8K's answers it is behind ####.
+    In GSM8K's answers it follows ####.
     """
     values: list[float | None] = []
     for answer, right in _pairs(completions, columns):
@@ -111,9 +111,9 @@ def regex(pattern: str) -> Callable[..., list[float]]:
 
 
 def length(tokens: str) -> Callable[..., list[float]]:
-    """0 up to so many tokens, and then falling to -1 at twice as many.
+    """0 up to a number of tokens, then falling linearly to -1 at twice that number.
 
-    In the manner of the soft punishment of overlong answers of Yu et al. 2025, eq. 13.
+    In the manner of Yu et al. 2025, eq. 13, which punishes overlong answers softly.
     """
     most = int(tokens)
     if most < 1:

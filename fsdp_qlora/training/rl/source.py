@@ -63,7 +63,7 @@ def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
 
 
 def _by_token(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
-    """Numbers of completions' tokens as numbers of all tokens, 0 for those of prompts: [tokens]."""
+    """Spread values of completions' tokens over all tokens, [tokens]; prompts' tokens get 0."""
     parts = []
     for prompt, values_of_row in zip(prompts, values, strict=True):
         numbers = np.array(values_of_row, np.float32)
@@ -116,8 +116,9 @@ class Rollouts:
     text_of: Callable[[list[int]], str]
     """Gives the text of an answer's tokens."""
     logprobs: Callable[..., np.ndarray] | None
-    """Gives log-probabilities of all tokens of a table under the weights that answered; None where
-    those of the step itself are as good.
+    """Gives log-probabilities of all tokens of a table under the weights that answered.
+
+    None where the step's own log-probabilities are as good.
     """
     scale_rewards: str
     """As the option."""
