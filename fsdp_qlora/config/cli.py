@@ -1,5 +1,4 @@
-"""Command line and YAML file -> `TrainConfig`: defaults, then the file of `--config`, then the
-flags.
+"""Reads `TrainConfig` from defaults, then the YAML file of `--config`, then the flags.
 
 The text of a YAML value is converted like a flag's value. So `lr: 2e-4`, which YAML 1.1 reads as a
 string, is a number here, and a misspelled choice is an error in both places.
@@ -9,7 +8,6 @@ string, is a number here, and a misspelled choice is an error in both places.
 
 import contextlib
 import difflib
-import itertools
 import os
 import shutil
 import textwrap
@@ -55,21 +53,18 @@ def parse_options(
     """Read the options of a run; returns them, and the names of those that were given.
 
     Args:
-        argv: the arguments after the program's name. result: the config.yaml of a result, or the
-        options that another file of it has; those in `argv` win. Only
-            RESULT_OPTIONS are read from it.
+        argv: the arguments after the program's name.
+        result: the config.yaml of a result, or the options that another file of it has; those in
+            `argv` win. Only RESULT_OPTIONS are read from it.
         notes: gets a line for each older name of an option that was given.
     Raises:
         UserError: lists every unknown option, unreadable value and impossible combination at once.
         SystemExit: with status 0, after `--help`.
     """
-    if {"--help", "-h"} & {*argv}:
-        _print_help(
-            next(
-                (after for word, after in itertools.pairwise(argv) if word in ("--help", "-h")), ""
-            )
-        )
-        raise SystemExit(0)
+    for index, word in enumerate(argv):
+        if word in ("--help", "-h"):
+            _print_help("".join(argv[index + 1 : index + 2]))
+            raise SystemExit(0)
     errors: list[str] = []
     flags = _split(argv, errors)
     settings = _read_result(result, errors)
@@ -80,8 +75,11 @@ def parse_options(
     for name, values in flags.items():
         if name not in _KNOWN:
             errors.append(f"Unknown option --{name}{_advice(name, _AS_FLAG, ''.join(values[:1]))}")
-        elif words := values or ["true"] * (name in OLDER or _is_switch(name)):
-            named_options.append(Setting(f"--{name}", name, words))
+        elif values:
+            named_options.append(Setting(f"--{name}", name, values))
+        elif name in OLDER or _is_switch(name):
+            # a switch without a value is on, also one of the 2024 program
+            named_options.append(Setting(f"--{name}", name, ["true"]))
         else:
             errors.append(f"--{name}: expected a value.")
     settings += translate(named_options, errors, [] if notes is None else notes)
@@ -92,8 +90,9 @@ def parse_options(
 def options_of(
     base: TrainConfig | str | Path | None, options: Mapping[str, object]
 ) -> tuple[TrainConfig, Collection[str]]:
-    """Read the options of a run from Python values, by the rules and with the messages of the
-    command line.
+    """Read the options of a run from Python values.
+
+    The rules and the messages are those of the command line, because values become its text first.
 
     Args:
         base: options that those in `options` replace: a YAML file, a name of `shipped_configs`, or
@@ -117,11 +116,11 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
     if isinstance(result, Path):
         settings = _read_yaml(result, errors, is_result=True)
     else:
-        told = result or {}
-        settings = settings_of(
-            {name: told[name] for name in RESULT_OPTIONS if name in told}, "its "
-        )
-    # A template's name, or else a file of this machine.
+        stored = result or {}
+        described = {name: stored[name] for name in RESULT_OPTIONS if name in stored}
+        settings = settings_of(described, "its ")
+    # A prompt_template is a name or a file, and a stranger's result must not choose a file to read
+    # on this machine.
     return [
         setting
         for setting in settings
@@ -135,36 +134,43 @@ def is_option(name: str) -> bool:
 
 
 def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored options of a run, which an earlier version may have written: an option that it did
-    not have is at its default.
+    """The stored options of a run, which an earlier version may have written.
+
+    An option that it did not have is at its default.
     """
     return resolved_options(DEFAULTS) | dict(stored)
 
 
 def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]:
-    """Options as they would be given on the command line. None leaves an option that is never None
-    at its default.
+    """Options as they would be given on the command line.
+
+    None leaves an option at its default if the option cannot be None.
 
     Args:
         place: what the names of the options in messages begin with.
     """
     settings = []
-    for name in [name for name in options if name in _KNOWN]:
-        value = options[name]
-        items = value if isinstance(value, (list, tuple)) else [value]
-        words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items] or [
-            "none"
-        ]
-        if value is not None or type(None) in get_args(_HINTS.get(name)):
-            settings.append(Setting(f"{place}{name}", name, ["none"] if value is None else words))
+    for name, value in options.items():
+        may_be_none = type(None) in get_args(_HINTS.get(name))
+        if name in _KNOWN and (value is not None or may_be_none):
+            settings.append(Setting(f"{place}{name}", name, _words_of_value(value)))
     return settings
 
 
+def _words_of_value(value: object) -> list[str]:
+    """A Python value as the words of the command line; `none` for None and for an empty list."""
+    if value is None:
+        return ["none"]
+    items = value if isinstance(value, (list, tuple)) else [value]
+    words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+    return words or ["none"]
+
+
 def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
-    # An option that is not known, or was not understood, may be what another one needs.
-    errors = [
-        cut(error) for error in ([*errors, *out_of_range(config)] if errors else check(config))
-    ]
+    # An option that is not known, or was not understood, may be what another one needs. So
+    # combinations are checked only if all options could be read.
+    errors = [*errors, *out_of_range(config)] if errors else check(config)
+    errors = [cut(error) for error in errors]
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
@@ -192,10 +198,10 @@ def _parse(values: list[str], hint: Any) -> object:
         items = [item.strip() for value in values for item in value.split(",")]
         if items == ["none"]:  # an empty list as `value_text` writes it
             return ()
-        named = [item for item in items if item]  # "a, b" in two words has an empty one
-        if items and not named:
+        not_empty = [item for item in items if item]  # "a, b" in two words has an empty one
+        if items and not not_empty:
             raise ValueError(f"expected one value or more, or none, got {' '.join(values)!r}")
-        return tuple(_parse_one(item, get_args(hint)[0]) for item in named)
+        return tuple(_parse_one(item, get_args(hint)[0]) for item in not_empty)
     if len(values) != 1:
         raise ValueError(f"expected one value, got {len(values)}: {' '.join(values)}")
     return _parse_one(values[0], hint)
@@ -217,6 +223,7 @@ def _one_of_types(text: str, hint: Any) -> object:
         return None
     if len(members) == 1:
         return _parse_one(text, members[0])
+    # in the order of the type: a word of a Literal before a number, a whole number before a float
     for member in members:
         with contextlib.suppress(ValueError):
             return _parse_one(text, member)
@@ -239,11 +246,11 @@ def _choice(text: str, choices: tuple[str, ...]) -> str:
 
 
 def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
-    """The end of a sentence on an option that does not exist: what to give instead, where that is
-    known.
+    """The end of a sentence on an option that does not exist: what to give instead, if known.
 
     Args:
-        forms: how options are written there. value: that was given; "" for none.
+        forms: how an option is written there, alone and with a value. value: the one that was
+        given; "" for none.
     """
     turned_off = name.removeprefix("no_")
     if turned_off != name and _is_switch(turned_off):
@@ -256,7 +263,9 @@ def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
         advice = advise(close[0], value) or Advice(close[0])
     if advice.reason:
         return f": {advice.reason}."
-    return f"; did you mean {forms[bool(advice.value)].format(advice.option, advice.value)}?"
+    alone, with_value = forms
+    suggested = with_value if advice.value else alone
+    return f"; did you mean {suggested.format(advice.option, advice.value)}?"
 
 
 def _is_switch(name: str) -> bool:
@@ -306,12 +315,9 @@ def _words(value: yaml.Node) -> list[str] | None:
         return [value.value]
     if not isinstance(value, yaml.SequenceNode):
         return None
-    items = value.value
-    return (
-        [item.value for item in items]
-        if all(isinstance(item, yaml.ScalarNode) for item in items)
-        else None
-    )
+    if not all(isinstance(item, yaml.ScalarNode) for item in value.value):
+        return None
+    return [item.value for item in value.value]
 
 
 def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
@@ -320,12 +326,9 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         # twice.
         root = yaml.compose(read_named(path, _MOST_BYTES).decode(), Loader=yaml.SafeLoader)
     except OSError as error:
-        names = ", ".join(shipped_configs())
-        hint = (
-            (f" It is no file, and not one of {names} either.")
-            if isinstance(error, FileNotFoundError)
-            else ""
-        )
+        hint = ""
+        if isinstance(error, FileNotFoundError):
+            hint = f" It is no file, and not one of {', '.join(shipped_configs())} either."
         raise UserError(f"--config {path}: cannot read it: {error.strerror}.{hint}") from error
     except UnicodeError as error:  # of the content, or of the name
         raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error
@@ -372,29 +375,30 @@ def _split(argv: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
         elif words is not None:
             words.append(word)
         else:
-            option = (
-                "config"
-                if word in shipped_configs() or word.endswith((".yaml", ".yml"))
-                else "dataset"
-            )
-            hint = f" Did you mean --{option} {word}?" if option == "config" or "." in word else ""
+            hint = ""
+            if word in shipped_configs() or word.endswith((".yaml", ".yml")):
+                hint = f" Did you mean --config {word}?"
+            elif "." in word:  # a file of rows, such as rows.jsonl
+                hint = f" Did you mean --dataset {word}?"
             errors.append(f"Unexpected argument {word!r}: options are given as --name value.{hint}")
     return flags
 
 
 def _print_help(group: str) -> None:
-    """Print the options on rank 0. group: the one whose options are shown; all if there is none of
-    this name.
+    """Print the options on rank 0.
+
+    group: the heading whose options are shown; all if there is none of this name.
     """
     groups = option_help()
     lines = [_DESCRIPTION % ", ".join(groups)]
     width = min(shutil.get_terminal_size().columns, 120)
-    for heading in [heading for heading in groups if heading == group] or groups:
+    for heading in [group] if group in groups else groups:
         lines.append(f"{heading}:")
         for name, text in groups[heading].items():
             described = f"{text} (default: {value_text(getattr(DEFAULTS, name))})"
             lines.append(f"  --{name} {type_text(_HINTS[name])}")
             lines.append(textwrap.indent(textwrap.fill(described, width - 6), " " * 6))
         lines.append("")
+    # torchrun starts this on every rank, and the device and ranks are not known yet
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(lines))

@@ -1,5 +1,6 @@
-"""The values and combinations of options that are refused before a model is read or a device is
-used.
+"""Refuses values and combinations of options before a model is read or a device is used.
+
+Each rule is a generator of messages, so that a user sees all errors of a command at once.
 """
 
 import importlib.util
@@ -38,6 +39,7 @@ def _changed(config: TrainConfig, *names: str) -> list[str]:
 
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
+    # auto and off are for every base: a cache that nothing fills does no harm
     options = _changed(c, "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
         options.append("quant_cache")
@@ -48,6 +50,7 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
         options = _changed(c, *names_marked(of_quantizer(quantizer)))
+        # by the table and not by `kind`, whose quantizer is already what --quant_type made of it
         if options and TRAIN_TYPES[c.train_type].quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield (
@@ -72,14 +75,14 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.lora_target_parameters and c.lora_dropout:
         yield (
             f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: "
-            "PEFT adapts experts "
-            "without dropout."
+            "PEFT adapts experts without dropout."
         )
     if c.lora_target_parameters and kind.adapter == "dora":
         yield (
             f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave "
             "out --lora_target_parameters."
         )
+    # modules_to_save trains copies of the modules whose rows add_tokens would change
     if c.add_tokens and c.modules_to_save:
         yield (
             "--add_tokens trains the rows of some tokens, and --modules_to_save those of all: "
@@ -126,11 +129,13 @@ def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
                 "--lora_target_modules: give one regular expression and nothing else, without "
                 f"commas; the value is {value}."
             )
-    elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
-        yield (
-            f"--lora_target_modules: {value} is neither a name nor a valid regular expression: "
-            f"{reason}."
-        )
+    elif targets and is_regex(targets[0]):
+        reason = _regex_error(targets[0])
+        if reason:
+            yield (
+                f"--lora_target_modules: {value} is neither a name nor a valid regular expression: "
+                f"{reason}."
+            )
 
 
 def _pattern_errors(
@@ -138,15 +143,15 @@ def _pattern_errors(
 ) -> Iterator[str]:
     for name, value in pairs(items):
         try:
-            good = 0 < to_number(value) < math.inf
+            is_valid = 0 < to_number(value) < math.inf  # NaN is neither
         except ValueError:
-            good = False
-        if not name or not good:
-            yield (
-                f"--{option} needs name=number with {allowed}, but has "
-                f"{name + '=' * bool(value) + value!r}."
-            )
-        elif reason := _regex_error(name):
+            is_valid = False
+        if not name or not is_valid:
+            item = f"{name}={value}" if value else name
+            yield f"--{option} needs name=number with {allowed}, but has {item!r}."
+            continue
+        reason = _regex_error(name)
+        if reason:
             yield f"--{option}: {name} is not a valid regular expression: {reason}."
 
 
@@ -160,13 +165,17 @@ def _regex_error(pattern: str) -> str | None:
 
 def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     chosen = OBJECTIVES[c.objective]
-    everything = dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
-    for name in _changed(c, *everything):  # records of runs have defaults in words
-        if name not in chosen.options and getattr(c, name) != DEFAULTS.objective_settings.get(name):
-            takers = ", ".join(
-                objective for objective, other in OBJECTIVES.items() if name in other.options
+    options_of_any = dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
+    for name in _changed(c, *options_of_any):
+        # The record of a run has beta and loss_type as the objective decided them. They are no
+        # change where they are what the default objective decides.
+        is_decided = getattr(c, name) == DEFAULTS.objective_settings.get(name)
+        if name not in chosen.options and not is_decided:
+            takers = [other for other, row in OBJECTIVES.items() if name in row.options]
+            yield (
+                f"--objective {c.objective} does not take --{name}, which is for "
+                f"{', '.join(takers)}."
             )
-            yield f"--objective {c.objective} does not take --{name}, which is for {takers}."
     if c.loss_type not in ("auto", *chosen.loss_types):
         yield (
             f"--objective {c.objective} has no --loss_type {c.loss_type}, but "
@@ -181,12 +190,9 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.precompute_reference and (not c.has_reference or c.distills):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
-    if (
-        not c.teacher
-        and (unused := _changed(c, "teacher_adapter", "teacher_url", "top_k"))
-        and c.distills
-    ):
-        yield f"{_flags(unused)}: these are for --teacher NAME."
+    of_teacher = _changed(c, "teacher_adapter", "teacher_url", "top_k")
+    if of_teacher and c.distills and not c.teacher:
+        yield f"{_flags(of_teacher)}: these are for --teacher NAME."
     is_rated = c.rating_threshold is not None
     formats = ("rating", "ratings")
     if is_rated and chosen.row_kind not in (PAIRS, LABELS):
@@ -201,19 +207,19 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.row_kind == TEXTS:
         return
-    more = _changed(c, "modules_to_save", "add_tokens")
-    if more or not c.kind.adapter:
-        what = _flags(more) or f"--train_type {c.train_type}"
+    # The reference, where there is one, is the model without its adapter: all else must stay.
+    trained_too = _changed(c, "modules_to_save", "add_tokens")
+    if trained_too or not c.kind.adapter:
+        refused = _flags(trained_too) or f"--train_type {c.train_type}"
         yield (
             f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used "
-            f"with {what}."
+            f"with {refused}."
         )
     if c.keeps_start and c.kind.adapter == "dora":
         yield (
             f"--objective {c.objective} compares with the adapter that training starts from, which "
-            "is kept once more "
-            "for LoRA alone: merge it into the base first, or take an objective without a "
-            "reference (cpo, simpo, orpo)."
+            "is kept once more for LoRA alone: merge it into the base first, or take an objective "
+            "without a reference (cpo, simpo, orpo)."
         )
     if c.teaches_itself and (c.batching == "padded" or c.context_parallel_size != 1):
         yield (
@@ -232,6 +238,7 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--objective {c.objective} needs --rewards: functions that score the completions, "
             "such as exact_match."
         )
+    # an address without user and password
     for name in _changed(c, "rollout_url", "teacher_url"):
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
             yield f"--{name} is {getattr(c, name)!r}; give one such as http://localhost:8000."
@@ -270,12 +277,12 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both choose the evaluation rows. Give one."
-    need_rows = {
+    reasons = {
         "eval_steps": "needs rows to measure on",
         "sample_prompts": "are answered at each evaluation",
+        "eval_tasks": "are measured at each evaluation",
     }
-    need_rows |= {"eval_tasks": "are measured at each evaluation"}
-    for name, reason in need_rows.items():
+    for name, reason in reasons.items():
         if getattr(c, name) and not c.eval_dataset and c.eval_fraction == 0:
             yield f"--{name} {reason}: give --eval_fraction (such as 0.05) or --eval_dataset."
     if c.eval_tasks and not importlib.util.find_spec("lm_eval"):
@@ -288,16 +295,24 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _place_errors(c: TrainConfig) -> Iterator[str]:
-    """A URL would silently become a folder of this machine, with a password as its name."""
-    folders = ("output_dir", "resume", "quant_cache", "adapter")
-    places = dict.fromkeys(folders) | {"resume": c.start_from}
-    errors = [folder_error(name, place or getattr(c, name) or "") for name, place in places.items()]
+    """Folders that are URLs, and names that are no repository of the hub.
+
+    A URL would silently become a folder of this machine, with a password as its name.
+    """
+    folders = {
+        "output_dir": c.output_dir,
+        "resume": c.start_from or c.resume,
+        "quant_cache": c.quant_cache,
+        "adapter": c.adapter or "",
+    }
+    errors = [folder_error(name, folder) for name, folder in folders.items()]
     yield from filter(None, [*errors, mirror_error(c.mirror or "")])
-    for name in ("base_name", "push_to_hub"):
-        value = getattr(c, name)
-        if value is not None and not is_repository(
-            value.removesuffix(PUBLIC if name == "push_to_hub" else "")
-        ):
+    repositories = {"base_name": c.base_name, "push_to_hub": c.push_to_hub}
+    for name, value in repositories.items():
+        if value is None:
+            continue
+        repository = value.removesuffix(PUBLIC) if name == "push_to_hub" else value
+        if not is_repository(repository):
             yield f"--{name} is {value!r}, but a name on the hub is OWNER/NAME."
 
 
@@ -314,17 +329,18 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _text_errors(c: TrainConfig) -> Iterator[str]:
-    """Text that is not UTF-8, which Python keeps as lone surrogates, and null characters: they
-    would fail only when a file is written.
+    """Text with null characters, or that is not UTF-8: it would fail only when a file is written.
+
+    Python keeps bytes of arguments that are not UTF-8 as lone surrogates.
     """
     for name, value in vars(c).items():
         for text in value if isinstance(value, tuple) else [value]:
-            if (
-                isinstance(text, str)
-                and text.encode(errors="replace").decode().replace("\0", "") != text
-            ):
-                what = "has a null character" if "\0" in text else "is not UTF-8 text"
-                yield f"--{name} {what}: {text[:80]!a}. Give the file or folder another name."
+            if not isinstance(text, str):
+                continue
+            writable = text.encode(errors="replace").decode().replace("\0", "")
+            if writable != text:
+                fault = "has a null character" if "\0" in text else "is not UTF-8 text"
+                yield f"--{name} {fault}: {text[:80]!a}. Give the file or folder another name."
 
 
 def _flags(names: list[str]) -> str:

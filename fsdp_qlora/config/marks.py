@@ -1,6 +1,4 @@
-"""Annotations of an option's type in `TrainConfig`: the limit of its value, and marks for its
-properties.
-"""
+"""Annotations of an option's type: the limit of its value, and marks for its properties."""
 
 import math
 import re
@@ -30,9 +28,7 @@ OF_ADAPTER = Mark("is for train types with an adapter", is_of_result=True)
 
 
 def of_quantizer(name: str | None) -> Mark:
-    """An argument of that quantizer's layers, by the same name; for train types with that
-    quantizer.
-    """
+    """A mark for options that the layers of one quantizer take, under the same name."""
     return Mark(f"is for the quantizer {name}", is_of_result=True)
 
 
@@ -66,6 +62,8 @@ def one_of_names(names: Iterable[str]) -> Limit:
     return Limit(lambda value: value in choices, f"one of {', '.join(choices)}", choices)
 
 
+# A limit sees the converted value: None where the option may be left out, a text where it may be a
+# word such as auto. NaN passes no comparison, so each of these refuses it.
 NOT_EMPTY = Limit(bool, "given")
 POSITIVE = Limit(lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
 PLANNABLE = Limit(lambda value: value is None or 0 < value <= 1e9, "above 0 and at most 1e9")
@@ -83,6 +81,7 @@ SWITCH_OR_COUNT = Limit(
     lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number"
 )
 SHARE = between(0, 1)
+# 1 is one step and 1.0 all of them, so the type decides and not the size
 SHARE_OR_STEPS = Limit(
     lambda value: value >= 0 if isinstance(value, int) else 0 <= value <= 1,
     "a share from 0.0 to 1.0, or a number of steps",
@@ -107,10 +106,12 @@ REPLACE = ":replace"  # behind a value of --resume
 
 
 def save_times(save_every: Sequence[str]) -> tuple[int, float]:
-    """Read --save_every: the optimizer steps and the minutes between two checkpoints,
-    0 for never.
-    """
-    matches = [match for word in save_every if (match := _SAVE_TIME.fullmatch(word))]
-    return sum(int(match["steps"] or 0) for match in matches), sum(
-        float(match["minutes"] or 0) for match in matches
-    )
+    """Read --save_every: optimizer steps and minutes between two checkpoints, 0 for never."""
+    steps = 0
+    minutes = 0.0
+    for word in save_every:
+        match = _SAVE_TIME.fullmatch(word)
+        if match:
+            steps += int(match["steps"] or 0)
+            minutes += float(match["minutes"] or 0)
+    return steps, minutes

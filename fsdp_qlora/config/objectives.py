@@ -1,5 +1,4 @@
-"""The objectives of `--objective`: what a row is, and how its loss follows from the
-log-probabilities of its answers.
+"""The objectives of `--objective`: their rows, and losses of log-probabilities of answers.
 
 The functions use methods of tensors alone, so that the options can name the table without importing
 torch. Names and defaults are TRL's, where it has them. R is the number of rows (pairs) of a
@@ -62,6 +61,7 @@ class LossSettings:
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    # -log(1 + exp(-x)); logaddexp does not overflow where exp(-x) would
     return -(-x).logaddexp(x.new_zeros(()))
 
 
@@ -81,11 +81,14 @@ def hinge(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
 
 
 def robust(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
-    """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al.
-    2024).
+    """Robust DPO (Chowdhury et al. 2024).
+
+    It is unbiased if the share `label_smoothing` of the pairs is the wrong way round.
     """
     x = s.beta * margin
     flipped = s.label_smoothing
+    # Its expectation over flips is the loss of the true pairs. At 0.5 the labels say nothing, which
+    # is why label_smoothing stays below.
     return (flipped * log_sigmoid(-x) - (1 - flipped) * log_sigmoid(x)) / (1 - 2 * flipped)
 
 
@@ -95,8 +98,8 @@ LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_nor
 class LogProbs(NamedTuple):
     """Log-probabilities of R answers, each tensor float32 [R].
 
-    policy, reference: the sum over the answer's tokens; 0 where there is no reference. tokens: how
-    many.
+    policy, reference: the sum over the answer's tokens; 0 where there is no reference. tokens:
+    their number.
     """
 
     policy: torch.Tensor
@@ -172,8 +175,9 @@ class Objective:
 
 
 def margin_loss(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Loss of the difference between chosen and rejected log-ratios; sigmoid_norm takes their means
-    over tokens.
+    """The loss of the difference between chosen and rejected log-ratios.
+
+    sigmoid_norm takes their means over tokens.
     """
     score = LogProbs.mean_ratio if s.loss_type == "sigmoid_norm" else LogProbs.ratio
     return LOSS_TYPES[s.loss_type](score(x.chosen) - score(x.rejected), s)
@@ -190,19 +194,24 @@ def simpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
 
 
 def orpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Hong et al. 2024, eq. 7: of the odds p / (1 - p) for p the geometric mean of an answer's
-    probabilities.
+    """Hong et al. 2024, eq. 7: the ratio of the odds p / (1 - p) of both answers.
+
+    p is the geometric mean of an answer's probabilities.
     """
-    odds = [
-        side.mean_ratio() - side.mean_ratio().expm1().neg().log() for side in (x.chosen, x.rejected)
+    # Without a reference mean_ratio is log p. expm1, as 1 - exp would round to 0 for p near 1.
+    log_odds = [
+        answer.mean_ratio() - answer.mean_ratio().expm1().neg().log()
+        for answer in (x.chosen, x.rejected)
     ]
-    return -s.beta * log_sigmoid(odds[0] - odds[1])
+    return -s.beta * log_sigmoid(log_odds[0] - log_odds[1])
 
 
 def kto(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the
-    wrong side.
+    """Ethayarajh et al. 2024, eq. 8.
+
+    The loss grows with the distance of an answer's log-ratio from the divergence on the wrong side.
     """
+    # 2 * desired - 1 is +1 for a desired answer and -1 for another
     distance = (2 * x.desired - 1) * s.beta * (x.chosen.ratio() - x.divergence)
     weight = x.desired * s.kto_weights[0] + (1 - x.desired) * s.kto_weights[-1]
     return weight * (1 - distance.sigmoid())
@@ -221,19 +230,26 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
     The rounding of the run's own model is only measured, as by TRL: where the old log-probabilities
     are the step's, weights would add the noise of its dropout.
     """
+    # one number is for both sides
     low = s.epsilon[0]
     high = s.epsilon[-1]
     ratio = (x.logps - x.old_logps).exp()
     loss = -(ratio * x.advantages).minimum(ratio.clamp(1 - low, 1 + high) * x.advantages)
+    # A clipped token has no gradient: the minimum takes the constant where the ratio has already
+    # moved in the advantage's direction.
     is_low = (ratio < 1 - low) & (x.advantages < 0)
     is_high = (ratio > 1 + high) & (x.advantages > 0)
-    metrics = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
-    metrics = {f"clip_ratio/{name}": values.float() for name, values in metrics.items()}
+    metrics = {
+        "clip_ratio/low_mean": is_low.float(),
+        "clip_ratio/high_mean": is_high.float(),
+        "clip_ratio/region_mean": (is_low | is_high).float(),
+    }
     mismatch = x.old_logps - x.sampled_logps
     weight = mismatch.exp().clamp(max=MOST_CORRECTED)
     metrics["sampling/importance_sampling_ratio/mean"] = weight
     metrics["sampling/sampling_logp_difference/mean"] = mismatch.abs()
-    loss = loss * weight if s.rollout_url else loss
+    if s.rollout_url:
+        loss = loss * weight
     if x.reference is not None:
         difference = x.reference - x.logps
         # Schulman 2020, k3; times the ratio it has the gradient of the divergence itself

@@ -35,11 +35,10 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
     def kind(self) -> TrainType:
         """The adapter, quantizer and trained part that `train_type` means."""
         kind = TRAIN_TYPES[self.train_type]
-        return (
-            kind._replace(quantizer=QUANT_TYPES[self.quant_type])
-            if kind.quantizer == "bnb_4bit"
-            else kind
-        )
+        # bnb_4bit in the table stands for all quantizers of --quant_type
+        if kind.quantizer == "bnb_4bit":
+            return kind._replace(quantizer=QUANT_TYPES[self.quant_type])
+        return kind
 
     @property
     def has_reference_beside(self) -> bool:
@@ -67,9 +66,8 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
 
     @property
     def hang_seconds(self) -> float:
-        """The limit of waits for servers and reward functions: `hang_minutes`, as far as a clock
-        can wait.
-        """
+        """The limit of waits for servers and reward functions."""
+        # 0 minutes are no limit. A clock cannot wait forever, so no limit is 10 million seconds.
         return min(60 * self.hang_minutes or math.inf, 1e7)
 
     @property
@@ -79,7 +77,8 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
 
     @property
     def keeps_start(self) -> bool:
-        """Whether the first adapter is kept once more: a reference is more than the base here."""
+        """Whether the first adapter is kept once more, as a reference other than the base."""
+        # An adapter with B = 0 adds nothing, so that a reference without it is the start.
         return self.has_reference_beside and (
             self.adapter is not None or self.init_lora_weights != "true"
         )
@@ -88,7 +87,8 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
     def start_from(self) -> str:
         """Where `resume` starts: auto, off or a folder."""
         start = self.resume.removesuffix(REPLACE)
-        return "off" if start.lower() in ("no", "false") else start  # as YAML spells it
+        # YAML 1.1 spells off as no and false, too
+        return "off" if start.lower() in ("no", "false") else start
 
     @property
     def is_preview(self) -> bool:
@@ -100,11 +100,10 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         """`lr`, or what suits the train type and the objective where it is not given."""
         if self.lr is not None:
             return self.lr
-        return (
-            1e-5
-            if self.kind.trains == "all" or not (self.objective == "sft" or self.distills)
-            else 2e-4
-        )
+        learns_texts = self.objective == "sft" or self.distills
+        if self.kind.trains == "all" or not learns_texts:
+            return 1e-5
+        return 2e-4
 
     @property
     def longest_row(self) -> int:
@@ -114,8 +113,11 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
     @property
     def row_kind(self) -> RowKind:
         """The kind of rows that the objective learns from."""
-        own = OBJECTIVES[self.objective].row_kind
-        return own if not self.teacher else PROMPTS if own.is_sampled else TEXTS
+        row_kind = OBJECTIVES[self.objective].row_kind
+        if not self.teacher:
+            return row_kind
+        # Another model as the teacher reads the student's prompt: rows have no second document.
+        return PROMPTS if row_kind.is_sampled else TEXTS
 
     @property
     def teaches_itself(self) -> bool:
@@ -131,22 +133,22 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         """The options that belong together, as the dataclass that a library function takes.
 
         Args:
-            cls: a dataclass; each field that is not in `others` is the option of that name. prefix:
-            what the options' names begin with and the fields' do not; an option without it is taken
-            where
-                there is none with it.
+            cls: a dataclass; each field that is not in `others` is the option of that name.
+            prefix: text before the options' names that the fields do not have; an option without
+                it is taken where there is none with it.
         Raises:
             AttributeError: a field is no option and not given, even if it has a default.
         """
         names = [field.name for field in fields(cls) if field.init and field.name not in others]  # type: ignore[arg-type]
-        option_of = {
-            name: prefix + name if hasattr(self, prefix + name) else name for name in names
-        }
-        return cls(**{name: getattr(self, option) for name, option in option_of.items()}, **others)
+        for name in names:
+            option = prefix + name if hasattr(self, prefix + name) else name
+            others[name] = getattr(self, option)
+        return cls(**others)
 
 
 DEFAULTS = TrainConfig()
 
+# once, because it evaluates the annotations of all fields
 _HINTS = get_type_hints(TrainConfig, include_extras=True)
 
 
@@ -174,6 +176,9 @@ LIMITS = {name: mark for name in _HINTS for mark in marks_of(name) if isinstance
 
 
 def option_types() -> dict[str, Any]:
-    """Option -> its type, without marks; that of a name out of a table is a Literal."""
+    """Option -> its type, without marks; the type of a name out of a table is a Literal."""
     types = get_type_hints(TrainConfig)
-    return types | {name: Literal[limit.choices] for name, limit in LIMITS.items() if limit.choices}
+    for name, limit in LIMITS.items():
+        if limit.choices:
+            types[name] = Literal[limit.choices]
+    return types

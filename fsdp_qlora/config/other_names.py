@@ -35,9 +35,9 @@ class Setting(NamedTuple):
 class Older(NamedTuple):
     """The meaning of an option of the 2024 program now.
 
-    option: its name now, "" if there is none, for the reason. words: value then -> value now, ""
-    for the default. prefix: comes before the value now. wins: over the option's own name, if that
-    is given too. unset: values that were the default, of which nothing is said.
+    option: its name now, "" if there is none, for the `reason`. words: value then -> value now, ""
+    for the default. prefix: text before the value now. wins: whether it wins over the option's own
+    name, if that is given too. unset: values that were the default, which need no message.
     """
 
     option: str = ""
@@ -50,7 +50,8 @@ class Older(NamedTuple):
     def now(self, text: str) -> str:
         """The value now. Raises ValueError if the older option does not have this value."""
         if not self.words:
-            return self.prefix + (text.replace(",", " ") if self.prefix else text)
+            # behind a prefix the text is one item of a list, which a comma would divide
+            return self.prefix + text.replace(",", " ") if self.prefix else text
         word = str(SWITCH.get(text.lower(), text)).lower()
         if word not in self.words:
             raise ValueError(f"expected {' or '.join(self.words)}, got {text!r}")
@@ -65,9 +66,11 @@ def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) 
     """
     options = {setting.name: setting for setting in settings if not is_older(setting)}
     older = {setting.name: setting for setting in settings if is_older(setting)}
-    for name in [name for name in OLDER if name in older]:
+    # in the order of the table, so that notes and lists do not depend on the order of the flags
+    for name, row in OLDER.items():
+        if name not in older:
+            continue
         setting = older[name]
-        row = OLDER[name]
         if setting.text.lower() in row.unset:
             continue
         if not row.option:
@@ -133,8 +136,10 @@ OLDER |= {
 
 
 class Advice(NamedTuple):
-    """option: the one here. value: its value, "" if it is the same as there. reason: why there is
-    no option instead.
+    """The option here in place of another program's option.
+
+    option: the one here. value: its value, "" if it is the same as there. reason: why there is no
+    such option.
     """
 
     option: str = ""
@@ -146,7 +151,7 @@ def advise(name: str, value: str = "") -> Advice | None:
     """Find the option here that another program's option is; None if it is not known.
 
     Args:
-        value: as it is given there; "" if it is given without one.
+        value: as it is given there; "" if it is given without one, which switches something on.
     """
     if name in _NOT_HERE:
         return Advice(reason=_NOT_HERE[name])

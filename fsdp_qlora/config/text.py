@@ -1,6 +1,4 @@
-"""Options as text: their help, the stored options of a run, and the YAML files that come with the
-program.
-"""
+"""Options as text: help, the stored options of a run, and the YAML files of the program."""
 
 import ast
 import inspect
@@ -100,10 +98,10 @@ def value_text(value: object) -> str:
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with defaults that other options decide; a dry run's are those of the
-    run it plans.
+    """All options of the run, with the defaults that other options decide.
 
-    For files, logs and other machines: secrets are taken out.
+    For files, logs and other machines: secrets are taken out. A dry run has the options of the run
+    that it plans.
     """
     used = {"lr": config.learning_rate} | config.objective_settings | {"dry_run": False}
     return redact_values(stored_values(vars(config)) | used)
@@ -122,8 +120,9 @@ def resolved_yaml(config: TrainConfig) -> str:
 
 
 def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The stored options that identify a run, none of which is a path, and those of them that are
-    not the default.
+    """The stored options that identify a run, and those of them that are not the default.
+
+    None of them is a path, so that they can be published.
     """
     may_differ = names_marked(MAY_DIFFER)
     defaults = resolved_options(DEFAULTS)
@@ -145,12 +144,12 @@ def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
     """["q_proj=8"] -> [("q_proj", "8")]; without `=` the value is empty."""
-    return [
-        (name, value)
-        for name, _, value in (
-            item.rpartition("=") if "=" in item else (item, "", "") for item in items
-        )
-    ]
+    found = []
+    for item in items:
+        # at the last one: a name may be a regular expression, which may have = itself
+        name, equals, value = item.rpartition("=")
+        found.append((name, value) if equals else (item, ""))
+    return found
 
 
 def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
@@ -185,7 +184,7 @@ def _tokens_of_file(name: str) -> list[str]:
     return tokens
 
 
-ALL = ("all", "all-linear")  # PEFT says all-linear
+ALL = ("all", "all-linear")  # PEFT's word is all-linear
 
 
 def is_regex(name: str) -> bool:
@@ -199,7 +198,7 @@ _FOLDER = Path(__file__).resolve().parent.parent / "configs"
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name -> file."""
+    """The YAML files that come with the program, by their names."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
 
 

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class TrainType(NamedTuple):
-    """adapter: kind of adapter. quantizer: how the base is stored. trains: all, adapter or
-    new_blocks.
+    """The three choices of a train type.
 
-    quantizer: bnb_4bit in the table of train types stands for all of QUANT_TYPES.
+    adapter: kind of adapter. quantizer: how the base is stored; bnb_4bit in the table of train
+    types stands for all of QUANT_TYPES. trains: all, adapter or new_blocks.
     """
 
     adapter: str | None
