@@ -8,17 +8,16 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpoint.mirror import Store, fetch
+from fsdp_qlora.checkpoint.from_mirror import copied_run, take_from_mirror
+from fsdp_qlora.checkpoint.mirror import Store
 from fsdp_qlora.checkpoint.result import publish_with_room
 from fsdp_qlora.checkpoint.run_folder import (
     OR_START_OVER,
-    RUN_KEYS,
     StartRequest,
     check_usable,
     errors_explained,
@@ -31,6 +30,7 @@ from fsdp_qlora.checkpoint.run_folder import (
     refuse,
     remove_run,
 )
+from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.data.batches import schedule
 from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
@@ -52,35 +52,6 @@ _NOT_SEEN = (
 )
 # states of starts that ended without a request
 _FAILED = ("running", "failed", "out_of_memory", "hung")
-
-
-@dataclass(frozen=True)
-class Start:
-    """The point at which a run starts, the same on all ranks.
-
-    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress,
-    tensors: contents of the checkpoint's state.json. global_batch_size: rows per optimizer step.
-    used_seconds, reserve_seconds: see Budget. failed_starts: number of starts in a row that made no
-    progress. too_few: number of blocks that recomputed when a start last ran out of memory.
-    """
-
-    run_id: str
-    step: int = 0
-    folder: str | None = None
-    is_new: bool = True
-    is_finished: bool = False
-    global_batch_size: int | None = None
-    used_seconds: float = 0.0
-    reserve_seconds: float = 0.0
-    failed_starts: int = 0
-    too_few: int | None = None
-    progress: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def saved_step(self) -> int:
-        """The newest checkpoint in the run's own folder, -1 for none."""
-        return self.step if self.folder and not self.is_new else -1
 
 
 class RunFolder:
@@ -238,11 +209,11 @@ def choose_start(run: RunFolder) -> Start:
     """
     request = run.request
     mirror = run.mirror
-    copied = _copied_run(run)
+    copied = copied_run(mirror, run.path)
     has_started = _has_started(run.path, request)
     continues = has_started or request.resume == "auto"
     if mirror and copied and continues:
-        _take_from_mirror(run, mirror, copied)
+        take_from_mirror(mirror, copied, run.path, request, run.identity["facts"])
     if has_started:
         log.info(
             "The run in %s continues: a previous start has begun at --resume %s.",
@@ -379,65 +350,6 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
     """The time used by earlier starts in this folder, for `Budget`."""
     used, reserve = (float(status.get(key, 0.0)) for key in ("seconds", "reserve_seconds"))
     return {"used_seconds": used, "reserve_seconds": reserve}
-
-
-# --- the mirror ---
-
-
-def _copied_run(run: RunFolder) -> dict[str, Any]:
-    """The run.json of the run on the mirror; empty if there is none."""
-    mirror = run.mirror
-    if mirror is None:
-        return {}
-    try:
-        copied = mirror.run()
-    except OSError as error:
-        if not is_run(run.path):
-            raise UserError(
-                f"--mirror {mirror.name} cannot be reached ({error}), and it may hold checkpoints "
-                "of this run. Try "
-                "again, or leave the option out."
-            ) from error
-        log.warning(
-            "The mirror %s cannot be reached: %s. The run continues from its own folder.",
-            mirror.name,
-            error,
-        )
-        return {}
-    if copied and not set(RUN_KEYS) <= copied.keys():
-        raise UserError(
-            f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none."
-        )
-    return copied
-
-
-def _take_from_mirror(run: RunFolder, mirror: Store, copied: Mapping[str, Any]) -> None:
-    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir = run.path
-    is_here = is_run(run.path)
-    stored = read_run(output_dir) or copied
-    differences = run.differences(stored)
-    if differences and not is_here and not run.request.overwrite:
-        refuse(mirror.name, differences)
-    if differences or stored["run_id"] != copied["run_id"] or is_finished(output_dir):
-        return
-    newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
-    ahead = max(mirror.steps(), default=-1)
-    if is_here and ahead <= newest:
-        return
-    log.info(
-        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.",
-        mirror.name,
-        f"step {ahead}" if ahead >= 0 else "no checkpoint",
-        output_dir,
-        f"step {newest}" if newest >= 0 else "none",
-    )
-    if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
-        raise UserError(
-            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy "
-            "of one, or start from "
-            "zero with another --mirror, or with none."
-        )
 
 
 # --- a checkpoint ---

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fsdp_qlora.checkpoint.resume import Start
+from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked

@@ -12,9 +12,10 @@ from typing import Any
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint.mirror import Mirror
 from fsdp_qlora.checkpoint.progress import Progress
-from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.resume import RunFolder
 from fsdp_qlora.checkpoint.run_folder import Status
 from fsdp_qlora.checkpoint.saving import Saver
+from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import TrainConfig

@@ -14,8 +14,9 @@ import pytest
 
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.mirror import open_store
-from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.resume import RunFolder
 from fsdp_qlora.checkpoint.run_folder import StartRequest
+from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles

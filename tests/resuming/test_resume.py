@@ -17,8 +17,9 @@ from torch.distributed import HashStore
 from fsdp_qlora.checkpoint import checkpoint, resume
 from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.progress import Progress
-from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.resume import RunFolder
 from fsdp_qlora.checkpoint.run_folder import FACTS, StartRequest
+from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group

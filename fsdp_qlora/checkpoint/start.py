@@ -1,0 +1,36 @@
+"""The point at which a run starts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Start:
+    """The point at which a run starts, the same on all ranks. Rank 0 sends it as JSON."""
+
+    run_id: str
+    step: int = 0
+    folder: str | None = None
+    """The checkpoint to load; None for step 0."""
+    is_new: bool = True
+    """Whether nothing of an earlier start is kept."""
+    is_finished: bool = False
+    global_batch_size: int | None = None
+    """Rows per optimizer step with which the run was started; None for a new run."""
+    used_seconds: float = 0.0
+    """As in `Budget`."""
+    reserve_seconds: float = 0.0
+    """As in `Budget`."""
+    failed_starts: int = 0
+    """Starts in a row that made no progress."""
+    too_few: int | None = None
+    """Blocks that computed their inputs again when a start last ran out of memory."""
+    progress: dict[str, Any] = field(default_factory=dict)
+    """Of the checkpoint's state.json."""
+    tensors: dict[str, Any] = field(default_factory=dict)
+    """Of the checkpoint's state.json."""
+
+    @property
+    def saved_step(self) -> int:
+        """The newest checkpoint in the run's own folder, -1 for none."""
+        return self.step if self.folder and not self.is_new else -1
