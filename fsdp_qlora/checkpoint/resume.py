@@ -45,12 +45,12 @@ log = logging.getLogger("fsdp_qlora")
 _MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
 _NOT_SEEN = (
     "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Every rank writes its "
-    "part of a checkpoint "
-    "when whole modules are trained, or with an 8-bit optimizer: give an --output_dir on a file "
-    "system that all "
-    "machines share, or train an adapter without --modules_to_save and with another --optimizer."
+    "part of a checkpoint when whole modules are trained, or with an 8-bit optimizer: give an "
+    "--output_dir on a file system that all machines share, or train an adapter without "
+    "--modules_to_save and with another --optimizer."
 )
-# states of starts that ended without a request
+# States of starts that ended without a request. A start that was killed leaves "running": nothing
+# could write how it ended.
 _FAILED = ("running", "failed", "out_of_memory", "hung")
 
 
@@ -87,6 +87,7 @@ class RunFolder:
                     self.path,
                     overwrite=self.request.overwrite or _continues(self.path, self.request),
                 )
+        # Options are compared at once; the contents only when they are known, in `check_contents`.
         self._refuse_another_run({})
         with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
             yield self
@@ -106,9 +107,10 @@ class RunFolder:
             and not self.request.overwrite
         ):
             with errors_explained(self.path):
-                if is_run(self.path) and (
-                    changes := find_differences(read_run(self.path), facts, self.request)
-                ):
+                if not is_run(self.path):
+                    return
+                changes = find_differences(read_run(self.path), facts, self.request)
+                if changes:
                     refuse(self.path, changes)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
@@ -130,6 +132,8 @@ class RunFolder:
         Raises:
             UserError, RunStopped: see the function `choose_start`; the same error on all ranks.
         """
+        # The other ranks wait in the collective below, so an error is sent there, too: raised on
+        # rank 0 alone it would leave them waiting.
         answer: dict[str, Any] = {}
         self.identity = identity
         if self.ranks.is_rank_0:
@@ -173,6 +177,7 @@ class RunFolder:
                     self.path.mkdir(parents=True, exist_ok=True)
                     if not keep_run:
                         remove_run(self.path)
+                    # First of all files: if the process dies here, the next start finds its run.
                     write_json(
                         self.path / RUN, dict(identity) | {"started_from": self.request.resume}
                     )
@@ -182,6 +187,8 @@ class RunFolder:
                     )
                 except (OSError, TrainingError) as error:
                     raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
+        # Rank 0 has written run.json in the block above, which ends with a collective: a rank that
+        # does not find it is on another disk.
         with raise_on_all_ranks(UserError, self.ranks.device):
             if all_write and read_json(self.path / RUN).get("run_id") != identity["run_id"]:
                 raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
@@ -193,11 +200,11 @@ def _continues(output_dir: Path, request: StartRequest) -> bool:
         return False
     if request.resume == "auto" or _has_started(output_dir, request):
         return True
-    origin = request.origin
-    return origin is not None and output_dir.resolve() in (
-        origin.resolve(),
-        *origin.resolve().parents,
-    )
+    if request.origin is None:
+        return False
+    # --resume names the run's own folder, or a checkpoint in it.
+    origin = request.origin.resolve()
+    return output_dir.resolve() in (origin, *origin.parents)
 
 
 def choose_start(run: RunFolder) -> Start:
@@ -221,9 +228,12 @@ def choose_start(run: RunFolder) -> Start:
             request.resume,
         )
     if continues:
+        # A restart of the attempt that has replaced another run must not replace its own.
         start = _resume_folder(run, overwrite=request.overwrite and not has_started)
+    elif request.origin:
+        start = _start_from(run, request.origin)
     else:
-        start = _start_from(run, request.origin) if request.origin else Start(secrets.token_hex(4))
+        start = Start(secrets.token_hex(4))
     if mirror and copied and copied["run_id"] != start.run_id:
         if not request.overwrite:
             raise UserError(
@@ -268,13 +278,17 @@ def _resume_folder(run: RunFolder, *, overwrite: bool) -> Start:
             "output_dir %s holds %s. It is replaced (--resume auto:replace).", output_dir, content
         )
         return Start(secrets.token_hex(4))
-    return _keep_result(run) if was_finished else _continue(run)
+    if was_finished:
+        return _keep_result(run)
+    return _continue(run)
 
 
 def _keep_result(run: RunFolder) -> Start:
     """Leave a finished run as it is, or write its result again if it was lost."""
     stored = read_run(run.path)
-    difference = result_error(run.path) if stored["options"].get("save_model", True) else None
+    # Without save_model there is no result that could be lost.
+    saves = stored["options"].get("save_model", True)
+    difference = result_error(run.path) if saves else None
     if not difference:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     log.warning(
@@ -296,12 +310,12 @@ def _continue(run: RunFolder) -> Start:
     status = read_status(output_dir)
     checkpoint.remove_leftovers(root)
     start = _newest_whole(run, root)
-    if start is None and (status.get("saved_step", -1) >= 0 or status.get("state") == "finished"):
-        done = (
-            ("the run has finished")
-            if status.get("state") == "finished"
-            else (f"step {status['saved_step']} was saved")
-        )
+    was_finished = status.get("state") == "finished"
+    # To begin again would overwrite days of work whose disk is only not mounted.
+    if start is None and (status.get("saved_step", -1) >= 0 or was_finished):
+        done = "the run has finished"
+        if not was_finished:
+            done = f"step {status['saved_step']} was saved"
         raise UserError(
             f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? "
             f"Restore the checkpoints, {OR_START_OVER}"
@@ -315,6 +329,7 @@ def _continue(run: RunFolder) -> Start:
             output_dir,
         )
     # The number of starts in a row, up to the previous one, that ended before the next checkpoint.
+    # A person who starts it again may have removed the cause: only unattended starts are limited.
     made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
     failed_starts = int(status.get("deaths", 0)) + 1 if made_none else 0
     if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
@@ -329,13 +344,12 @@ def _continue(run: RunFolder) -> Start:
 def _give_up(
     output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int
 ) -> NoReturn:
+    reason = status.get("reason") or "none, it was killed (out of memory? see dmesg)"
     message = (
         f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: "
-        "each start from step "
-        f"{start.step} has ended before the next checkpoint. The last known reason: "
-        f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Fix the "
-        "cause and start it by "
-        "hand, perhaps with a shorter --save_every."
+        f"each start from step {start.step} has ended before the next checkpoint. The last known "
+        f"reason: {reason}. Fix the cause and start it by hand, perhaps with a shorter "
+        "--save_every."
     )
     ending = {
         "state": "no_progress",
@@ -348,8 +362,10 @@ def _give_up(
 
 def _used(status: Mapping[str, Any]) -> dict[str, Any]:
     """The time used by earlier starts in this folder, for `Budget`."""
-    used, reserve = (float(status.get(key, 0.0)) for key in ("seconds", "reserve_seconds"))
-    return {"used_seconds": used, "reserve_seconds": reserve}
+    return {
+        "used_seconds": float(status.get("seconds", 0.0)),
+        "reserve_seconds": float(status.get("reserve_seconds", 0.0)),
+    }
 
 
 # --- a checkpoint ---
@@ -370,9 +386,9 @@ def _start_from(run: RunFolder, path: Path) -> Start:
     if start is None:
         raise UserError(
             f"--resume {path}: there is no checkpoint in it. --resume continues a run with the "
-            "same options and rows; "
-            f"to train an adapter further, give --adapter {path}."
+            f"same options and rows; to train an adapter further, give --adapter {path}."
         )
+    # Another run's checkpoint: what follows is a run of its own, with its own id and folder.
     if Path(str(start.folder)).resolve().parent != root.resolve():
         return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)
     # The checkpoint is in the run's own folder: later ones are an abandoned branch.
@@ -390,6 +406,7 @@ def _newest_whole(run: RunFolder, root: Path) -> Start | None:
     aside.
     """
     folders = checkpoint.published(root)
+    # All bytes of a checkpoint are read for this, so older ones are looked at only if it fails.
     for folder in reversed(folders.values()):
         try:
             state = checkpoint.verify(folder)
@@ -420,30 +437,34 @@ def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
         refuse(folder, differences)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
-    old = stored.get("versions", {})
-    new = identity.get("versions", {})
+    old_versions = stored.get("versions", {})
+    new_versions = identity.get("versions", {})
     changes = [
-        f"{name} {old[name]} then, {new[name]} now"
-        for name in old.keys() & new
-        if old[name] != new[name]
+        f"{name} {old_versions[name]} then, {new_versions[name]} now"
+        for name in old_versions.keys() & new_versions
+        if old_versions[name] != new_versions[name]
     ]
     if changes:
         log.warning(
             "It was saved by other versions, which may change the numbers: %s.",
             "; ".join(sorted(changes)),
         )
-    then = stored.get("rewards")
-    if then and (now := identity.get("rewards")) and then != now:
+    old_rewards = stored.get("rewards")
+    new_rewards = identity.get("rewards")
+    # No fact that would refuse the run: a repaired reward function is a reason to go on with it.
+    if old_rewards and new_rewards and old_rewards != new_rewards:
         log.warning(
-            "The reward functions were %s, and are now %s.", ", ".join(then), ", ".join(now)
+            "The reward functions were %s, and are now %s.",
+            ", ".join(old_rewards),
+            ", ".join(new_rewards),
         )
     if identity["global_batch_size"] != global_batch_size:
         options = identity["options"]
         data_size = identity["world_size"] // options.get("context_parallel_size", 1)
         log.info(
             "The global batch stays at the %d rows that the run was started with: on %d rank(s) "
-            "with --batch_size %d "
-            "these are %d micro-batches per step instead of --gradient_accumulation_steps %d.",
+            "with --batch_size %d these are %d micro-batches per step instead of "
+            "--gradient_accumulation_steps %d.",
             global_batch_size,
             data_size,
             options["batch_size"],

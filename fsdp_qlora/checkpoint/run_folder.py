@@ -24,7 +24,7 @@ from fsdp_qlora.utils.run_files import CHECKPOINTS, LOCK, RUN, RUN_FILES, STATUS
 
 log = logging.getLogger("fsdp_qlora")
 
-_STATUS_SECONDS = 10.0  # between two writes of status.json
+_STATUS_SECONDS = 10.0  # between two writes of status.json: a step may take milliseconds
 OR_START_OVER = "or start from zero with --resume off:replace."
 # Values of options with which a resumed run keeps its earlier choice.
 KEPT = {"context_length": "auto"}
@@ -99,8 +99,7 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
     ) as error:
         raise UserError(
             f"{output_dir / RUN}, {STATUS} beside it or a checkpoint has been edited and cannot be "
-            f"used: {error!r}. "
-            f"Restore the original, {OR_START_OVER}"
+            f"used: {error!r}. Restore the original, {OR_START_OVER}"
         ) from error
 
 
@@ -118,9 +117,10 @@ class Status:
         self._written_at = 0.0
 
     def update(self, **values: Any) -> None:
-        self.values |= values | (
-            {"output": f"lost: {lost.strerror}"} if (lost := lost_output()) else {}
-        )
+        self.values |= values
+        lost = lost_output()
+        if lost:
+            self.values["output"] = f"lost: {lost.strerror}"
         self._written_at = time.monotonic()
         if self._path is not None:
             with contextlib.suppress(OSError):
@@ -140,9 +140,7 @@ class Status:
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:
-    """Raise UserError if the folder cannot be created,
-    or is not empty and may not be overwritten.
-    """
+    """Raise UserError if the folder cannot be created, or has files that may not be replaced."""
     reason = why_not_writable(path)
     if reason:
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
@@ -152,6 +150,7 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
         for name in names - _LEFTOVERS
         if not is_partial(name, RUN) and not is_partial(name, STATUS)
     }
+    # A start that died before its first checkpoint leaves the folder for them empty.
     if not list((path / CHECKPOINTS).glob("step_*")):
         results.discard(CHECKPOINTS)
     if results and not overwrite:
@@ -164,8 +163,13 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
 def remove_run(output_dir: Path) -> None:
     """Remove a run's files from its folder. A link is removed without its target."""
     for path in list(output_dir.iterdir()):
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        # Other files are the user's: notes, or the program's own log.
+        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @contextlib.contextmanager
@@ -176,15 +180,16 @@ def locked(output_dir: Path) -> Iterator[None]:
     The system releases the lock when its holder dies. Folders that hold nothing but the lock are
     removed at the end.
     """
-    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    new_folders = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     descriptor = _open_locked(output_dir)
     try:
         yield
     finally:
+        # Removed while it is still locked: afterwards it could be another run's.
         (output_dir / LOCK).unlink(missing_ok=True)
         os.close(descriptor)
         with contextlib.suppress(OSError):  # it is not empty
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
 
 
@@ -288,6 +293,8 @@ def find_differences(
         data_size = request.world_size // context_size
         rows = _rows_per_step(options, data_size)
         old_rows = stored["global_batch_size"]
+        # On another number of ranks a run keeps its rows per step, so the options that make them
+        # may differ.
         if rows not in (old_rows, _rows_per_step(old, data_size)):
             product = f"--batch_size x --gradient_accumulation_steps x {data_size} ranks"
             differences.append(f"{product} was {old_rows} rows per step and is {rows}")

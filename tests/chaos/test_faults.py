@@ -212,7 +212,7 @@ def while_loading(happens: Fault, rank: int) -> None:
     """Let this happen to a rank that has loaded its model; the others wait then as in NCCL, which
     would not notice.
     """
-    from fsdp_qlora.run import run as module
+    from fsdp_qlora.run import train as module
 
     be_impatient()
 

@@ -30,13 +30,13 @@ def train_with_secrets(folder: Path, argv: list[str], bug: bool) -> int:
     import sys
 
     import train
-    from fsdp_qlora.run import run
+    from fsdp_qlora.run import train as run_train
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"could not reach {LOGIN} with {IN_ENVIRONMENT}")
 
     if bug:
-        run.make_plan = fail
+        run_train.prepare_run = fail
     sys.argv = ["train.py", *argv]
     return train.main(argv)
 

@@ -56,9 +56,9 @@ def _generate(argv: list[str], stdin: str) -> int:
 
 def _train_with_short_samples(argv: list[str]) -> int:
     import train
-    from fsdp_qlora.run import run
+    from fsdp_qlora.run import extras
 
-    run.SAMPLE_TOKENS = LENGTH  # type: ignore[attr-defined]  # 128 take half a minute
+    extras.SAMPLE_TOKENS = LENGTH  # type: ignore[attr-defined]  # 128 take half a minute
     return train.main(argv)
 
 

@@ -28,6 +28,7 @@ from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
+from fsdp_qlora.run.session import SupervisedSession
 from fsdp_qlora.run.supervision import Guard
 from fsdp_qlora.utils import run_files
 from fsdp_qlora.utils.errors import RunStopped, UserError
@@ -188,9 +189,13 @@ def guard_of(out: Path) -> Guard:
         TrainConfig(output_dir=str(out)),
         folder,
         folder.choose_start(ABOUT),
-        Presence(HashStore(), read_ranks(), hang_minutes=15),
-        Signals(),
-        started=0.0,
+        SupervisedSession(
+            read_ranks(),
+            HashStore(),
+            presence=Presence(HashStore(), read_ranks(), hang_minutes=15),
+            signals=Signals(),
+            started=0.0,
+        ),
         memory_settings="",
     )
 

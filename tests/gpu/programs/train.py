@@ -16,16 +16,16 @@ def connect_by(backend: str) -> None:
     """
     import torch.distributed as dist
 
-    from fsdp_qlora.run import run
+    from fsdp_qlora.run import session
 
-    start = run.start_process_group
+    start = session.start_process_group
 
     def start_by_it(*args: Any, **options: Any) -> None:
         start(*args, **options, backend=backend)
         print(f"ranks are connected by {dist.get_backend()}", flush=True)
 
     if backend:
-        run.start_process_group = start_by_it
+        session.start_process_group = start_by_it
 
 
 def main(argv: list[str]) -> int:
