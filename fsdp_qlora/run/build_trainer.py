@@ -105,10 +105,13 @@ def build_forward(
     quantizer = config.kind.quantizer
     is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
     probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
-    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(config, plan, probed)
+    schedule = plan.schedule
+    if not schedule.padding:
+        schedule = padded_if_needed(config, plan, probed)
     context = join_context(ranks, plan.placed.layout.context_size)
     if context.size > 1:
         check_context(probed, context)
+    shares = config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed)
     collator = Collator(
         schedule,
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be
@@ -117,9 +120,7 @@ def build_forward(
         rank=ranks.rank,
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
-        shares_prompts=config.row_kind == PAIRS
-        and not schedule.padding
-        and shares_prompts(plan, probed),
+        shares_prompts=shares,
         has_teacher=config.teaches_itself,
         of_targets=of_targets,
         image_processor=plan.data.image_processor,
@@ -138,6 +139,7 @@ def build_forward(
         towers=[*plan.model.meta.parts.towers.values()],
         neftune_alpha=config.neftune_alpha,
     )
+    # A few tokens show how this model's loss can be computed, before a step depends on it.
     forward.probe()
     return forward
 
@@ -151,16 +153,20 @@ def precompute_reference(
     loaded.
     """
     data = plan.data
+    # The key names all that the first model depends on: other runs of it use the same file.
     names = sorted({"train_type", "quant_type", *quantizer_options(config, config.kind.quantizer)})
-    # otherwise the adapter changes nothing at first
+    # A new LoRA adapter has B = 0 and changes nothing at first, so its options do not count.
     if config.adapter or config.init_lora_weights != "true":
         names += ["seed", *names_marked(OF_ADAPTER)]
-    of_model = dict(facts) | {
-        "rows": None,
+    model_facts = dict(facts) | {
+        "rows": None,  # of each table by themselves
         "options": {name: getattr(config, name) for name in names},
     }
-    [key, *_] = all_gather_strings(json.dumps(of_model), trainer.ranks.device)
-    tables = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
+    # Rank 0 alone knows the hashes of the weights, and the ranks must agree which rows are missing.
+    [key, *_] = all_gather_strings(json.dumps(model_facts), trainer.ranks.device)
+    tables = [data.train]
+    if data.evaluation is not data.train:
+        tables.append(data.evaluation)
     compute = partial(log_probabilities, trainer.forward)
     tables = [
         add_reference(table, [key], partial(compute, table), trainer.ranks) for table in tables
@@ -189,11 +195,12 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
         raise UserError(
             f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}."
         )
-    no_packing = (
-        (", and --batching packed has no effect") if plan.schedule.batching == "packed" else ""
-    )
+    no_packing = ""
+    if plan.schedule.batching == "packed":
+        no_packing = ", and --batching packed has no effect"
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
-    if plan.model.documents is not None and not plan.data.have_images:  # else the plan has said it
+    # Otherwise the plan has padded rows, and has said it when it read them.
+    if plan.model.documents is not None and not plan.data.have_images:
         warn_of_padded_rope(plan.model, plan.data)
     return dataclasses.replace(plan.schedule, batching="padded")
 
@@ -203,6 +210,7 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
     rank.
     """
     data = plan.data.train
+    # With the tolerance of bfloat16: a prompt that is computed once is summed in another order.
     reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
     if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
         reason = "ranks that share a row have one state for a document"
@@ -225,8 +233,9 @@ def open_source(
     if not plan.data.prompts:
         return RowsInMemory(plan.data.train, plan.data.train_rows)
     stops = Stops(plan.model.tokenizer, trainer.model, setup.stop_text)
+    # Answers of an earlier version of the adapter are weighed by how likely that one found them.
     looks_back = config.num_iterations > 1 or config.rollout_url
-    told = trainer.collator.of_targets
+    of_targets = trainer.collator.of_targets
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
@@ -238,7 +247,7 @@ def open_source(
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
         next_check=0 if config.rollout_url else None,
-        teacher=told if isinstance(told, ServerTeacher) else None,
+        teacher=of_targets if isinstance(of_targets, ServerTeacher) else None,
     )
 
 
@@ -251,12 +260,16 @@ def open_engine(
     options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
     model = trainer.model
     generation = plan.generation
-    adapter = plan.model.adapter
     if config.rollout_url:
+        adapter = plan.model.adapter
         assert adapter is not None
+        # Every rank takes part in gathering the adapter's values; rank 0 writes them.
         values = LiveValues(keeps=trainer.ranks.is_rank_0)
+        server = Server(
+            config.rollout_url, (config.model_name, config.base_name), config.hang_seconds
+        )
         engine = ServerEngine(
-            Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
+            server,
             lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
             adapters,
             trainer.ranks,
@@ -270,6 +283,7 @@ def open_engine(
 
     def complete(prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
         """As `Engine` says, in float32 on one kind of device the same on any number of ranks."""
+        # By the number of the generation: a resumed run draws as if it had not stopped.
         seeded = dataclasses.replace(options, seed=derive_seed("rollouts", config.seed, number))
         generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, seeded)
         beat = partial(check_stop, trainer.control, trainer.ranks, version)
@@ -280,13 +294,12 @@ def open_engine(
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
-    """Try the longest rows on the GPU, and find how many blocks must recompute if that is left
-    open.
-    """
+    """Try the longest rows on the GPU. How many blocks must recompute is found if that is open."""
     rows = RowsInMemory(plan.data.train, plan.data.train_rows)
     if config.recompute != "auto":
         trainer.try_longest(rows)
     elif start.failed_starts:
+        # The trial itself may have ended it: the safest setting comes before the fastest.
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
         trainer.try_longest(rows)
     else:

@@ -49,6 +49,7 @@ class Measured:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""
         placed = self._placed
         recomputing = record.get("recompute", self._placed.memory.recomputing)
+        # After a trial or a lack of memory other blocks recompute than the plan said.
         if recomputing != placed.memory.recomputing:
             step = dataclasses.replace(placed.step, recomputing=recomputing)
             memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
@@ -61,14 +62,13 @@ class Measured:
         self._seconds += record["step_seconds"]
         measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
         planned = {name: round(getattr(self._placed.memory, name) / GIB, 3) for name in measured}
-        # less is no fault: of a stream the longest rows are not known
-        off = measured["reserved"] - planned["reserved"]
-        if off > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
+        # Less is no fault: of a stream the longest rows are not known.
+        excess = measured["reserved"] - planned["reserved"]
+        if excess > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. "
-                "Please report it with "
-                "the run's facts.json: the plan is to be within 5%%.",
+                "Please report it with the run's facts.json: the plan is to be within 5%%.",
                 planned["reserved"],
                 measured["reserved"],
             )
@@ -77,7 +77,7 @@ class Measured:
             "planned_tokens_per_second": self._planned_speed,
             "tokens_per_second": self._tokens / self._seconds,
         }
-        return {"measured": (facts | {name: round(speed, 1) for name, speed in speeds.items()})}
+        return {"measured": facts | {name: round(speed, 1) for name, speed in speeds.items()}}
 
 
 def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:
@@ -103,7 +103,9 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
     """
     lengths = data.lengths[data.train_rows]
     longest = int(lengths.max())
+    # Of the first steps, whose rows are in random order, as all of them are.
     steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
+    padding_free = [schedule.useful_shares(step, data.lengths)[0] for step in steps]
     counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
     return {
         "rows": len(data.train_rows),
@@ -114,8 +116,7 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
         "rejected": len(data.rejected),
-        "padding_share": 1
-        - float(np.mean([schedule.useful_shares(step, data.lengths)[0] for step in steps])),
+        "padding_share": 1 - float(np.mean(padding_free)),
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }
 
@@ -135,12 +136,11 @@ def describe_result(
         lines.append(f"  held-out loss {ends}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
+    # A rank on another machine may not see the folder; its log is not shown, either.
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
     files = sorted(
         path.name for path in entries if path.is_file() and not path.name.startswith(".")
     )
-    lines.append(
-        f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ "
-        f"({', '.join(files)})"
-    )
+    what = "Saved" if saved else "Nothing saved, metrics only"
+    lines.append(f"  {what}: {output_dir}/ ({', '.join(files)})")
     return "\n".join(lines)

@@ -58,8 +58,11 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
     options = resolved_options(config)
     per_node = names_marked(PER_NODE)
     facts = known_facts(plan)
+    # Hashing the files takes a while; rank 0 compares, and the checkpoint names its hash.
     base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
     parent, digest = agree_on_parent(config, ranks, base)
+    # Ranks that were started with other options would train different models without a word, or
+    # wait for each other forever.
     check_agreement(
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
@@ -69,21 +72,21 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
         },
         ranks.device,
     )
-    return (
-        {
-            "options": options,
-            "facts": ({"base": base} | facts | {"adapter": digest}),
-        }
-        | ({"parent": parent} if parent else {})
-        | ({"base_format": plan.model.packed.name} if plan.model.packed else {})
-        | {
-            "world_size": ranks.world_size,
-            "global_batch_size": plan.schedule.global_batch_size,
-            "versions": versions(),
-            "rewards": run.setup.scored_by,
-        }
-        | plan.data.provenance
-    )
+    identity: dict[str, Any] = {
+        "options": options,
+        "facts": {"base": base} | facts | {"adapter": digest},
+    }
+    if parent:
+        identity["parent"] = parent
+    if plan.model.packed:
+        identity["base_format"] = plan.model.packed.name
+    identity |= {
+        "world_size": ranks.world_size,
+        "global_batch_size": plan.schedule.global_batch_size,
+        "versions": versions(),
+        "rewards": run.setup.scored_by,
+    }
+    return identity | plan.data.provenance
 
 
 def agree_on_parent(
@@ -114,12 +117,13 @@ def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | N
         failure = result_error(adapter.folder, [adapter.weights.name])
     except OSError as error:
         failure = f"it cannot be read ({error})"
+    # --base_name says that other files are the same weights, such as a copy in other bits.
     trained_on = adapter.record.get("base", {}).get("weights")
     if failure is None and config.base_name is None and trained_on not in (None, base):
         failure = (
             f"it was trained on other weights than those of --model_name {config.model_name}. If "
-            "they are the same in "
-            "other bits or files, say so by naming them: --base_name OWNER/NAME"
+            "they are the same in other bits or files, say so by naming them: "
+            "--base_name OWNER/NAME"
         )
     if failure:
         raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")

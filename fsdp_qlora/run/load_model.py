@@ -58,6 +58,7 @@ def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> Non
 
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and match them with its weights."""
+    # Rows of new tokens are in no file: such a weight has more rows than its tensor.
     files = WeightFiles(plan.folder, plan.stored, packed=plan.packed)
     grown = [f"{path}.weight" for path in with_token_rows(plan.meta.model)]
     return match_tensors(plan.meta.model, files, packed=plan.packed is not None, grown=grown)
@@ -69,13 +70,14 @@ def load_model(
     """Turn the planned model into verified shards, in place. Called on every rank.
 
     Raises:
-        UserError: the weights cannot be used. RuntimeError: the proof fails: the shards are not one
-        copy of the model, or a layer differs from the same
-            layer computed unsharded.
+        UserError: the weights cannot be used.
+        RuntimeError: the proof fails: the shards are not one copy of the model, or a layer differs
+            from the same layer computed unsharded.
     """
     plan = placed.model
     # on the meta device, already quantized and adapted: model/build_model.py
     model = plan.meta.model
+    # Every block gets a wrapper before it is sharded, as others may be chosen between steps.
     wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.recompute == "offload")
     parts = plan.meta.parts
     strategy = placed.placement.sharding_strategy
@@ -109,12 +111,14 @@ def fill(
         max_bytes_in_flight=bytes_of_variable(BUFFER),
         show_progress=ranks.is_rank_0,
     )
+    # Packed files hold the codes themselves: there is nothing to keep.
     layers = {} if plan.packed else quantized_layers(model)
     root = cache_root(config.quant_cache)
     if root and layers:
         load_or_create(root, layers, weights, load, ranks, mesh)
     else:
         load(weights=weights)
+    # DoRA's magnitudes are norms of the loaded base, so they come after it.
     set_magnitudes(model, mesh)
     start_token_rows(model, mesh)
     if pretrained:

@@ -89,6 +89,8 @@ class Guard:
             signals=session.signals,
         )
         self.control.heartbeat.step = start.step
+        # An earlier start's, kept so that a later one, too, begins with more blocks than ran out.
+        out_of_memory = {} if start.too_few is None else {"too_few": start.too_few}
         self.status = Status(
             folder.path,
             is_rank_0=is_rank_0,
@@ -98,7 +100,7 @@ class Guard:
             step=start.step,
             saved_step=start.saved_step,
             deaths=start.failed_starts,
-            **({} if start.too_few is None else {"too_few": start.too_few}),
+            **out_of_memory,
             seconds=start.used_seconds,
             reason=None,
             exit_code=None,
@@ -149,6 +151,7 @@ class Guard:
         )
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
         self.control.signals.is_starting = False
+        # `reporting` is the inner block: others hear of a failure before anything is closed.
         with contextlib.ExitStack() as closed_last, reporting:
             if is_rank_0:  # metrics.jsonl ends at the checkpoint that the run starts from
                 progress = Progress.from_dict(self.start.progress)
@@ -228,8 +231,10 @@ class Recorder:
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
-        samples, measure_tasks, _ = self.extras
-        tasks = {"eval_tasks": measure_tasks(beat=beat)} if measure_tasks else {}
+        samples = self.extras.samples
+        tasks = {}
+        if self.extras.measure_tasks:
+            tasks = {"eval_tasks": self.extras.measure_tasks(beat=beat)}
         self.metrics.evaluation(record | tasks)
         if samples:
             samples.write(progress.step, beat)
@@ -262,6 +267,7 @@ class Recorder:
         self.control.saved(self.saver.seconds)
         self.facts.mark("saving")
         self.facts.write()
+        # A save that goes on beside the training is published by a later call.
         if self.saver.saved_step != before:
             self.mirror.copy_later()
 
