@@ -1,5 +1,6 @@
-"""Rows as they are read, and as content: what a format finds in a row before a template turns it
-into text.
+"""Rows as they are read, and as content.
+
+Content is what a format finds in a row, before a template turns it into text.
 """
 
 import dataclasses
@@ -25,10 +26,12 @@ Kind = Literal["segments", "template", "text", "document", "chat", "tokens"]
 as a whole, as it is when the model is used; a document likewise, with rows for what the context has
 no room for; a chat with the tokens that begin and end it; or not at all.
 """
-FOLDER = "folder of its file"  # the name by which a reader finds it in a row, for relative paths
-# and how: perhaps not the row's fault
+# The name by which a reader finds it in a row, for relative paths. No column of a dataset is called
+# so by chance.
+FOLDER = "folder of its file"
+# How the reason begins that may not be the row's fault: the cache does not keep such rows.
 ENDED_WORKERS = "two processes that fill the chat template have ended at it"
-# where models of images have one
+# Where models of images have one. Within a text it may be about HTML.
 _MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")
 ANSWERS = ("answer", "solution", "target", "label", "output", "response")
 """Columns in which reward functions look for the right answer, the first that a row has."""
@@ -50,8 +53,9 @@ class BadRow(ValueError):
 
 
 def most_row_bytes() -> int:
-    """How long a row may be: a packed file or an image of a few KiB may unpack to more than the
-    memory.
+    """How long a row may be.
+
+    A packed file or an image of a few KiB may unpack to more than the memory.
     """
     return bytes_of_variable(MAX_ROW)
 
@@ -117,8 +121,11 @@ class Chat:
         turns = [
             turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"
         ]
+        # The last turn, and then its weight: with weight 0 nothing is learned, not the turn before.
+        if learn == "last":
+            turns = turns[-1:]
         weights = self.weights or (None,) * len(self.messages)
-        return [turn for turn in (turns[-1:] if learn == "last" else turns) if weights[turn] != 0]
+        return [turn for turn in turns if weights[turn] != 0]
 
 
 @dataclass(frozen=True)
@@ -147,12 +154,12 @@ class Rendered:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """Answers to one prompt, each with the prompt, of which nothing is learned: a chosen and a
-    rejected one, or, with what `desired` says of each, any number.
-    """
+    """Answers to one prompt, each with the prompt, of which nothing is learned."""
 
     answers: Sequence[Chat | Rendered | Fields]
+    """A chosen and a rejected one; with `desired` any number."""
     desired: Sequence[bool] = ()
+    """The label of each answer, where answers have labels."""
 
 
 Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
@@ -192,20 +199,19 @@ def without_answer(content: Content) -> PromptContent:
     assert not isinstance(content, PreferenceRow)
     rendered = content if isinstance(content, Rendered) else Rendered(content)
     segments = [*rendered.segments]
+    # All of a document is learned, so it is its own prompt.
     while segments and segments[-1].learned and rendered.kind != "document":
         segments.pop()
     return Rendered(segments, "text" if rendered.kind == "document" else rendered.kind)
 
 
 def prompt_text(prompt: PromptContent) -> str:
-    """The text of a prompt; of a chat that of its last message."""
+    """The text of a prompt, or of a chat's last message."""
     if isinstance(prompt, Chat):
         return "".join(texts_of(prompt.messages[-1]))
-    return (
-        prompt.instruction
-        if isinstance(prompt, Fields)
-        else "".join(segment.text for segment in prompt.segments)
-    )
+    if isinstance(prompt, Fields):
+        return prompt.instruction
+    return "".join(segment.text for segment in prompt.segments)
 
 
 def text_of(row: Row, column: str, *, required: bool = True) -> str:
@@ -230,16 +236,15 @@ def refuse_media(text: str, where: str) -> None:
 def texts_of(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message's content, which may be in parts."""
     content = message.get("content") or []
-    return (
-        [content]
-        if isinstance(content, str)
-        else [part["text"] for part in content if "text" in part]
-    )
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if "text" in part]
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a table as JSON has it: dates and times in ISO's form, decimals as numbers; others
-    as they are.
+    """A value of a table as JSON has it.
+
+    Dates and times are in ISO's form, decimals are numbers, and other values as they are.
     """
     if isinstance(value, Mapping):
         return {str(key): plain_value(inner) for key, inner in value.items()}
@@ -265,8 +270,9 @@ def _number(value: Decimal) -> int | float:
 
 
 def unicode_of(text: str, where: str) -> str:
-    """The text, unless it has lone surrogates: JSON can contain them, a tokenizer cannot read them.
-    Raises BadRow.
+    """The text, unless it has lone surrogates. Raises BadRow.
+
+    JSON can contain them, and a tokenizer cannot read them.
     """
     try:
         text.encode("utf-8")

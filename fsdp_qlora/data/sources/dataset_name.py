@@ -30,8 +30,9 @@ class DatasetName:
 
 
 def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
-    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7`
-    after it.
+    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`.
+
+    A weight such as `:0.7` may follow.
 
     Args:
         weighted: whether a weight may follow.
@@ -53,8 +54,9 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
     split = None
     start = 0
     stop = None
-    # [train[:100]], as `datasets` writes it
+    # [train[:100]], as `datasets` writes it, becomes [train][:100].
     name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)
+    # From the end on: split and slice may be in any order.
     while match := _BRACKETS.search(name):
         inside = match[1]
         name = name[: match.start()]
@@ -76,8 +78,9 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
 
 
 def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
-    """The shares of the datasets, which add up to 1; None without weights. Raises UserError if some
-    have a weight.
+    """The shares of the datasets, which add up to 1; None without weights.
+
+    Raises UserError if only some have a weight.
     """
     weights = [name.weight for name in names if name.weight is not None]
     if len(weights) not in (0, len(names)):
@@ -89,18 +92,19 @@ def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
 
 
 def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
-    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}. Raises UserError if two
-    are alike.
+    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}.
+
+    Raises UserError if two names are alike.
     """
     named: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
-        dataset = match[2] if match else word
-        name = (
-            match[1]
-            if match
-            else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
-        )
+        if match:
+            name, dataset = match.groups()
+        else:
+            # The name of the file or of the hub's dataset, without folders and suffixes.
+            dataset = word
+            name = Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
         if name in named:
             raise UserError(
                 f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them "

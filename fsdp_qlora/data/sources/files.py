@@ -26,12 +26,14 @@ NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 """The columns that are used, of those of a file."""
 
-# times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times
+# Times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times.
 _MOST_PACKED = 100
-# of a table at once: a dictionary of one long text can fill them all; 1000 are no faster
+# Rows of a table at once: a dictionary of one long text can fill them all; 1000 are no faster.
 BATCH_ROWS = 16
-UNREAD = "not read"  # the value of a table's column that is not used
-# names under which an object holds its rows
+# The value of a table's column that is not used. It is not blank: a column that may change what an
+# answer means has to look filled.
+UNREAD = "not read"
+# Names under which an object holds its rows.
 LISTS = ("data", "rows", "train", "examples", "instances")
 
 
@@ -75,11 +77,13 @@ def _too_long(place: str) -> UserError:
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file. Raises UserError for one that is too long, before all of it is in
-    memory.
+    """The lines of a file.
+
+    Raises UserError for one that is too long, before all of it is in memory.
     """
     most = most_row_bytes()
     for line_number in count(1):
+        # One byte more than allowed tells a line that is too long from one that just fits.
         line = file.readline(most + 1)
         if not line:
             return
@@ -99,6 +103,7 @@ def read_lines(path: Path, parse: Callable[[str], Row]) -> NumberedRows:
                     yield line_number, parse(text)
                     has_rows = True
             except BadRow as reason:
+                # A bad last line without an end is a file cut off: its other rows are missing, too.
                 if has_rows and not line.endswith(b"\n"):
                     raise UserError(
                         f"{path}:{line_number}: {reason}. The file ends within this line, so it is "
@@ -108,8 +113,9 @@ def read_lines(path: Path, parse: Callable[[str], Row]) -> NumberedRows:
 
 
 def read_json(path: Path) -> NumberedRows:
-    """The objects in an array; or one after another; or, where it is the only object, in one of its
-    `LISTS`.
+    """Read the objects in an array, or one after another.
+
+    An only object may have them in one of its `LISTS`.
     """
     try:
         with open_file(path) as file:
@@ -123,7 +129,8 @@ def read_json(path: Path) -> NumberedRows:
     except BadRow as reason:
         raise UserError(f"{path}: {reason}.") from reason
     if len(values) == 1:
-        values = values[0] if isinstance(values[0], list) else _held(values[0]) or values
+        [value] = values
+        values = value if isinstance(value, list) else _held(value) or values
     for row_number, value in enumerate(values, start=1):
         try:
             yield row_number, _require_object(value)
@@ -133,24 +140,28 @@ def read_json(path: Path) -> NumberedRows:
 
 def _held(value: object) -> list[Any] | None:
     """The rows that an object holds as the only one of `LISTS` that is an array of objects."""
-    held = (
-        [value[name] for name in LISTS if isinstance(value.get(name), list)]
-        if isinstance(value, dict)
-        else []
-    )
-    return held[0] if len(held) == 1 and held[0] and isinstance(held[0][0], dict) else None
+    if not isinstance(value, dict):
+        return None
+    lists = [value[name] for name in LISTS if isinstance(value.get(name), list)]
+    # With two lists it is unknown which one is meant: then the object is a row itself.
+    if len(lists) != 1 or not lists[0] or not isinstance(lists[0][0], dict):
+        return None
+    rows: list[Any] = lists[0]
+    return rows
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Strings under a header line, separated by commas, semicolons or tabs. A row has the number of
-    its first line.
+    """Read strings under a header line, separated by commas, semicolons or tabs.
+
+    A row has the number of its first line.
     """
-    # the default, 128 KiB, is less than a long text
+    # The default, 128 KiB, is less than a long text. The module takes no more than a C long, which
+    # may have 32 bits.
     csv.field_size_limit(min(most_row_bytes(), 2**31 - 1))
     with open_file(path) as file:
         lines = _csv_lines(path, file)
         first = next(lines, "")
-        # Excel writes all of them
+        # Excel writes all of them, by the language of the system.
         delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         reader = csv.reader(chain([first], lines), strict=True, delimiter=delimiter)
         try:
@@ -204,7 +215,7 @@ def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
                     yield row_number, row
         except UserError:
             raise
-        # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+        # It raises all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
         except Exception as error:
             place = f"{path} row {last + 1}" if isinstance(error, BadRow) else str(path)
             behind = f"after row {last}, " if last and place == str(path) else ""
@@ -215,22 +226,26 @@ def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
 
 
 def _check_groups(path: Path, metadata: Any, columns: Iterable[str]) -> None:
-    """Refuse a group of rows that unpacks to more than text does,
-    before a page of it is unpacked.
+    """Refuse a group of rows that unpacks to more than text does.
+
+    The file's own figures tell it, before a page of it is unpacked.
     """
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         parts = [group.column(index) for index in range(group.num_columns)]
         used = [part for part in parts if part.path_in_schema.startswith(tuple(columns))]
+        # A dictionary of one value may stand for millions of rows: each counts as a byte at least.
         unpacked = sum(max(part.total_uncompressed_size, part.num_values) for part in used)
         if unpacked > _max_unpacked_bytes(sum(part.total_compressed_size for part in used)):
             raise _too_long(f"{path}, a group of {group.num_rows} rows when unpacked")
 
 
 def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> NumberedRows:
-    """The rows of a table from number `first` on. Refuses one that is too long before any is made
-    Python objects.
+    """The rows of a table from number `first` on.
+
+    Refuses one that is too long before any is made Python objects.
     """
     most = most_row_bytes()
+    # Row by row only where all together are too long: slicing each takes time.
     if table.nbytes > most:
         for index in range(table.num_rows):
             if table.slice(index, 1).nbytes > most:
@@ -249,7 +264,8 @@ def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> N
 
 def _rows_of(batch: Any) -> Iterator[Row]:
     """The rows of a batch. Raises BadRow at the first that cannot be read, with the column."""
-    with contextlib.suppress(Exception):  # before the first row is given: to_pylist makes them all
+    # to_pylist makes all rows before it gives the first, so nothing was given when it fails.
+    with contextlib.suppress(Exception):
         yield from batch.to_pylist()
         return
     for index in range(batch.num_rows):
@@ -320,8 +336,9 @@ def kind_of(path: Path) -> FileKind | None:
 
 
 def look_into(path: Path) -> FileKind | None:
-    """How to read a file: of JSON and text its first two lines tell it, and where they do not, its
-    name.
+    """How to read a file.
+
+    The first two lines of JSON and text tell it, and where they do not, the name does.
     """
     kind = kind_of(path)
     if kind not in (_JSON, _JSON_LINES, _TEXT):
@@ -336,15 +353,15 @@ def look_into(path: Path) -> FileKind | None:
             is_lines = _is_lines(*(_decode(line).strip() for line in islice(lines, 2)))
     except (ValueError, OSError):  # said where the rows are read
         return kind
-    return (
-        kind if is_lines is None else _JSON_LINES if is_lines else _TEXT if kind is _TEXT else _JSON
-    )
+    if is_lines is None:
+        return kind
+    if is_lines:
+        return _JSON_LINES
+    return _TEXT if kind is _TEXT else _JSON
 
 
 def _is_lines(first: str = "", *others: str) -> bool | None:
-    """Whether JSON that begins with these lines is one object a line;
-    None where they do not tell.
-    """
+    """Whether JSON that begins with these lines is one object a line; None if they do not tell."""
     if _ARRAY.match(first):
         return False
     try:
@@ -360,6 +377,7 @@ def _is_lines(first: str = "", *others: str) -> bool | None:
 def hash_file(path: Path) -> str:
     """SHA-256 of the content."""
     try:
+        # Names go into the key of the cache, which is JSON: Linux allows any bytes in them.
         str(path).encode()
         return record_of(path).sha256
     except UnicodeEncodeError as error:
@@ -387,8 +405,9 @@ def _parse_line(text: str) -> Row:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values of a text, one after another, with or without commas between. Raises as
-    `_parse`.
+    """The JSON values of a text, one after another, with or without commas between.
+
+    Raises as `_parse`.
     """
     end = 0
     while mark := _MARK.search(text, end):
@@ -414,8 +433,9 @@ def _parse(text: str, at: int | None = None) -> Any:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> Row:
-    """The object, if no name occurs twice. Python would keep the last value, which may not be the
-    one meant.
+    """The object, if no name occurs twice.
+
+    Python would keep the last value, which may not be the one meant.
     """
     values = dict(pairs)
     if len(values) < len(pairs):

@@ -1,5 +1,6 @@
-"""Finds the files of a folder: of its training split, if files or subfolders are named after
-splits.
+"""Finds the files of a folder.
+
+They are those of its training split, if files or subfolders are named after splits.
 """
 
 import logging
@@ -18,7 +19,7 @@ SPLITS = (
     | dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
     | dict.fromkeys(("test", "testing"), "test")
 )
-# what datasets.save_to_disk leaves
+# Files that datasets.save_to_disk leaves, for one table and for one per split.
 SAVED_TABLE = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
 
@@ -26,7 +27,10 @@ SAVED_SPLITS = "dataset_dict.json"
 def split_of(path: Path) -> str | None:
     """The split that a file's or folder's name means: "train" for train-00000-of-00002.parquet."""
     words = re.split(r"[^a-z]+", path.name.split(".")[0].lower())
-    return next((SPLITS[word] for word in words if word in SPLITS), None)
+    for word in words:
+        if word in SPLITS:
+            return SPLITS[word]
+    return None
 
 
 def is_saved(path: Path) -> bool:
@@ -66,10 +70,10 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
     files = _data_files(path)
     if not files:
         files = [file for folder in _subfolders(path) for file in _data_files(folder)]
-        if not any(map(_split_below, files)) and [
-            file for file in files if file.parent.name != "data"
-        ]:
-            files = []  # names that mean nothing: better asked than guessed
+        is_in_data = all(file.parent.name == "data" for file in files)
+        # Names of subfolders that mean nothing may be anything: better asked than guessed.
+        if not any(map(_split_below, files)) and not is_in_data:
+            files = []
     if not files:
         below = ", ".join(folder.name for folder in _subfolders(path))
         hint = f" Subfolders are not searched ({below}): give the path of one." if below else ""
@@ -92,6 +96,7 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
             )
         return by_split[wanted]
     held_out = sorted(filter(None, by_split.keys() - {"train"}))
+    # Files whose names say no split are for training, if others are held out.
     chosen = by_split.get("train") or by_split.get(None)
     if not held_out or not chosen:
         return files
@@ -109,12 +114,18 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
 
 
 def _split_below(file: Path) -> str | None:
-    return split_of(file) or split_of(file.parent) if file.parent.name in SPLITS else split_of(file)
+    split = split_of(file)
+    if split is None and file.parent.name in SPLITS:
+        split = split_of(file.parent)
+    return split
 
 
 def _names(files: Iterable[Path], folder: Path) -> str:
     names = [file.relative_to(folder).as_posix() for file in files]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
 def _data_files(folder: Path) -> list[Path]:

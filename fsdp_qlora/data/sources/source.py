@@ -1,6 +1,4 @@
-"""Sources: where the rows of a dataset come from, by name, path or folder, and what --dataset can
-say of them.
-"""
+"""Sources: where the rows of a dataset come from, by name, path or folder."""
 
 import dataclasses
 import difflib
@@ -21,6 +19,7 @@ from fsdp_qlora.data.sources.files import (
     BATCH_ROWS,
     FILE_KINDS,
     ChooseColumns,
+    FileKind,
     NumberedRows,
     hash_file,
     kind_of,
@@ -37,8 +36,10 @@ log = logging.getLogger("fsdp_qlora")
 
 DEMO = "alpaca_demo"
 DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
-ROWS_LOOKED_AT = 100  # to tell their format
-ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
+# Rows that tell the format of all.
+ROWS_LOOKED_AT = 100
+# Rows at a time: enough to keep the threads of a fast tokenizer busy.
+ROWS_PER_BATCH = 1000
 DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
 
 
@@ -69,6 +70,7 @@ def _read_entries(parts: Sequence[Part], used: ChooseColumns) -> Iterator[Entry]
         for row_number, row in part.read(used):
             yield Entry(file, row_number, row)
             last = row_number
+        # The number of the last row, not the count: blank lines have numbers, too.
         offset += last
 
 
@@ -96,16 +98,18 @@ class Source:
         return dataclasses.replace(self, start=self.start + start, stop=stop)
 
     def folder_of(self, name: str) -> str:
-        """The folder of a part's file, for relative paths in its rows; of rows from memory the
-        current one.
-        """
+        """The folder of a part's file, for relative paths in its rows."""
         path = self.origin
         folder = os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
-        return os.getcwd() if folder == str(cache_folder().resolve() / ROWS_IN_MEMORY) else folder
+        # Rows from memory were written there by the program: their paths are the caller's.
+        if folder == str(cache_folder().resolve() / ROWS_IN_MEMORY):
+            return os.getcwd()
+        return folder
 
     def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
-        """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that
-        are not `used`.
+        """Up to `limit` entries, malformed ones included.
+
+        The rest is not read, nor columns that are not `used`.
 
         Raises:
             UserError: a file cannot be read at all; the message names the place.
@@ -137,7 +141,12 @@ def find_source(dataset: str | DatasetName) -> Source:
         source = local_source(_existing(name), wanted.split)
     elif name in DATASETS:
         named = parse_name(DATASETS[name])
-        split, start = (wanted.split, 0) if wanted.split else (named.split or "train", named.start)
+        # The rows that a short name leaves out are of its own split; another split is used whole.
+        split = named.split or "train"
+        start = named.start
+        if wanted.split:
+            split = wanted.split
+            start = 0
         source = hub_source(
             named.name, config=wanted.config, split=split, shuffled=name in SHUFFLED
         ).slice(start, None)
@@ -163,9 +172,11 @@ def local_source(path: Path, split: str | None = None) -> Source:
     """A file, or the files of a folder that `find_files` finds."""
     if is_saved(path):
         return saved_source(path, split)
-    files = {
-        file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None
-    }
+    files: dict[Path, FileKind] = {}
+    for file in find_files(path, split):
+        kind = look_into(file)
+        if kind is not None:
+            files[file] = kind
     folder = path if path.is_dir() else path.parent
     parts = [
         Part(file.relative_to(folder).as_posix(), kind.unit, partial(kind.read, file))
@@ -175,8 +186,9 @@ def local_source(path: Path, split: str | None = None) -> Source:
 
 
 def _hash_files(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the files' content and names: these select the reader, and messages and the cached
-    report show them.
+    """A hash of the files' content and names.
+
+    Names select the reader, and messages and the cached report show them.
     """
     identity = hashlib.sha256()
     for file in files:
@@ -207,6 +219,7 @@ def saved_source(path: Path, split: str | None) -> Source:
         raise UserError(
             f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}]."
         )
+    # The library would open one, and wait for it forever.
     refuse_pipes(path, "dataset")
     try:
         table = datasets.load_from_disk(str(path))
@@ -291,8 +304,8 @@ DATASETS = {
     "sql": "knowrohit07/know_sql[validation][1000:]",
     "orca_math": "microsoft/orca-math-word-problems-200k",
 }
-# the default of its --seed
 SHUFFLED = ("sql", "orca_math")
+# The default of the 2024 program's --seed.
 _SEED_OF_2024 = 42
 
 
