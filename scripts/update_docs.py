@@ -69,8 +69,7 @@ def _marks() -> list[str]:
     same = [name for name in vars(DEFAULTS) if name not in names_marked(MAY_DIFFER)]
     sentences = [
         f"To resume an unfinished run, keep the values of {_names(same)}. All other options may "
-        "differ, as long as the "
-        "rows and the base weights stay the same.",
+        "differ, as long as the rows and the base weights stay the same.",
         f"All nodes of a run need the same options, except for {_marked(PER_NODE)}.",
         f"Only train types with an adapter take {_marked(OF_ADAPTER)}.",
         *(

@@ -17,15 +17,13 @@ from fsdp_qlora.model.adapters.first_values import first_adapter_value
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the "
-    "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
 )
 PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### "
-    "Input:\n{input}"
-    "\n\n### Response:"
+    "Input:\n{input}\n\n### Response:"
 )
 
 

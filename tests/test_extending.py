@@ -39,10 +39,7 @@ def places(section: str) -> dict[str, list[str]]:
 
 def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
     assert list(SECTIONS) == [
-        "quantizer", "train "
-                     "type", "preference "
-                                   "objective", "reward "
-                                                           "function", "dataset "
+        "quantizer", "train type", "preference objective", "reward function", "dataset "
                                                                               "format", "metric "
                                                                                         "sink",
     ]  # fmt: skip

@@ -78,8 +78,7 @@ def commands(text: str) -> list[str]:
         line.strip()
         for block in blocks
         for line in re.sub(
-            r"\\\n +|^nohup | "
-            r"&$",
+            r"\\\n +|^nohup | &$",
             "",
             block,
             flags=re.M,
@@ -93,8 +92,7 @@ COMMANDS += [
     line
     for path in CONFIGS
     for line in re.findall(
-        r"^# +(fsdp-qlora "
-        r".*)",
+        r"^# +(fsdp-qlora .*)",
         path.read_text(),
         re.MULTILINE,
     )
@@ -395,8 +393,7 @@ def test_the_table_of_promises_names_every_folder_of_tests() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert folders == set(
         re.findall(
-            r"`tests/(\w+)` "
-            r"\|$",
+            r"`tests/(\w+)` \|$",
             (ROOT / "CONTRIBUTING.md").read_text(),
             re.MULTILINE,
         )
@@ -432,8 +429,7 @@ def test_headings_begin_with_their_subject() -> None:
         title
         for page in pages
         for title in re.findall(
-            r"^#+ "
-            r"(.+)$",
+            r"^#+ (.+)$",
             page.read_text(),
             re.MULTILINE,
         )

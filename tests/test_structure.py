@@ -197,8 +197,7 @@ def sums() -> dict[str, int]:
         "places that ask for the kind of rows": sum(
             len(
                 re.findall(
-                    r"\brow_kind\b *[=!]=|\.row_kind\b(?! "
-                    r"*[=!]=)",
+                    r"\brow_kind\b *[=!]=|\.row_kind\b(?! *[=!]=)",
                     text,
                 )
             )
@@ -233,8 +232,7 @@ def test_docstrings_and_help_begin_with_their_subject() -> None:
         text
         for text in texts
         if re.match(
-            r"\s*(As "
-            r"of|Of|Those|What)\b",
+            r"\s*(As of|Of|Those|What)\b",
             text[1],
         )
     ]

@@ -262,10 +262,7 @@ ENDS = {
     "one fails while loading": End(
         partial(while_loading, fail, 1),
         [1, ANY],
-        {
-            0: r"\[rank 0\] Ended because of rank 1: its "
-            r"disk is gone"
-        },
+        {0: r"\[rank 0\] Ended because of rank 1: its disk is gone"},
     ),
     "rank 0 refuses while loading": End(
         partial(while_loading, partial(fail, UserError), 0),

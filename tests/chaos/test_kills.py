@@ -291,8 +291,7 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(
     # Each rank writes its rows of a whole model; an adapter is small enough for rank 0.
     assert len(list(newest.glob("*.safetensors"))) == (1 if train_type.adapter else RANKS)
     found = re.search(
-        r"Resuming at step "
-        r"(\d)",
+        r"Resuming at step (\d)",
         run({**options, "output_dir": out}, tmp_path / "logs1"),
     )
     assert found and int(found[1]) in ((3, 6) if is_slow else (6,))

@@ -286,8 +286,7 @@ def test_merge_refuses_unsupported_runs_by_name(
         ("--adapter", adapter, "--base", "dequantized"): "was not trained on a quantized base",
         ("--adapter", adapter, "--out", tmp_path / "full"): "full exists already and is not empty",
         ("--adapter", adapter, "--model_name", models("qwen2", num_hidden_layers=1)): "does not "
-        "fit this "
-        "base",
+        "fit this base",
         ("--adapter", adapter, "--ot", "x"): "Unknown option --ot",
     }.items():
         assert merge("--model_name", base, "--out", out, *argv) == 2, words

@@ -54,8 +54,7 @@ def check_effect(line: str, base: dict, merged: dict, written: dict) -> None:
     )
     share = float(r @ u / (u @ u))
     said = re.findall(
-        r": ([\d.]+)% of the adapter's update is left, and rounding adds ([\d.]+) "
-        r"times",
+        r": ([\d.]+)% of the adapter's update is left, and rounding adds ([\d.]+) times",
         line,
     )[0]
     assert float(said[0]) / 100 == pytest.approx(share, abs=0.01) and 0.3 < share < 1.1

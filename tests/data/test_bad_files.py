@@ -238,8 +238,7 @@ def test_a_file_changed_while_it_is_read_leaves_no_rows_in_the_cache(
         patch.setattr(tokenization, "tokenize_batch", change)
         with pytest.raises(
             UserError,
-            match=r"rows.jsonl was changed while it was read. Start "
-            r"again",
+            match=r"rows.jsonl was changed while it was read. Start again",
         ):
             prepare(path)
     assert not list((tmp_path / "cache" / "tokenized").glob("*.safetensors"))
@@ -268,8 +267,7 @@ def test_files_without_rows_are_refused_before_reading(prepare: Any, tmp_path: P
         (
             "alpaca_demo",
             {"dataset_format": "alpacca"},
-            r"unknown format 'alpacca'. Formats: auto, "
-            r"alpaca",
+            r"unknown format 'alpacca'. Formats: auto, alpaca",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -302,14 +300,12 @@ def test_unreachable_hub_fails_at_once_and_names_what_works_offline(
     )
     with pytest.raises(
         UserError,
-        match=r"yahma/alpaca-cleaned: .*Name or service "
-        r".*alpaca_demo.*local",
+        match=r"yahma/alpaca-cleaned: .*Name or service .*alpaca_demo.*local",
     ):
         sources.find_source("alpaca")
     with pytest.raises(
         UserError,
-        match=r"owner/data-v1.5: there is no such file .*Name or "
-        r"service",
+        match=r"owner/data-v1.5: there is no such file .*Name or service",
     ):
         sources.find_source("owner/data-v1.5")
 

@@ -17,8 +17,7 @@ from tests.tiny import ROOT, spelled_tokenizer
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 EXAMPLES = re.findall(
-    r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nTrained on: "
-    r"(.*?)$",
+    r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nTrained on: (.*?)$",
     PAGE,
     re.M | re.S,
 )

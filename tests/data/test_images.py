@@ -138,8 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                                                                                          "stands "
                                                                                          "for an "
                                                                                          "image"),
-    "of text alone": ({"messages": ask("a "
-                                       "<image_soft_token>?")}, "has the token that stands for "
+    "of text alone": ({"messages": ask("a <image_soft_token>?")}, "has the token that stands for "
                                                                   "an image"),
     "in an "
     "answer": ({"messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}], "images": ["a.png"]}, "has the token that stands"),
@@ -231,8 +230,7 @@ def test_the_models_token_for_images_is_refused_in_text(
     objective = "dpo" if "chosen" in row else "sft"
     with pytest.raises(
         UserError,
-        match=r"rows.jsonl:1: its text has the token that stands for an "
-        r"image",
+        match=r"rows.jsonl:1: its text has the token that stands for an image",
     ):
         prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), objective=objective)
 
@@ -346,8 +344,7 @@ def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert {
         re.sub(
-            r".*bin (cannot be "
-            r"read|and).*",
+            r".*bin (cannot be read|and).*",
             "",
             reason,
         )

@@ -106,8 +106,7 @@ def test_a_chat_is_learned_turn_by_turn(kind: str, tags: str, learn: str) -> Non
 def test_turns_are_learned_whole_if_tokens_begin_with_a_sign() -> None:
     mistral = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + "
-        "m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% "
-        "endfor %}"
+        "m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
     )
     tokens, learned, notes = tokens_of(
         "tekken", "messages", {"messages": turns("so:", "go on", "hi:go", "no")}, chat=mistral

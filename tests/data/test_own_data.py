@@ -459,8 +459,7 @@ def test_weights_for_some_datasets_alone_are_refused(prepare: Any, two: tuple[Pa
     first, second = two
     with pytest.raises(
         UserError,
-        match=r"each dataset a weight, or none of them. Without one: "
-        r".*b.parquet",
+        match=r"each dataset a weight, or none of them. Without one: .*b.parquet",
     ):
         prepare(f"{first}:0.7", second)
     with pytest.raises(UserError, match=r"an epoch has no row of dataset number 2"):

@@ -37,14 +37,12 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "Alpaca with another name of the input": ({"instruction": "hi", "context": "so", "output": "go "
                                                                                                "on"}, "go on</s>"),
     "GPTeacher": ({"instruction": "hi", "input": "so", "response": "go on"}, "go on</s>"),
-    "Dolly": ({"instruction": "hi", "context": "so", "response": "go "
-                                                                 "on", "category": "x"}, "go "
+    "Dolly": ({"instruction": "hi", "context": "so", "response": "go on", "category": "x"}, "go "
                                                                                             "on</s>"),
     "ms-swift": ({"query": "hi", "response": "go "
                                              "on", "system": "so", "history": [["a", "no"]]}, "no</s>go on</s>"),
     "ms-swift, pretraining": ({"response": "go on"}, "<s>go on</s>"),
-    "MetaMath": ({"type": "x", "query": "hi", "original_question": "x", "response": "go "
-                                                                                    "on"}, "go "
+    "MetaMath": ({"type": "x", "query": "hi", "original_question": "x", "response": "go on"}, "go "
                                                                                               "on</s>"),
     "CodeFeedback": ({"query": "hi", "answer": "go on", "lang": "x"}, "go on</s>"),
     "Magicoder": ({"lang": "x", "seed": "x", "problem": "hi", "solution": "go on"}, "go on</s>"),
@@ -53,8 +51,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "FLAN": ({"inputs": "hi", "targets": "go on", "task": "x"}, "go on</s>"),
     "source and target": ({"source": "hi", "target": "go on"}, "go on</s>"),
     "user and assistant": ({"user": "hi", "assistant": "go on"}, "go on</s>"),
-    "OpenOrca": ({"id": "x", "system_prompt": "so", "question": "hi", "response": "go "
-                                                                                  "on"}, "go "
+    "OpenOrca": ({"id": "x", "system_prompt": "so", "question": "hi", "response": "go on"}, "go "
                                                                                             "on</s>"),
     "GSM8K": ({"question": "hi", "answer": "go on"}, "go on</s>"),
     "s1K": ({"question": "hi", "solution": "go on", "cot_type": "x"}, "go on</s>"),
@@ -137,11 +134,9 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "KTO texts": ([{"prompt": "hi", "completion": "go "
                                                   "on", "label": n} for n in (True, False)], "its "
                                                                                              "label is false", ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")),
-    "classes": ([{"text": "go "
-                          "on", "label": 3}], "label is filled, and the format text does not "
+    "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not "
                                                  "use it", ("--columns ignore=label",)),
-    "choices": ([{"question": "hi", "options": ["go", "no"], "answer": "go "
-                                                                       "on"}], "options is "
+    "choices": ([{"question": "hi", "options": ["go", "no"], "answer": "go on"}], "options is "
                                                                                   "filled, and the "
                                                                                   "format "
                                                                                   "question_answer "
@@ -149,14 +144,11 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
                                                                                   "it", ("--columns ignore=options",)),
     "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained "
                                                                 "on", ("--columns ignore=images",)),
-    "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only "
-                                                                "text", ("--columns "
+    "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("--columns "
                                                                                       "ignore=audios",)),
     "an image in an instruction": ([{"instruction": "<image>\nWho?", "output": "go "
                                                                                "on"}], "instruction: it shows <image>, and only text", ()),
-    "an image in a prompt": ([{"prompt": "Who? "
-                                         "<image>", "completion": "go "
-                                                                       "on"}], "prompt: it "
+    "an image in a prompt": ([{"prompt": "Who? <image>", "completion": "go on"}], "prompt: it "
                                                                                   "shows <image>, "
                                                                                   "and only "
                                                                                   "text", ()),
@@ -168,44 +160,32 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "context beside messages": ([{"messages": [ASK, SAY], "context": "so"}], "trains without "
                                                                              "it", ("--columns "
                                                                                     "ignore=context",)),
-    "input beside prompts": ([{"prompt": "hi", "completion": "go "
-                                                             "on", "input": "so"}], "input is "
+    "input beside prompts": ([{"prompt": "hi", "completion": "go on", "input": "so"}], "input is "
                                                                                        "filled", ("--columns ignore=input",)),
     "ChatML": ([{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo "
                          "on<|im_end|>\n"}], "(<|im_start|>): questions would be "
                                              "learned", ("--dataset_format text",)),
-    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on "
-                          "</s>"}], "([INST]): "
+    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): "
                                                                "questions", ("--dataset_format "
                                                                              "text",)),
     "ChatML from the second row on": ([{"text": "go "
                                                 "on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2], "(<|im_start|>): questions", ("--dataset_format text",)),
     "oasst1": ([{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}], "one "
                                                                                            "message of a tree", ("--dataset_format text",)),
-    "samsum": ([{"id": "1", "dialogue": "so so "
-                                        "so", "summary": "go "
-                                                               "on"}], "missing "
+    "samsum": ([{"id": "1", "dialogue": "so so so", "summary": "go on"}], "missing "
                                                                           "columns", ("--columns "
                                                                                       "instruction=dialogue output=summary",)),
-    "CNN": ([{"article": "so so "
-                         "so", "highlights": "go "
-                                                   "on", "id": "1"}], "missing "
+    "CNN": ([{"article": "so so so", "highlights": "go on", "id": "1"}], "missing "
                                                                          "columns", ("--columns "
                                                                                      "instruction=article output=highlights",)),
     "unknown chats": ([{"dialog": [ASK, SAY]}], "missing columns", ("--columns messages=dialog",)),
     "one unknown text": ([{"body": "go on"}], "missing columns", ("--columns text=body",)),
-    "a long text": ([{"url": "x", "title": "so", "body": LONG}], "missing "
-                                                                 "columns", ("--columns "
+    "a long text": ([{"url": "x", "title": "so", "body": LONG}], "missing columns", ("--columns "
                                                                                      "text=body",)),
-    "names with blanks": ([{"My "
-                            "question": "hi", "its "
-                                                 "reply": "go "
-                                                              "on"}], "missing "
+    "names with blanks": ([{"My question": "hi", "its reply": "go on"}], "missing "
                                                                          "columns", ("--columns "
                                                                                      "'instruction=My question' 'output=its reply'",)),
-    "Camel": ([{"role_1": "x", "message_1": "so "
-                                            "so", "message_2": "go "
-                                                                  "on"}], "missing "
+    "Camel": ([{"role_1": "x", "message_1": "so so", "message_2": "go on"}], "missing "
                                                                              "columns", ("--columns instruction=message_1 output=message_2",)),
     "BELLE's evaluation": ([{"id": "x", "question": "hi", "std_answer": "go "
                                                                         "on", "class": "x"}], "missing columns", ("--columns instruction=question output=std_answer",)),
@@ -223,8 +203,7 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "a long row": ([{"a": {"b": LONG * 10}}], "so it is so...", ()),
     "hh-rlhf": ([HH, HH], "these rows are preferences", ("--objective dpo",)),
     "UltraFeedback": ([{"prompt": "hi", **PAIR, "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "no"}]}], "preferences", ("--objective dpo", "--columns messages=chosen --dataset_format messages")),
-    "scored answers": ([{"prompt": "hi", **PAIR}], "preferences", ("--objective "
-                                                                   "dpo", "--columns "
+    "scored answers": ([{"prompt": "hi", **PAIR}], "preferences", ("--objective dpo", "--columns "
                                                                                       "completion=chosen --dataset_format prompt_completion")),
     "Orca's pairs": ([{"system": "so", "question": "hi", **PAIR}], "preferences", ("--objective "
                                                                                    "dpo", "--columns instruction=question output=chosen --dataset_format alpaca")),
@@ -233,13 +212,11 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "StackExchange's pairs": ([{"question": "hi", "response_j": "go "
                                                                 "on", "response_k": "no"}], "preferences", ("--objective dpo", "--columns instruction=question output=response_j --dataset_format alpaca")),
     "rated answers": (RATED, "its answers have ratings", ("--rating_threshold 4 --objective dpo",)),
-    "LIMA": ([{"conversations": ["hi", "go "
-                                       "on"], "source": "x"}], "conversations is not a list of "
+    "LIMA": ([{"conversations": ["hi", "go on"], "source": "x"}], "conversations is not a list of "
                                                                   "turns", ()),
     "translation": ([{"translation": {"en": "hi", "fr": "no"}}], "missing columns. It has: "
                                                                  "translation", ()),
-    "lists for columns": ([{"instruction": ["hi"], "output": ["go "
-                                                              "on"]}], "instruction is not text "
+    "lists for columns": ([{"instruction": ["hi"], "output": ["go on"]}], "instruction is not text "
                                                                           "but list", ()),
     "half a pair in reasoning": ([{"messages": [ASK, {**SAY, "reasoning_content": HALF}]}], "turn "
                                                                                             "2 has "
@@ -268,8 +245,7 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
 }  # fmt: skip
 # Options with their values, as a message offers them.
 OFFERED = re.compile(
-    r"(?:--(?:columns(?: (?:\w+=[\w.]+|'[^']+'))+|(?!columns|prompt_template)\w+ "
-    r"\w+)(?: (?=--))?)+"
+    r"(?:--(?:columns(?: (?:\w+=[\w.]+|'[^']+'))+|(?!columns|prompt_template)\w+ \w+)(?: (?=--))?)+"
 )
 
 
@@ -318,8 +294,7 @@ def test_function_columns_are_passed_to_the_template_as_tools(
 ) -> None:
     (tmp_path / "tools.jinja").write_text(
         "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ "
-        "m.content + '' }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+        "m.content + '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )

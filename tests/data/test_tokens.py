@@ -27,8 +27,7 @@ def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> No
     segments = render_alpaca({"instruction": "Add {x}.", "input": "1, 2", "output": "3"})
     assert segments[0].text == (
         "Below is an instruction that describes a task, paired with an input that provides further "
-        "context. "
-        "Write a response that appropriately completes the request.\n\n"
+        "context. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd {x}.\n\n### Input:\n1, 2\n\n### Response:"
     )
     segments = render_alpaca({"instruction": "Go.", "output": "Ok", **no_input})
@@ -84,8 +83,7 @@ def test_a_format_with_three_segments_needs_one_table_row(
 
     def shown(tokenized: TokenizedRows, row: int) -> list[str]:
         return re.sub(
-            r" \(\d+ tokens\) "
-            r"---\n",
+            r" \(\d+ tokens\) ---\n",
             "",
             describe_sample(tokenized, row, tokenizer),
         ).split("\n--- ")[1:]
@@ -124,8 +122,7 @@ def test_truncation_is_counted_and_rows_without_room_are_rejected(
     assert prepare(path, context_length=context_length + 1)[0].num_targets[0] == 1
     with pytest.raises(
         UserError,
-        match=r"1 of 1 rows cannot be used.*\n.*rows.jsonl:1: no room "
-        r"for a response",
+        match=r"1 of 1 rows cannot be used.*\n.*rows.jsonl:1: no room for a response",
     ):
         prepare(path, context_length=5, dataset_samples=1, max_bad_rows=1.0)
 

@@ -49,8 +49,7 @@ def template(*, bot: str = BOT, user: str = USER, end: str = "", prompt: str = P
 
 TEMPLATES = {
     "plain": template(),
-    "trims white space": template(bot="<bot>{{ m.content | trim "
-                                      "}}<end>\n", user="{{ m.content | "
+    "trims white space": template(bot="<bot>{{ m.content | trim }}<end>\n", user="{{ m.content | "
                                                                                  "trim }}"),
     "ends the text with a token of its own": template(
         end="{% if not add_generation_prompt %}</s>{% endif %}"
@@ -60,15 +59,13 @@ TEMPLATES = {
     ),
     "writes the system prompt into the last question": template(
         user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | "
-             "length == 0 %}"
-        "{{ 'BE KIND ' if last else '' }}{{ m.content }}"
+             "length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}"
     ),
     "has no prompt and moves the system prompt": template(
         bot="{{ m.content }}</s>",
         prompt="",
         user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | "
-             "length == 0 %}"
-        "{{ 'BE KIND ' if last else '' }}{{ m.content }}",
+             "length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}",
     ),
     "keeps reasoning in the last turn alone": template(
         bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n"
@@ -206,80 +203,49 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("plain", "words of the template"): (turns("bot", "b", "end", "e"), [["b<end>", "e<end>"]], []),
     ("plain", "all the same"): (turns("a", "a", "a", "a"), [["a<end>", "a<end>"]], []),
     ("plain", "the assistant first"): (turns("go on", "so", "no", first="assistant"), ONE_ROW, []),
-    ("plain", "two in a "
-              "row"): ([*TWO[:2], *turns("more", "so", "no", first="assistant")], [["go "
+    ("plain", "two in a row"): ([*TWO[:2], *turns("more", "so", "no", first="assistant")], [["go "
                                                                                              "on<end>", "more<end>", "no<end>"]], []),
     ("plain", "a question at the end"): (TWO[:3], [["go on<end>"]], []),
     ("plain", "reasoning in a field"): (FIELDS, ONE_ROW, [CUT]),
     ("trims white space", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), ONE_ROW, []),
-    ("plain", "white "
-              "space"): (turns(" hi ", " go "
-                                             "on\n", "so ", "\nno"), [[" go "
+    ("plain", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), [[" go "
                                                                            "on\n<end>", "\nno<end>"]], []),
-    ("ends the text with a token of its "
-     "own", "two "
-                                              "turns"): (TWO, [["go "
+    ("ends the text with a token of its own", "two turns"): (TWO, [["go "
                                                                     "on<end>", "no<end>\n</s>"]], []),
-    ("ends the text with a token of its "
-     "own", "white "
-                                              "space"): (turns("hi", " go "
+    ("ends the text with a token of its own", "white space"): (turns("hi", " go "
                                                                            "on\n", "so"), [[" go "
                                                                                             "on\n<end>"]], []),
-    ("ends the last turn with another "
-     "token", "two "
-                                              "turns"): (TWO, [["go "
+    ("ends the last turn with another token", "two turns"): (TWO, [["go "
                                                                     "on<return>"], ["no<return>"]], [APART]),
-    ("writes the system prompt into the last "
-     "question", "two "
-                                                        "turns"): (TWO, [["go "
+    ("writes the system prompt into the last question", "two turns"): (TWO, [["go "
                                                                               "on<end>"], ["no<end>"]], [APART]),
-    ("has no prompt and moves the system "
-     "prompt", "two "
-                                                  "turns"): (TWO, [["go "
+    ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go "
                                                                         "on</s>"], ["no</s>"]], [APART]),
-    ("keeps reasoning in the last turn "
-     "alone", "no "
-                                               "reasoning"): (TWO, [["go "
+    ("keeps reasoning in the last turn alone", "no reasoning"): (TWO, [["go "
                                                                         "on<end>", "<think></think>no<end>"]], []),
-    ("ends turns with "
-     "words", "no "
-                              "reasoning"): (TWO, [["go "
+    ("ends turns with words", "no reasoning"): (TWO, [["go "
                                                        "on[end]", "<think></think>no[end]"]], []),
     ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
-    ("keeps reasoning in the last turn "
-     "alone", "in the last "
-                                               "turn"): ([*TWO[:3], THOUGHT[3]], [["go "
+    ("keeps reasoning in the last turn alone", "in the last turn"): ([*TWO[:3], THOUGHT[3]], [["go "
                                                                                                "on<end>", IN_ROWS[1][0]]], []),
-    ("keeps reasoning in the last turn "
-     "alone", "in a "
-                                               "field"): (FIELDS, [["<think>hm</think>go "
+    ("keeps reasoning in the last turn alone", "in a field"): (FIELDS, [["<think>hm</think>go "
                                                                          "on<end>"], ["<think>hm</think>no<end>"]], [APART]),
-    ("opens a block for reasoning in the "
-     "prompt", "in the "
-                                                  "text"): (THOUGHT, [["hm</think>go "
+    ("opens a block for reasoning in the prompt", "in the text"): (THOUGHT, [["hm</think>go "
                                                                               "on<end>"], ["ah</think>no<end>"]], [APART]),
-    ("opens a block for reasoning in the "
-     "prompt", "no "
-                                                  "reasoning"): (TWO, [["go "
+    ("opens a block for reasoning in the prompt", "no reasoning"): (TWO, [["go "
                                                                            "on<end>", "</think>no<end>"]], []),
     ("leaves reasoning out", "in the text"): (THOUGHT, ONE_ROW, [CUT]),
     ("leaves reasoning out", "no reasoning"): (TWO, ONE_ROW, []),
     ("begins turns with the first letters of the prompt's "
      "block", "tags"): (turns("hi", "<t>a", "so", "</t>"), [["<t>a</s>", "</t></s>"]], []),
     ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
-    ("takes arguments as "
-     "text", "calls"): (CALLS, [['<call>add{"a": '
-                                                    '1}</call><end>', "it is "
+    ("takes arguments as text", "calls"): (CALLS, [['<call>add{"a": 1}</call><end>', "it is "
                                                                                      "2<end>"]], []),
     ("plain", "calls"): (CALLS, [], ["turn 2: the chat template writes no tool calls; "
                                      "--prompt_template takes another"]),
-    ("wants a "
-     "question", "the assistant "
-                         "first"): (turns("go "
+    ("wants a question", "the assistant first"): (turns("go "
                                                         "on", "so", "no", first="assistant"), ONE_ROW, []),
-    ("wants alternate "
-     "roles", "the assistant "
-                              "first"): (TWO[1:], [], ["the chat template refuses "
+    ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses "
                                                                      "it: roles must alternate "
                                                                      "(--prompt_template takes "
                                                                      "another)"]),
@@ -306,8 +272,7 @@ BEHIND = "writes the words of a call behind its result"
 # apply_chat_template.
 BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
     (KEEPS, "reasoning"): (CALLING, ["thinks:hm<end><bot>calls:add<call>", "thinks:hm<end><bot>says:it is 2<return>"]),
-    (KEEPS, "words"): (WORDS, ["thinks:let me "
-                               "see<end><bot>calls:add<call>", "says:it is "
+    (KEEPS, "words"): (WORDS, ["thinks:let me see<end><bot>calls:add<call>", "says:it is "
                                                                              "2<return>"]),
     (KEEPS, "two calls, and more"): (
         [*CALLING[:3], *CALLING[1:], TWO[2], thought("no")],
@@ -317,18 +282,13 @@ BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
     (BEHIND, "reasoning"): (CALLING, ["<think>hm</think><call>add</call>", "<think>hm</think>it is "
                                                                            "2<end>"]),
     (BEHIND, "words"): (WORDS, ["<call>addlet me see</call>", "it is 2<end>"]),
-    (BEHIND, "words and "
-             "reasoning"): ([*WORDS[:3], thought("it is "
-                                                           "2")], ["<call>addlet me "
+    (BEHIND, "words and reasoning"): ([*WORDS[:3], thought("it is 2")], ["<call>addlet me "
                                                                          "see</call>", "<think>hm</think>it is 2<end>"]),
     ("closes an empty block in the prompt", "no reasoning"): (TWO, ["go on<end>", "no<end>"]),
-    ("opens a block that turns have without a "
-     "line", "no "
-                                                     "reasoning"): (TWO, ["</think>go "
+    ("opens a block that turns have without a line", "no reasoning"): (TWO, ["</think>go "
                                                                              "on<end>", "</think>no<end>"]),
     ("ends the prompt with what no turn has", "two turns"): (TWO, ["go on<end>", "no<end>"]),
-    ("has reasoning in "
-     "parts", "in a "
+    ("has reasoning in parts", "in a "
                                "field"): ([TWO[0], thought("no")], ["[THINK]hm[/THINK]no<end>"]),
 }  # fmt: skip
 

@@ -145,8 +145,7 @@ def test_images_and_arrays_in_memory_are_written_with_their_rows(kind, tmp_path,
     if kind == "a list":
         with pytest.raises(
             UserError,
-            match=r"dataset: row 2 cannot be written as JSON \(set is "
-            r"not",
+            match=r"dataset: row 2 cannot be written as JSON \(set is not",
         ):
             api._in_file([{"a": 1}, {"a": {1}}])
 

@@ -42,8 +42,7 @@ def train_command(name: str) -> list[str]:
         return [word for argument in container["args"] for word in argument.split("=", 1)]
     text = (FOLDER / name).read_text().replace("\\\n", " ")
     (command,) = re.findall(
-        r"torchrun +(--nnodes.*?fsdp_qlora "
-        r"train.*?)(?:\n[a-z]|\Z)",
+        r"torchrun +(--nnodes.*?fsdp_qlora train.*?)(?:\n[a-z]|\Z)",
         text,
         re.DOTALL,
     )
@@ -113,8 +112,7 @@ def test_the_image_is_built_from_existing_files() -> None:
     copied = [
         word
         for line in re.findall(
-            r"^COPY "
-            r"(.*)",
+            r"^COPY (.*)",
             dockerfile,
             re.M,
         )

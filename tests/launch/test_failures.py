@@ -172,8 +172,7 @@ def test_out_of_memory_while_loading_is_explained_in_one_sentence() -> None:
     with (
         pytest.raises(
             TrainingError,
-            match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What "
-            r"helps: more GPUs\.$",
+            match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$",
         ),
         loading_explained(3, "more GPUs"),
     ):

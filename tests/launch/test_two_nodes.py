@@ -81,8 +81,7 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
         nodes.disks[1] / "out12"
     ).exists()
     planned = re.search(
-        r"Between 2 nodes: each sends about ([\d.]+) (KiB|MiB) per "
-        r"step",
+        r"Between 2 nodes: each sends about ([\d.]+) (KiB|MiB) per step",
         nodes.output(0),
     )
     assert planned is not None

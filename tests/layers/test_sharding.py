@@ -104,8 +104,7 @@ def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
     seen = []
     for event in events:
         found = re.match(
-            r"FSDP::(\w+) "
-            r"\((?:model\.)?(embed_tokens|lm_head|layers\.\d)(.*)\)",
+            r"FSDP::(\w+) \((?:model\.)?(embed_tokens|lm_head|layers\.\d)(.*)\)",
             event.name,
         )
         if found and found[1] in kinds and (not found[3] or found[1] == "all_gather"):

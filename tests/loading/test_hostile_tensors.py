@@ -89,13 +89,11 @@ OF_ALL = f"{UP}_scale_2"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {f"{UP}_scale_inv": to(torch.int64)}, "_scale_inv is int64 and must be float32"),
     ("fp8 blocks", {f"{UP}_scale_inv": turned}, "has scales [2, 4], which do not fit its shape"),
-    ("fp8 "
-     "blocks", {f"{UP}_scale_inv": lambda value: value[:0]}, "has scales [0, 2], which do not "
+    ("fp8 blocks", {f"{UP}_scale_inv": lambda value: value[:0]}, "has scales [0, 2], which do not "
                                                                  "fit its shape"),
     ("fp8 blocks", {UP: flat}, "[8192] in FP8 has scales [4, 2], which do not fit its shape"),
     ("fp8 blocks", {SCALE: lambda _: torch.ones(4, 2)}, f"cannot both be {UP}.scale"),
-    ("fp8 "
-     "blocks", {"line\nbreak": lambda _: torch.ones(1)}, "has a tensor named 'line\\nbreak', "
+    ("fp8 blocks", {"line\nbreak": lambda _: torch.ones(1)}, "has a tensor named 'line\\nbreak', "
                                                              "which no model has"),
     ("fp8 rows", {SCALE: to(torch.bool)}, "_scale is bool and must be float32"),
     ("nvfp4", {UP: flat}, "in NVFP4 has scales"),

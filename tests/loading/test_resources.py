@@ -168,8 +168,7 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
     placement.check_disk(tmp_path / "out", size)
     with pytest.raises(
         UserError,
-        match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a "
-        r"larger",
+        match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger",
     ):
         placement.check_disk(tmp_path / "out", size + 10 * 2**20)
 

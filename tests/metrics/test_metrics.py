@@ -290,8 +290,7 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, lines):
         (
             "wandb",
             "0.9.7rc1",
-            r"wandb 0\.9\.7rc1 is installed and is too old.*pip install "
-            r"'wandb>=0\.31'",
+            r"wandb 0\.9\.7rc1 is installed and is too old.*pip install 'wandb>=0\.31'",
         ),
         (
             "tensorboard",

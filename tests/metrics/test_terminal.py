@@ -21,8 +21,7 @@ from tests.tiny import ROOT, flags, make_rows, train_ok, write_rows
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 BAR = re.compile(
-    r"[\w' ]*:? *\d+%\|[^|]*\| +\S+/\S+ ?(loss +\S+ lr \S+ +[\d,]+ tokens/s "
-    r")?\[[\d:]+<[\d:?]+.*\]"
+    r"[\w' ]*:? *\d+%\|[^|]*\| +\S+/\S+ ?(loss +\S+ lr \S+ +[\d,]+ tokens/s )?\[[\d:]+<[\d:?]+.*\]"
 )
 
 

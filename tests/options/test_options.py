@@ -140,14 +140,12 @@ def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(
     assert line_with("Model:", output).endswith(", bf16") and "Options:" not in output
     *_, memory, _, step = output.strip().splitlines()
     needs = (
-        r"Memory: each rank needs about [\d.]+ MiB of the GPU, [\d.]+ MiB of the host; 2 "
-        r"ranks "
+        r"Memory: each rank needs about [\d.]+ MiB of the GPU, [\d.]+ MiB of the host; 2 ranks "
         r"on GPUs that are .*"
     )
     assert re.fullmatch(needs + ", full_shard with the base in host memory", memory)
     assert re.search(
-        r"most at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block "
-        r"inputs",
+        r"most at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block inputs",
         step,
     )
 

@@ -102,8 +102,7 @@ def test_other_options_of_an_unfinished_run_are_named(tmp_path: Path) -> None:
     refuse_early(config)
     with pytest.raises(
         UserError,
-        match=r"unfinished run with other settings:\n  --lora_rank was "
-        r"16 and is 8",
+        match=r"unfinished run with other settings:\n  --lora_rank was 16 and is 8",
     ):
         refuse_early(TrainConfig(output_dir=str(tmp_path), lora_rank=8))
     refuse_early(TrainConfig(output_dir=str(tmp_path), lora_rank=8, resume="auto:replace"))

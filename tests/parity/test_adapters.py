@@ -84,8 +84,7 @@ def test_loftq_starts_with_less_error_from_bitsandbytes_base(
         (
             {},
             "norm",
-            r"modules_to_save norm: .* embeddings and head .* model.embed_tokens, "
-            r"lm_head",
+            r"modules_to_save norm: .* embeddings and head .* model.embed_tokens, lm_head",
         ),
     ],
 )
@@ -247,13 +246,11 @@ def test_combinations_that_exclude_each_other_are_refused(
     [
         (
             {"lora_target_modules": r".*\.x_proj"},
-            r"the regular expression .* matches no linear "
-            r"layer",
+            r"the regular expression .* matches no linear layer",
         ),
         (
             {"rank_pattern": "x_proj=3"},
-            r"rank_pattern: x_proj has no effect: it matches no layer "
-            r"with an adapter",
+            r"rank_pattern: x_proj has no effect: it matches no layer with an adapter",
         ),
         (
             {"alpha_pattern": ".*=3,q_proj=4"},

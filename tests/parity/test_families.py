@@ -122,8 +122,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 _TABLE = re.findall(
-    r"^\| ([\w, ]+) \| "
-    r"(padding-free|padded)",
+    r"^\| ([\w, ]+) \| (padding-free|padded)",
     (ROOT / "docs/models.md").read_text(),
     re.M,
 )

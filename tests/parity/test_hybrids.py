@@ -351,8 +351,7 @@ def test_groups_of_documents_have_little_padding() -> None:
 
 def test_the_table_of_the_documentation_is_the_tested_one() -> None:
     table = re.findall(
-        r"^\| (.+) \| `(\w+)` \| "
-        r"(padding-free|padded)",
+        r"^\| (.+) \| `(\w+)` \| (padding-free|padded)",
         (ROOT / "docs/models.md").read_text(),
         re.M,
     )

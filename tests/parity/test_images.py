@@ -164,8 +164,7 @@ def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
         {"type": "text", "text": "name the colour"},
     ]
     rows: list[tuple[dict[str, Any], list[int]]] = [
-        ({"messages": chat("<image>name "
-                           "it<image>", "red "
+        ({"messages": chat("<image>name it<image>", "red "
                                                     "river", "and<image>", "blue"), "images": ["0.png", "1.png", "2.png"]}, [0, 1, 2]),
         ({"messages": chat("write seven words " * 8, "water mountain answer question")}, []),
         ({"messages": chat(parts, "green")}, [3]),

@@ -305,8 +305,7 @@ def test_memory_of_answers_is_not_a_steps(
             2,
             {
                 "PHANTOM_NCCL_FAIL": "60:6:socketProgressOpt: Call to recv failed : Connection "
-                "reset "
-                "by peer"
+                "reset by peer"
             },
             "connection to another rank was lost",
             marks=pytest.mark.slow,

@@ -144,8 +144,7 @@ def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
     assert "not sharded" not in str(describe_choice(needs, 11 * GIB))
     assert describe_choice(needs, None) == (
         "Placement, on each GPU: ddp if 13.0 GiB are free, full_shard if 10.0 GiB are free, else "
-        "full_shard with the "
-        "base in host memory (4.0 GiB)."
+        "full_shard with the base in host memory (4.0 GiB)."
     )
 
 
@@ -169,8 +168,7 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     assert describe_reduction(needs, 12 * GIB) is None
     assert describe_reduction(needs, 11 * GIB) == (
         "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU "
-        "until the last one needs "
-        "12.0 GiB, and 11.0 GiB are free."
+        "until the last one needs 12.0 GiB, and 11.0 GiB are free."
     )
     # Where the rest is asked for, and where whole modules train.
     asked = {each: needs[each] for each in found[1:3]}

@@ -29,8 +29,7 @@ from tests.tiny import spelled_tokenizer
 
 CHAT = (
     "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{% if m.role == 'assistant' "
-    "%}{{ eos_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    "%}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 ASKED, GO, NO = (
     {"role": role, "content": text}
@@ -222,8 +221,7 @@ def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Pa
         prepared([ROWS[0][0]], tmp_path)
         with pytest.raises(
             UserError,
-            match=r"preferences .*--objective dpo.*--columns "
-            r"completion=chosen",
+            match=r"preferences .*--objective dpo.*--columns completion=chosen",
         ):
             prepared([ROWS[0][0]], tmp_path, objective="sft")
         single = [{"prompt": "hi", "completion": " go"}]
@@ -356,8 +354,7 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
     with pytest.raises(
         UserError,
-        match=r"(?s)1 of 5 rows.*label is None, and can be true or "
-        r"false",
+        match=r"(?s)1 of 5 rows.*label is None, and can be true or false",
     ):
         prepared(
             [*LABELED, {"prompt": "hi", "completion": " go", "label": None}],

@@ -242,8 +242,7 @@ def test_a_lost_result_is_rewritten_from_the_last_checkpoint(
     shutil.rmtree(finished / run_files.CHECKPOINTS)
     with pytest.raises(
         UserError,
-        match=r"no checkpoint, but status\.json says that the run has "
-        r"finished",
+        match=r"no checkpoint, but status\.json says that the run has finished",
     ):
         decide(finished)
 

@@ -226,7 +226,6 @@ def test_resuming_a_finished_run_suggests_the_option_adapter(
     assert statuses == [2] and advice in output
     with pytest.raises(
         UserError,
-        match=r"it is a checkpoint. Export its adapter: fsdp-qlora "
-        r"export",
+        match=r"it is a checkpoint. Export its adapter: fsdp-qlora export",
     ):
         read_adapter(trained / "checkpoints" / "step_000002")

@@ -305,8 +305,7 @@ def test_a_later_checkpoint_format_is_refused_and_kept(saved_before: Path, tmp_p
     (saved_before / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(
         UserError,
-        match=r"step_000002 has checkpoint format 2, and this version .* "
-        r"reads 1",
+        match=r"step_000002 has checkpoint format 2, and this version .* reads 1",
     ):
         begin(tmp_path / "out", resume_from=saved_before.parent)
     assert saved_before.is_dir()

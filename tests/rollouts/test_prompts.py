@@ -337,8 +337,7 @@ def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path
         make_schedule(dataclasses.replace(config, num_generations=5), data, 2)
     with pytest.raises(
         UserError,
-        match=r"needs 12 prompts \(48 answers, 4 to each\), and there "
-        r"are 7",
+        match=r"needs 12 prompts \(48 answers, 4 to each\), and there are 7",
     ):
         make_schedule(dataclasses.replace(config, gradient_accumulation_steps=24), data, 2)
 
@@ -424,8 +423,7 @@ def test_a_checkpoint_recognizes_the_answers_that_it_needs(
     before = path.read_bytes()
     with pytest.raises(
         TrainingError,
-        match=r"lacks answers that step 4 learns from, or has others "
-        r".* Restore it",
+        match=r"lacks answers that step 4 learns from, or has others .* Restore it",
     ):
         next(rollouts(**since))
     assert path.read_bytes() == before

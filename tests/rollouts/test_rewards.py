@@ -185,8 +185,7 @@ FAILING: dict[str, tuple[str, str, list[float]]] = {
     ),
     "sleep": (
         "time.sleep(60)",
-        r"row 7, 9 .* did not return within 1 s "
-        r"\(--hang_minutes\)",
+        r"row 7, 9 .* did not return within 1 s \(--hang_minutes\)",
         [0, 0, 0],
     ),
     "backtracking": (
@@ -245,8 +244,7 @@ def test_rewards_without_a_right_answer_are_refused_with_the_columns() -> None:
     ]
     with pytest.raises(
         UserError,
-        match=r"have: prompt, ground_truth, other, answer\..* --columns "
-        r"answer=ground_truth",
+        match=r"have: prompt, ground_truth, other, answer\..* --columns answer=ground_truth",
     ):
         check_answers(parse_rewards(["length:3", "exact_match"]), rows)
     check_answers(parse_rewards(["length:3"]), rows)

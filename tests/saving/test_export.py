@@ -175,8 +175,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
     room_from = 0
     with pytest.raises(
         TrainingError,
-        match=r"No space left.*the same command saves it without "
-        r"training again",
+        match=r"No space left.*the same command saves it without training again",
     ):
         save()
     assert set(gathered) == everything and not list(output.glob(".saving*"))

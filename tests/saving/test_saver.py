@@ -58,8 +58,7 @@ def test_a_run_that_cannot_save_for_too_long_ends(
     now += 900.5 + 900
     with pytest.raises(
         TrainingError,
-        match=r"no checkpoint could be saved for 45 minutes: "
-        r".*Input/output error",
+        match=r"no checkpoint could be saved for 45 minutes: .*Input/output error",
     ):
         saver.save(Progress(step=7))
 

@@ -103,8 +103,7 @@ def test_a_rank_goes_on_from_the_state_of_the_rank_before(
 
 def test_the_documentation_names_the_hybrids_that_ranks_share() -> None:
     rows = re.findall(
-        r"^\| (.+) \| `\w+` \| padding-free \| "
-        r"yes",
+        r"^\| (.+) \| `\w+` \| padding-free \| yes",
         (ROOT / "docs/models.md").read_text(),
         re.M,
     )

@@ -21,8 +21,7 @@ IS_POISONED = os.environ.get("PHANTOM_POISON") == "1"
 # Their functions fail on the stand-in, which lacks these libraries. NVRTC compiles some of torch's
 # kernels at run time.
 LACKING = re.compile(
-    r"cu(dnn|solver|fft|sparse|blas)\w* error|calling "
-    r".cublas|NVRTC",
+    r"cu(dnn|solver|fft|sparse|blas)\w* error|calling .cublas|NVRTC",
     re.IGNORECASE,
 )
 noted: Counter[str] = Counter()  # operators that are computed otherwise than one would think
