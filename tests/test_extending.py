@@ -39,10 +39,13 @@ def places(section: str) -> dict[str, list[str]]:
 
 def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
     assert list(SECTIONS) == [
-        "quantizer", "train type", "preference objective", "reward function", "dataset "
-                                                                              "format", "metric "
-                                                                                        "sink",
-    ]  # fmt: skip
+        "quantizer",
+        "train type",
+        "preference objective",
+        "reward function",
+        "dataset format",
+        "metric sink",
+    ]
     for kind, section in SECTIONS.items():
         listed = places(section)
         assert len(listed) >= 4, kind

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Rows with images: where they are found, what is left out, and how they are kept."""
 
 import io
@@ -45,20 +44,47 @@ def text(said: str) -> dict[str, str]:
 
 # The columns of a row -> what its first turn shows, and its images.
 SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
-    "in the "
-    "text": ({"messages": ask("so<image>who?"), "images": ["a.png"]}, [text("so"), PLACE, text("who?")], [Path("d/a.png")]),
-    "one "
-    "alone": ({"messages": ask("<image>who?"), "images": "a.png"}, [PLACE, text("who?")], [Path("d/a.png")]),
-    "without a "
-    "place": ({"messages": ask("who?"), "images": ["/a", "b"]}, [PLACE, PLACE, text("who?")], [Path("/a"), Path("d/b")]),
-    "parts without "
-    "one": ({"messages": ask([text("so"), PLACE]), "images": [{"bytes": b"x"}]}, [text("so"), PLACE], [b"x"]),
-    "parts with "
-    "one": ({"messages": ask([{**PLACE, "image": "a.png"}])}, [PLACE], [Path("d/a.png")]),
-    "OpenAI": ({"messages": ask([{"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}])}, [PLACE], [b"x"]),
-    "datasets": ({"messages": ask("<image>"), "images": [{"path": "a.png", "bytes": b"x"}]}, [PLACE], [b"x"]),
+    "in the text": (
+        {"messages": ask("so<image>who?"), "images": ["a.png"]},
+        [text("so"), PLACE, text("who?")],
+        [Path("d/a.png")],
+    ),
+    "one alone": (
+        {"messages": ask("<image>who?"), "images": "a.png"},
+        [PLACE, text("who?")],
+        [Path("d/a.png")],
+    ),
+    "without a place": (
+        {"messages": ask("who?"), "images": ["/a", "b"]},
+        [PLACE, PLACE, text("who?")],
+        [Path("/a"), Path("d/b")],
+    ),
+    "parts without one": (
+        {"messages": ask([text("so"), PLACE]), "images": [{"bytes": b"x"}]},
+        [text("so"), PLACE],
+        [b"x"],
+    ),
+    "parts with one": (
+        {"messages": ask([{**PLACE, "image": "a.png"}])},
+        [PLACE],
+        [Path("d/a.png")],
+    ),
+    "OpenAI": (
+        {
+            "messages": ask(
+                [{"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}]
+            )
+        },
+        [PLACE],
+        [b"x"],
+    ),
+    "datasets": (
+        {"messages": ask("<image>"), "images": [{"path": "a.png", "bytes": b"x"}]},
+        [PLACE],
+        [b"x"],
+    ),
     "none": ({"messages": ask("who?"), "images": []}, "who?", []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -71,82 +97,102 @@ def test_images_are_found_in_the_columns_datasets_use(name: str) -> None:
 
 # The columns of a row -> why it is left out.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": ({"messages": ask("<image>who?"), "images": ["b.png"]}, "the image .*b.png cannot "
-                                                                       "be read, or is no image "
-                                                                       ".No such file"),
-    "damaged": ({"messages": ask("<image>who?"), "images": ["cut.png"]}, "the image .*cut.png "
-                                                                         "cannot be read, or is no "
-                                                                         "image"),
-    "not one": ({"messages": ask("<image>who?"), "images": ["rows.jsonl"]}, "rows.jsonl cannot be "
-                                                                            "read, or is no image"),
-    "a URL": ({"messages": ask("<image>"), "images": ["https://a/b.png"]}, "image 1: "
-                                                                           "https://a/b.png is a "
-                                                                           "URL. Download"),
-    "too few": ({"messages": ask("<image><image>"), "images": ["a.png"]}, "turn 1 shows more "
-                                                                          "images than the 1 of "
-                                                                          "the row"),
-    "too many": ({"messages": ask("<image>who?"), "images": ["a.png"] * 2}, "has 2 images, and its "
-                                                                            "messages show 1 of "
-                                                                            "them"),
-    "an "
-    "answer": ({"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]}, "an answer has an image"),
-    "base64": ({"messages": ask([{**PLACE, "image": "data:,e"}])}, "turn 1: an image is not "
-                                                                   "base64"),
-    "no "
-    "room": ({"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]}, "no "
-                                                                                               "room for a response"),
-    "a pipe": ({"messages": ask("<image>who?"), "images": ["pipe.png"]}, "pipe.png cannot be read, "
-                                                                         ".*it is not a file but a "
-                                                                         "folder, a pipe"),
-    "a device": ({"messages": ask("<image>who?"), "images": ["/dev/zero"]}, "/dev/zero cannot be "
-                                                                            "read, .*it is not a "
-                                                                            "file but"),
-    "a link to one": ({"messages": ask("<image>who?"), "images": ["zero.png"]}, "zero.png cannot "
-                                                                                "be read, .*it is "
-                                                                                "not a file but"),
-    "of the kernel": ({"messages": ask("<image>who?"), "images": ["/proc/kmsg"]}, "/proc/kmsg "
-                                                                                  "cannot be read, "
-                                                                                  "or is no image"),
-    "too long a file": ({"messages": ask("<image>who?"), "images": ["long.png"]}, "long.png cannot "
-                                                                                  "be read, .*it "
-                                                                                  "has 129 MiB, "
-                                                                                  "more than 128"),
-    "PostScript": ({"messages": ask("<image>who?"), "images": ["gs.png"]}, r"gs.png cannot be "
-                                                                           r"read, .*\(cannot "
-                                                                           r"identify image "
-                                                                           r"file\)"),
-    "too many pixels": ({"messages": ask("<image>who?"), "images": ["wide.png"]}, r"with it the "
-                                                                                  r"row has more "
-                                                                                  r"than 44 "
-                                                                                  r"megapixels; "
-                                                                                  r"FSDP_QLORA_MAX_ROW_MIB raises that"),
-    "too many of all": ({"messages": ask("<image><image>"), "images": ["half.png"] * 2}, "half.png "
-                                                                                         ".*with "
-                                                                                         "it the "
-                                                                                         "row has "
-                                                                                         "more "
-                                                                                         "than 44"),
-    "of 16 bits": ({"messages": ask("<image>who?"), "images": ["deep.png"]}, "of mode I;16.*; "
-                                                                             "convert it to 8 "
-                                                                             "bits"),
-    "of floats": ({"messages": ask("<image>who?"), "images": ["float.tiff"]}, "of mode F; convert "
-                                                                              "it to 8 bits"),
-    "the model's token": ({"messages": ask("<image>a "
-                                           "<image_soft_token>?"), "images": ["a.png"]}, "has the "
-                                                                                         "token "
-                                                                                         "that "
-                                                                                         "stands "
-                                                                                         "for an "
-                                                                                         "image"),
-    "of text alone": ({"messages": ask("a <image_soft_token>?")}, "has the token that stands for "
-                                                                  "an image"),
-    "in an "
-    "answer": ({"messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}], "images": ["a.png"]}, "has the token that stands"),
-    "the token": ({"messages": ask("<image><start_of_image>"), "images": ["a.png"]}, "template "
-                                                                                     "shows 2 of "
-                                                                                     "the row's 1 "
-                                                                                     "images"),
-}  # fmt: skip
+    "missing": (
+        {"messages": ask("<image>who?"), "images": ["b.png"]},
+        "the image .*b.png cannot be read, or is no image .No such file",
+    ),
+    "damaged": (
+        {"messages": ask("<image>who?"), "images": ["cut.png"]},
+        "the image .*cut.png cannot be read, or is no image",
+    ),
+    "not one": (
+        {"messages": ask("<image>who?"), "images": ["rows.jsonl"]},
+        "rows.jsonl cannot be read, or is no image",
+    ),
+    "a URL": (
+        {"messages": ask("<image>"), "images": ["https://a/b.png"]},
+        "image 1: https://a/b.png is a URL. Download",
+    ),
+    "too few": (
+        {"messages": ask("<image><image>"), "images": ["a.png"]},
+        "turn 1 shows more images than the 1 of the row",
+    ),
+    "too many": (
+        {"messages": ask("<image>who?"), "images": ["a.png"] * 2},
+        "has 2 images, and its messages show 1 of them",
+    ),
+    "an answer": (
+        {"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]},
+        "an answer has an image",
+    ),
+    "base64": (
+        {"messages": ask([{**PLACE, "image": "data:,e"}])},
+        "turn 1: an image is not base64",
+    ),
+    "no room": (
+        {"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]},
+        "no room for a response",
+    ),
+    "a pipe": (
+        {"messages": ask("<image>who?"), "images": ["pipe.png"]},
+        "pipe.png cannot be read, .*it is not a file but a folder, a pipe",
+    ),
+    "a device": (
+        {"messages": ask("<image>who?"), "images": ["/dev/zero"]},
+        "/dev/zero cannot be read, .*it is not a file but",
+    ),
+    "a link to one": (
+        {"messages": ask("<image>who?"), "images": ["zero.png"]},
+        "zero.png cannot be read, .*it is not a file but",
+    ),
+    "of the kernel": (
+        {"messages": ask("<image>who?"), "images": ["/proc/kmsg"]},
+        "/proc/kmsg cannot be read, or is no image",
+    ),
+    "too long a file": (
+        {"messages": ask("<image>who?"), "images": ["long.png"]},
+        "long.png cannot be read, .*it has 129 MiB, more than 128",
+    ),
+    "PostScript": (
+        {"messages": ask("<image>who?"), "images": ["gs.png"]},
+        r"gs.png cannot be read, .*\(cannot identify image file\)",
+    ),
+    "too many pixels": (
+        {"messages": ask("<image>who?"), "images": ["wide.png"]},
+        r"with it the row has more than 44 megapixels; FSDP_QLORA_MAX_ROW_MIB raises that",
+    ),
+    "too many of all": (
+        {"messages": ask("<image><image>"), "images": ["half.png"] * 2},
+        "half.png .*with it the row has more than 44",
+    ),
+    "of 16 bits": (
+        {"messages": ask("<image>who?"), "images": ["deep.png"]},
+        "of mode I;16.*; convert it to 8 bits",
+    ),
+    "of floats": (
+        {"messages": ask("<image>who?"), "images": ["float.tiff"]},
+        "of mode F; convert it to 8 bits",
+    ),
+    "the model's token": (
+        {"messages": ask("<image>a <image_soft_token>?"), "images": ["a.png"]},
+        "has the token that stands for an image",
+    ),
+    "of text alone": (
+        {"messages": ask("a <image_soft_token>?")},
+        "has the token that stands for an image",
+    ),
+    "in an answer": (
+        {
+            "messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}],
+            "images": ["a.png"],
+        },
+        "has the token that stands",
+    ),
+    "the token": (
+        {"messages": ask("<image><start_of_image>"), "images": ["a.png"]},
+        "template shows 2 of the row's 1 images",
+    ),
+}
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,7 @@ Rows = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     found = spelled_tokenizer("byte_level")
-    found.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
-        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    found.chat_template = "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     return found
 
 
@@ -162,31 +158,52 @@ class Case(NamedTuple):
 LONG = [{"instruction": "a" * 3000, "output": "b"}]
 CASES = {
     "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
-    "train and test files": Case(split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not "
-                                                                   "test.jsonl"),
-    "sharegpt": Case(write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not "
-                                                                                        "use: id"),
-    "preferences": Case(write_jsonl, "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}], 0, "chosen and rejected"),
+    "train and test files": Case(
+        split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not test.jsonl"
+    ),
+    "sharegpt": Case(
+        write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"
+    ),
+    "preferences": Case(
+        write_jsonl,
+        "a.jsonl",
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+        0,
+        "chosen and rejected",
+    ),
     "capitals": Case(excel, "a.csv", ALPACA, 4),
     "semicolons": Case(semicolons, "a.csv", ALPACA, 4),
     "cp1252": Case(cp1252, "a.csv", [], 0, "a.csv:3: not UTF-8 text"),
     "an object with data": Case(in_data, "a.json", ALPACA, 4),
     "json with lines": Case(write_jsonl, "a.json", ALPACA, 4),
     "save_to_disk": Case(saved, "folder", ALPACA, 4),
-    "save_to_disk with splits": Case(saved_splits, "folder", ALPACA, 4, "the split train is "
-                                                                        "trained on; not test"),
+    "save_to_disk with splits": Case(
+        saved_splits, "folder", ALPACA, 4, "the split train is trained on; not test"
+    ),
     "packed": Case(packed, "a.jsonl.gz", ALPACA, 4),
     "train and val folders": Case(split_folders, "folder", ALPACA, 4, "not val/rows.jsonl.gz"),
-    "other folders": Case(unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched "
-                                                                "(first)"),
+    "other folders": Case(
+        unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched (first)"
+    ),
     "prompts that are too long": Case(write_jsonl, "a.jsonl", LONG, 0, "--context_length 3142"),
-    "1% too long": Case(write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 990, 990, "10 rows have "
-                                                                                   "no room"),
-    "1.1% too long": Case(write_jsonl, "a.jsonl", LONG * 11 + ALPACA[:1] * 989, 0, "raise "
-                                                                                   "--context_length or --max_bad_rows"),
-    "long "
-    "responses": Case(write_jsonl, "a.jsonl", [{"instruction": "a", "output": "b" * 6000}], 1, "67% of the tokens are cut off"),
-}  # fmt: skip
+    "1% too long": Case(
+        write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 990, 990, "10 rows have no room"
+    ),
+    "1.1% too long": Case(
+        write_jsonl,
+        "a.jsonl",
+        LONG * 11 + ALPACA[:1] * 989,
+        0,
+        "raise --context_length or --max_bad_rows",
+    ),
+    "long responses": Case(
+        write_jsonl,
+        "a.jsonl",
+        [{"instruction": "a", "output": "b" * 6000}],
+        1,
+        "67% of the tokens are cut off",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -255,8 +272,7 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "has no column 'tsak'. It has: task, result": {
         "columns": ("instruction=tsak", "output=result")
     },
-    "missing columns. It has: task, result. Say which column is which, such as --columns "
-    "instruction=task": {},
+    "missing columns. It has: task, result. Say which column is which, such as --columns instruction=task": {},
     "prompt_template: alpacca is neither one of alpaca, question_answer": {
         "prompt_template": "alpacca"
     },

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """What a part of a message is: text, reasoning, calls and results of tools, in the forms of several
 APIs and of tables.
 """
@@ -46,30 +45,88 @@ def read(messages: list[dict[str, Any]], **columns: Any) -> Chat:
 
 # Messages in parts -> as OpenAI's chat API has them.
 SAME: dict[str, tuple[list[Any], list[Any]]] = {
-    "text": ([{**ASK, "content": [text("so"), text("rt", "input_text")]}, says(text("blue", "output_text"))], [ASK, {"role": "assistant", "content": "blue"}]),
+    "text": (
+        [
+            {**ASK, "content": [text("so"), text("rt", "input_text")]},
+            says(text("blue", "output_text")),
+        ],
+        [ASK, {"role": "assistant", "content": "blue"}],
+    ),
     "reasoning with text": ([ASK, says(text("hm", "reasoning"), text("blue"))], [ASK, THINKS]),
-    "Anthropic": ([ASK, says({"type": "thinking", "thinking": "hm", "signature": "x"}, text("blue"))], [ASK, THINKS]),
-    "Mistral": ([ASK, says({"type": "thinking", "thinking": [text("h"), text("m")]}, text("blue"))], [ASK, THINKS]),
-    "OpenAI's "
-    "responses": ([ASK, says({"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]}, text("blue", "output_text"))], [ASK, THINKS]),
-    "a "
-    "summary": ([ASK, says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))], [ASK, {**THINKS, "reasoning_content": "h\n\nm"}]),
-    "Gemini": ([ASK, {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "blue"}]}], [ASK, THINKS]),
-    "in a field "
-    "too": ([ASK, says(text("hm", "thinking"), text("blue"), reasoning_content="hm")], [ASK, THINKS]),
-    "a list in a "
-    "field": ([ASK, {**THINKS, "reasoning_content": [text("hm", "summary_text")]}], [ASK, THINKS]),
+    "Anthropic": (
+        [ASK, says({"type": "thinking", "thinking": "hm", "signature": "x"}, text("blue"))],
+        [ASK, THINKS],
+    ),
+    "Mistral": (
+        [ASK, says({"type": "thinking", "thinking": [text("h"), text("m")]}, text("blue"))],
+        [ASK, THINKS],
+    ),
+    "OpenAI's responses": (
+        [
+            ASK,
+            says(
+                {"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]},
+                text("blue", "output_text"),
+            ),
+        ],
+        [ASK, THINKS],
+    ),
+    "a summary": (
+        [ASK, says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))],
+        [ASK, {**THINKS, "reasoning_content": "h\n\nm"}],
+    ),
+    "Gemini": (
+        [ASK, {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "blue"}]}],
+        [ASK, THINKS],
+    ),
+    "in a field too": (
+        [ASK, says(text("hm", "thinking"), text("blue"), reasoning_content="hm")],
+        [ASK, THINKS],
+    ),
+    "a list in a field": (
+        [ASK, {**THINKS, "reasoning_content": [text("hm", "summary_text")]}],
+        [ASK, THINKS],
+    ),
     "reasoning alone": ([ASK, says(text("hm", "reasoning"))], [ASK, {**THINKS, "content": ""}]),
     "a call and its result": (
-        [ASK, says(text("so"), {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}), {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [text("2")]}, text("sort")]}],
+        [
+            ASK,
+            says(text("so"), {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}),
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": [text("2")]},
+                    text("sort"),
+                ],
+            },
+        ],
         [ASK, CALLS, RESULT, ASK],
     ),
-    "a call "
-    "alone": ([ASK, says({"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'})], [ASK, {"role": "assistant", "tool_calls": CALLS["tool_calls"]}]),
-    "a call in a field "
-    "too": ([ASK, says(text("so"), {"type": "tool_use", "name": "add", "input": {"a": 1}}, tool_calls=[{"id": "c1", **CALL}])], [ASK, CALLS]),
-    "parameters": ([ASK, {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}], [ASK, {"role": "assistant", "tool_calls": [CALL]}]),
-}  # fmt: skip
+    "a call alone": (
+        [
+            ASK,
+            says(
+                {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+            ),
+        ],
+        [ASK, {"role": "assistant", "tool_calls": CALLS["tool_calls"]}],
+    ),
+    "a call in a field too": (
+        [
+            ASK,
+            says(
+                text("so"),
+                {"type": "tool_use", "name": "add", "input": {"a": 1}},
+                tool_calls=[{"id": "c1", **CALL}],
+            ),
+        ],
+        [ASK, CALLS],
+    ),
+    "parameters": (
+        [ASK, {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}],
+        [ASK, {"role": "assistant", "tool_calls": [CALL]}],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -98,27 +155,39 @@ def test_parts_mean_the_same_in_every_format_and_in_prompts() -> None:
 
 # The reason -> a turn behind a question.
 BAD: dict[str, dict[str, Any]] = {
-    "turn 2: a part of its content is tool_result, and only "
-    "text": says(text("blue", "tool_result")),
-    "turn 2: a part of its content is redacted_thinking, and only "
-    "text": says({"type": "redacted_thinking", "data": "x"}),
-    "turn 2: a part of its content is functionCall, and only "
-    "text": says({"functionCall": {"name": "add"}}),
-    "turn 2: a part of its content is reasoning, which only an answer can "
-    "have": {**ASK, "content": [text("hm", "reasoning")]},
-    "turn 2: a part of its content is tool_use, which only an answer can "
-    "have": {**ASK, "content": [{"type": "tool_use"}]},
-    "turn 2: a part of its content is document, and only "
-    "text": {**ASK, "content": [text("x", "document")]},
+    "turn 2: a part of its content is tool_result, and only text": says(
+        text("blue", "tool_result")
+    ),
+    "turn 2: a part of its content is redacted_thinking, and only text": says(
+        {"type": "redacted_thinking", "data": "x"}
+    ),
+    "turn 2: a part of its content is functionCall, and only text": says(
+        {"functionCall": {"name": "add"}}
+    ),
+    "turn 2: a part of its content is reasoning, which only an answer can have": {
+        **ASK,
+        "content": [text("hm", "reasoning")],
+    },
+    "turn 2: a part of its content is tool_use, which only an answer can have": {
+        **ASK,
+        "content": [{"type": "tool_use"}],
+    },
+    "turn 2: a part of its content is document, and only text": {
+        **ASK,
+        "content": [text("x", "document")],
+    },
     "turn 2: its parts are not in the order": says(text("blue"), text("hm", "reasoning")),
-    "turn 2: its reasoning in reasoning_content is "
-    "another": says(text("hm", "reasoning"), text("a"), reasoning_content="ah"),
-    "turn 2: its reasoning has no "
-    "text": says({"type": "reasoning", "encrypted_content": "x"}, text("blue")),
-    "turn 2: its tool calls are "
-    "others": says({"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]),
+    "turn 2: its reasoning in reasoning_content is another": says(
+        text("hm", "reasoning"), text("a"), reasoning_content="ah"
+    ),
+    "turn 2: its reasoning has no text": says(
+        {"type": "reasoning", "encrypted_content": "x"}, text("blue")
+    ),
+    "turn 2: its tool calls are others": says(
+        {"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]
+    ),
     "turn 2: a tool call without a name": says({"type": "tool_use", "input": {}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reason", BAD)

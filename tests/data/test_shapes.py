@@ -34,16 +34,24 @@ def called(arguments: object) -> dict[str, Any]:
 # The columns of a set -> what is learned of the row.
 LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "Alpaca": ({"instruction": "hi", "input": "so", "output": "go on"}, "go on</s>"),
-    "Alpaca with another name of the input": ({"instruction": "hi", "context": "so", "output": "go "
-                                                                                               "on"}, "go on</s>"),
+    "Alpaca with another name of the input": (
+        {"instruction": "hi", "context": "so", "output": "go on"},
+        "go on</s>",
+    ),
     "GPTeacher": ({"instruction": "hi", "input": "so", "response": "go on"}, "go on</s>"),
-    "Dolly": ({"instruction": "hi", "context": "so", "response": "go on", "category": "x"}, "go "
-                                                                                            "on</s>"),
-    "ms-swift": ({"query": "hi", "response": "go "
-                                             "on", "system": "so", "history": [["a", "no"]]}, "no</s>go on</s>"),
+    "Dolly": (
+        {"instruction": "hi", "context": "so", "response": "go on", "category": "x"},
+        "go on</s>",
+    ),
+    "ms-swift": (
+        {"query": "hi", "response": "go on", "system": "so", "history": [["a", "no"]]},
+        "no</s>go on</s>",
+    ),
     "ms-swift, pretraining": ({"response": "go on"}, "<s>go on</s>"),
-    "MetaMath": ({"type": "x", "query": "hi", "original_question": "x", "response": "go on"}, "go "
-                                                                                              "on</s>"),
+    "MetaMath": (
+        {"type": "x", "query": "hi", "original_question": "x", "response": "go on"},
+        "go on</s>",
+    ),
     "CodeFeedback": ({"query": "hi", "answer": "go on", "lang": "x"}, "go on</s>"),
     "Magicoder": ({"lang": "x", "seed": "x", "problem": "hi", "solution": "go on"}, "go on</s>"),
     "HelpSteer": ({"prompt": "hi", "response": "go on", "helpfulness": 4}, "go on</s>"),
@@ -51,45 +59,105 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "FLAN": ({"inputs": "hi", "targets": "go on", "task": "x"}, "go on</s>"),
     "source and target": ({"source": "hi", "target": "go on"}, "go on</s>"),
     "user and assistant": ({"user": "hi", "assistant": "go on"}, "go on</s>"),
-    "OpenOrca": ({"id": "x", "system_prompt": "so", "question": "hi", "response": "go on"}, "go "
-                                                                                            "on</s>"),
+    "OpenOrca": (
+        {"id": "x", "system_prompt": "so", "question": "hi", "response": "go on"},
+        "go on</s>",
+    ),
     "GSM8K": ({"question": "hi", "answer": "go on"}, "go on</s>"),
     "s1K": ({"question": "hi", "solution": "go on", "cot_type": "x"}, "go on</s>"),
-    "SQuAD": ({"id": "x", "context": "so", "question": "hi", "answers": {"text": ["go "
-                                                                                  "on", "no"], "answer_start": [0, 1]}}, "go on</s>"),
+    "SQuAD": (
+        {
+            "id": "x",
+            "context": "so",
+            "question": "hi",
+            "answers": {"text": ["go on", "no"], "answer_start": [0, 1]},
+        },
+        "go on</s>",
+    ),
     "answers in a list": ({"question": "hi", "answer": ["go on"]}, "go on</s>"),
     "TRL, text": ({"prompt": "hi ", "completion": "go on"}, "go on</s>"),
     "TRL, chats": ({"prompt": [ASK], "completion": [SAY]}, "go on</s>"),
-    "UltraChat": ({"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY, ASK, SAY]}, "go "
-                                                                                        "on</s>go "
-                                                                                        "on</s>"),
+    "UltraChat": (
+        {"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY, ASK, SAY]},
+        "go on</s>go on</s>",
+    ),
     "Numina": ({"problem": "hi", "solution": "go on", "messages": [ASK, SAY]}, "go on</s>"),
-    "open-r1": ({"problem": "hi", "solution": "x", "answer": "x", "messages": [ASK, {**SAY, "content": "<think>so</think>no"}]}, "<think>so</think>no</s>"),
+    "open-r1": (
+        {
+            "problem": "hi",
+            "solution": "x",
+            "answer": "x",
+            "messages": [ASK, {**SAY, "content": "<think>so</think>no"}],
+        },
+        "<think>so</think>no</s>",
+    ),
     "messages as text": ({"messages": json.dumps([ASK, SAY])}, "go on</s>"),
     "OpenAI, weights": ({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}, "go on</s>"),
-    "LLaMA-Factory, "
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "value": "hi"}]}, {"role": "assistant", "content": [{"type": "text", "value": "go on"}], "loss_weight": 1.0}]}, "go on</s>"),
-    "LLaMA-Factory, weights": ({"messages": [ASK, {**SAY, "loss_weight": 0.0}, ASK, SAY]}, "go "
-                                                                                           "on</s>"),
-    "no_robots": ({"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY], "category": "x"}, "go "
-                                                                                               "on</s>"),
-    "WildChat": ({"conversation_hash": "x", "conversation": [{**ASK, "language": "x", "toxic": False}, {**SAY, "toxic": False}], "turn": 1}, "go on</s>"),
+    "LLaMA-Factory, parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "hi"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "value": "go on"}],
+                    "loss_weight": 1.0,
+                },
+            ]
+        },
+        "go on</s>",
+    ),
+    "LLaMA-Factory, weights": (
+        {"messages": [ASK, {**SAY, "loss_weight": 0.0}, ASK, SAY]},
+        "go on</s>",
+    ),
+    "no_robots": (
+        {"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY], "category": "x"},
+        "go on</s>",
+    ),
+    "WildChat": (
+        {
+            "conversation_hash": "x",
+            "conversation": [{**ASK, "language": "x", "toxic": False}, {**SAY, "toxic": False}],
+            "turn": 1,
+        },
+        "go on</s>",
+    ),
     "OpenHermes": ({"conversations": SHARED, "source": "x", "category": None}, "go on</s>"),
-    "SlimOrca": ({"conversations": [{**SHARED[0], "weight": 0.0}, {**SHARED[1], "weight": 1.0}]}, "go on</s>"),
+    "SlimOrca": (
+        {"conversations": [{**SHARED[0], "weight": 0.0}, {**SHARED[1], "weight": 1.0}]},
+        "go on</s>",
+    ),
     "OpenThoughts": ({"system": "so", "conversations": SHARED}, "go on</s>"),
-    "LMSYS": ({"conversation_id": "x", "model": "x", "conversation": [ASK, SAY], "turn": 1}, "go "
-                                                                                             "on</s>"),
-    "Capybara": ({"source": "x", "conversation": [{"input": "hi", "output": "go "
-                                                                            "on"}, {"input": "so", "output": "no"}]}, "go on</s>no</s>"),
+    "LMSYS": (
+        {"conversation_id": "x", "model": "x", "conversation": [ASK, SAY], "turn": 1},
+        "go on</s>",
+    ),
+    "Capybara": (
+        {
+            "source": "x",
+            "conversation": [{"input": "hi", "output": "go on"}, {"input": "so", "output": "no"}],
+        },
+        "go on</s>no</s>",
+    ),
     "ms-swift, pairs": ({"conversation": [{"human": "hi", "assistant": "go on"}]}, "go on</s>"),
-    "Gemini": ({"contents": [{"role": "user", "parts": [{"text": "hi"}]}, {"role": "model", "parts": [{"text": "go on"}]}]}, "go on</s>"),
+    "Gemini": (
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "hi"}]},
+                {"role": "model", "parts": [{"text": "go on"}]},
+            ]
+        },
+        "go on</s>",
+    ),
     "KTO, a good answer": ({"messages": [ASK, SAY], "label": True}, "go on</s>"),
     "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
     "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
     "no dialogue": ({"instruction": "Say <user>: hi", "output": "go on"}, "go on</s>"),
-    "Guanaco": ({"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: "
-                         "no"}, " go on no</s>"),
-}  # fmt: skip
+    "Guanaco": (
+        {"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"},
+        " go on no</s>",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -126,123 +194,224 @@ RATED = [
 ]
 # The columns of a set -> what the refusal says, and commands that it offers and that work: all.
 REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
-    "KTO chats": ([{**BAD, "label": True}, BAD], "a.jsonl:2: its label is false: a bad "
-                                                 "answer", ("--columns "
-                                                            "ignore=label", "--max_bad_rows "
-                                                                            "1", "--objective "
-                                                                                 "kto")),
-    "KTO texts": ([{"prompt": "hi", "completion": "go "
-                                                  "on", "label": n} for n in (True, False)], "its "
-                                                                                             "label is false", ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")),
-    "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not "
-                                                 "use it", ("--columns ignore=label",)),
-    "choices": ([{"question": "hi", "options": ["go", "no"], "answer": "go on"}], "options is "
-                                                                                  "filled, and the "
-                                                                                  "format "
-                                                                                  "question_answer "
-                                                                                  "does not use "
-                                                                                  "it", ("--columns ignore=options",)),
-    "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained "
-                                                                "on", ("--columns ignore=images",)),
-    "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("--columns "
-                                                                                      "ignore=audios",)),
-    "an image in an instruction": ([{"instruction": "<image>\nWho?", "output": "go "
-                                                                               "on"}], "instruction: it shows <image>, and only text", ()),
-    "an image in a prompt": ([{"prompt": "Who? <image>", "completion": "go on"}], "prompt: it "
-                                                                                  "shows <image>, "
-                                                                                  "and only "
-                                                                                  "text", ()),
-    "an image in the text": ([{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}], "turn 1: it "
-                                                                                       "shows "
-                                                                                       "<image>, "
-                                                                                       "and only "
-                                                                                       "text", ()),
-    "context beside messages": ([{"messages": [ASK, SAY], "context": "so"}], "trains without "
-                                                                             "it", ("--columns "
-                                                                                    "ignore=context",)),
-    "input beside prompts": ([{"prompt": "hi", "completion": "go on", "input": "so"}], "input is "
-                                                                                       "filled", ("--columns ignore=input",)),
-    "ChatML": ([{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo "
-                         "on<|im_end|>\n"}], "(<|im_start|>): questions would be "
-                                             "learned", ("--dataset_format text",)),
-    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): "
-                                                               "questions", ("--dataset_format "
-                                                                             "text",)),
-    "ChatML from the second row on": ([{"text": "go "
-                                                "on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2], "(<|im_start|>): questions", ("--dataset_format text",)),
-    "oasst1": ([{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}], "one "
-                                                                                           "message of a tree", ("--dataset_format text",)),
-    "samsum": ([{"id": "1", "dialogue": "so so so", "summary": "go on"}], "missing "
-                                                                          "columns", ("--columns "
-                                                                                      "instruction=dialogue output=summary",)),
-    "CNN": ([{"article": "so so so", "highlights": "go on", "id": "1"}], "missing "
-                                                                         "columns", ("--columns "
-                                                                                     "instruction=article output=highlights",)),
+    "KTO chats": (
+        [{**BAD, "label": True}, BAD],
+        "a.jsonl:2: its label is false: a bad answer",
+        ("--columns ignore=label", "--max_bad_rows 1", "--objective kto"),
+    ),
+    "KTO texts": (
+        [{"prompt": "hi", "completion": "go on", "label": n} for n in (True, False)],
+        "its label is false",
+        ("--columns ignore=label", "--max_bad_rows 1", "--objective kto"),
+    ),
+    "classes": (
+        [{"text": "go on", "label": 3}],
+        "label is filled, and the format text does not use it",
+        ("--columns ignore=label",),
+    ),
+    "choices": (
+        [{"question": "hi", "options": ["go", "no"], "answer": "go on"}],
+        "options is filled, and the format question_answer does not use it",
+        ("--columns ignore=options",),
+    ),
+    "images": (
+        [{"messages": [ASK, SAY], "images": ["a.png"]}],
+        "images: only text can be trained on",
+        ("--columns ignore=images",),
+    ),
+    "audio": (
+        [{"conversations": SHARED, "audios": ["a.mp3"]}],
+        "audios: only text",
+        ("--columns ignore=audios",),
+    ),
+    "an image in an instruction": (
+        [{"instruction": "<image>\nWho?", "output": "go on"}],
+        "instruction: it shows <image>, and only text",
+        (),
+    ),
+    "an image in a prompt": (
+        [{"prompt": "Who? <image>", "completion": "go on"}],
+        "prompt: it shows <image>, and only text",
+        (),
+    ),
+    "an image in the text": (
+        [{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}],
+        "turn 1: it shows <image>, and only text",
+        (),
+    ),
+    "context beside messages": (
+        [{"messages": [ASK, SAY], "context": "so"}],
+        "trains without it",
+        ("--columns ignore=context",),
+    ),
+    "input beside prompts": (
+        [{"prompt": "hi", "completion": "go on", "input": "so"}],
+        "input is filled",
+        ("--columns ignore=input",),
+    ),
+    "ChatML": (
+        [{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo on<|im_end|>\n"}],
+        "(<|im_start|>): questions would be learned",
+        ("--dataset_format text",),
+    ),
+    "Llama 2": (
+        [{"text": "<s>[INST] hi [/INST] go on </s>"}],
+        "([INST]): questions",
+        ("--dataset_format text",),
+    ),
+    "ChatML from the second row on": (
+        [{"text": "go on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2],
+        "(<|im_start|>): questions",
+        ("--dataset_format text",),
+    ),
+    "oasst1": (
+        [{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}],
+        "one message of a tree",
+        ("--dataset_format text",),
+    ),
+    "samsum": (
+        [{"id": "1", "dialogue": "so so so", "summary": "go on"}],
+        "missing columns",
+        ("--columns instruction=dialogue output=summary",),
+    ),
+    "CNN": (
+        [{"article": "so so so", "highlights": "go on", "id": "1"}],
+        "missing columns",
+        ("--columns instruction=article output=highlights",),
+    ),
     "unknown chats": ([{"dialog": [ASK, SAY]}], "missing columns", ("--columns messages=dialog",)),
     "one unknown text": ([{"body": "go on"}], "missing columns", ("--columns text=body",)),
-    "a long text": ([{"url": "x", "title": "so", "body": LONG}], "missing columns", ("--columns "
-                                                                                     "text=body",)),
-    "names with blanks": ([{"My question": "hi", "its reply": "go on"}], "missing "
-                                                                         "columns", ("--columns "
-                                                                                     "'instruction=My question' 'output=its reply'",)),
-    "Camel": ([{"role_1": "x", "message_1": "so so", "message_2": "go on"}], "missing "
-                                                                             "columns", ("--columns instruction=message_1 output=message_2",)),
-    "BELLE's evaluation": ([{"id": "x", "question": "hi", "std_answer": "go "
-                                                                        "on", "class": "x"}], "missing columns", ("--columns instruction=question output=std_answer",)),
-    "BFCL": ([{"id": "x", "question": [[ASK]], "function": [FUNCTION]}], "No columns have texts, "
-                                                                         "or questions with "
-                                                                         "answers. The first row: "
-                                                                         "{\"id\"", ()),
-    "WizardLM's tests": ([{"idx": n, "Skill": "Math", "Difficulty": 4, "Instruction": "hi "
-                                                                                      f"{n}"} for n in (1, 2)], "missing columns", ()),
+    "a long text": (
+        [{"url": "x", "title": "so", "body": LONG}],
+        "missing columns",
+        ("--columns text=body",),
+    ),
+    "names with blanks": (
+        [{"My question": "hi", "its reply": "go on"}],
+        "missing columns",
+        ("--columns 'instruction=My question' 'output=its reply'",),
+    ),
+    "Camel": (
+        [{"role_1": "x", "message_1": "so so", "message_2": "go on"}],
+        "missing columns",
+        ("--columns instruction=message_1 output=message_2",),
+    ),
+    "BELLE's evaluation": (
+        [{"id": "x", "question": "hi", "std_answer": "go on", "class": "x"}],
+        "missing columns",
+        ("--columns instruction=question output=std_answer",),
+    ),
+    "BFCL": (
+        [{"id": "x", "question": [[ASK]], "function": [FUNCTION]}],
+        'No columns have texts, or questions with answers. The first row: {"id"',
+        (),
+    ),
+    "WizardLM's tests": (
+        [{"idx": n, "Skill": "Math", "Difficulty": 4, "Instruction": f"hi {n}"} for n in (1, 2)],
+        "missing columns",
+        (),
+    ),
     "InstructWild": ([{"instruction": "hi", "id": n} for n in (1, 2)], "missing columns", ()),
     "ToolBench": ([SEARCHED], "missing columns", ()),
-    "trees of another kind": ([{"post": "x", "replies": [{"post": "x", "replies": []}]}], "missing "
-                                                                                          "columns", ()),
+    "trees of another kind": (
+        [{"post": "x", "replies": [{"post": "x", "replies": []}]}],
+        "missing columns",
+        (),
+    ),
     "a table of diseases": ([DISEASE, DISEASE], "missing columns", ()),
     "a long row": ([{"a": {"b": LONG * 10}}], "so it is so...", ()),
     "hh-rlhf": ([HH, HH], "these rows are preferences", ("--objective dpo",)),
-    "UltraFeedback": ([{"prompt": "hi", **PAIR, "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "no"}]}], "preferences", ("--objective dpo", "--columns messages=chosen --dataset_format messages")),
-    "scored answers": ([{"prompt": "hi", **PAIR}], "preferences", ("--objective dpo", "--columns "
-                                                                                      "completion=chosen --dataset_format prompt_completion")),
-    "Orca's pairs": ([{"system": "so", "question": "hi", **PAIR}], "preferences", ("--objective "
-                                                                                   "dpo", "--columns instruction=question output=chosen --dataset_format alpaca")),
-    "LLaMA-Factory's "
-    "pairs": ([{"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {**SHARED[1], "value": "no"}}], "preferences", ("--objective dpo", "--columns prompt=conversations completion=chosen --dataset_format prompt_completion")),
-    "StackExchange's pairs": ([{"question": "hi", "response_j": "go "
-                                                                "on", "response_k": "no"}], "preferences", ("--objective dpo", "--columns instruction=question output=response_j --dataset_format alpaca")),
+    "UltraFeedback": (
+        [
+            {
+                "prompt": "hi",
+                **PAIR,
+                "chosen": [ASK, SAY],
+                "rejected": [ASK, {**SAY, "content": "no"}],
+            }
+        ],
+        "preferences",
+        ("--objective dpo", "--columns messages=chosen --dataset_format messages"),
+    ),
+    "scored answers": (
+        [{"prompt": "hi", **PAIR}],
+        "preferences",
+        ("--objective dpo", "--columns completion=chosen --dataset_format prompt_completion"),
+    ),
+    "Orca's pairs": (
+        [{"system": "so", "question": "hi", **PAIR}],
+        "preferences",
+        ("--objective dpo", "--columns instruction=question output=chosen --dataset_format alpaca"),
+    ),
+    "LLaMA-Factory's pairs": (
+        [
+            {
+                "conversations": SHARED[:1],
+                "chosen": SHARED[1],
+                "rejected": {**SHARED[1], "value": "no"},
+            }
+        ],
+        "preferences",
+        (
+            "--objective dpo",
+            "--columns prompt=conversations completion=chosen --dataset_format prompt_completion",
+        ),
+    ),
+    "StackExchange's pairs": (
+        [{"question": "hi", "response_j": "go on", "response_k": "no"}],
+        "preferences",
+        (
+            "--objective dpo",
+            "--columns instruction=question output=response_j --dataset_format alpaca",
+        ),
+    ),
     "rated answers": (RATED, "its answers have ratings", ("--rating_threshold 4 --objective dpo",)),
-    "LIMA": ([{"conversations": ["hi", "go on"], "source": "x"}], "conversations is not a list of "
-                                                                  "turns", ()),
-    "translation": ([{"translation": {"en": "hi", "fr": "no"}}], "missing columns. It has: "
-                                                                 "translation", ()),
-    "lists for columns": ([{"instruction": ["hi"], "output": ["go on"]}], "instruction is not text "
-                                                                          "but list", ()),
-    "half a pair in reasoning": ([{"messages": [ASK, {**SAY, "reasoning_content": HALF}]}], "turn "
-                                                                                            "2 has "
-                                                                                            "half "
-                                                                                            "a "
-                                                                                            "surrogate pair", ()),
-    "half a pair in arguments": ([{"messages": [ASK, called({"a": [{"b": HALF}]})]}], "turn 2 has "
-                                                                                      "half a "
-                                                                                      "surrogate "
-                                                                                      "pair", ()),
-    "half a pair in arguments as "
-    "text": ([{"messages": [ASK, called(json.dumps({HALF: 1}))]}], "turn 2 has half a surrogate "
-                                                                   "pair", ()),
-    "half a pair in a "
-    "tool": ([{"messages": [ASK, SAY], "tools": [{**FUNCTION, "description": HALF}]}], "tools has "
-                                                                                       "half a "
-                                                                                       "surrogate "
-                                                                                       "pair", ()),
-    "arguments in a list": ([{"messages": [ASK, called([["a", "x"]])]}], "turn 2: the arguments of "
-                                                                         "go are not an "
-                                                                         "object", ()),
-    "an assistant that calls": ([{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}], "turn "
-                                                                                           "2: the "
-                                                                                           "chat "
-                                                                                           "template writes no tool calls; --prompt_template", ()),
-}  # fmt: skip
+    "LIMA": (
+        [{"conversations": ["hi", "go on"], "source": "x"}],
+        "conversations is not a list of turns",
+        (),
+    ),
+    "translation": (
+        [{"translation": {"en": "hi", "fr": "no"}}],
+        "missing columns. It has: translation",
+        (),
+    ),
+    "lists for columns": (
+        [{"instruction": ["hi"], "output": ["go on"]}],
+        "instruction is not text but list",
+        (),
+    ),
+    "half a pair in reasoning": (
+        [{"messages": [ASK, {**SAY, "reasoning_content": HALF}]}],
+        "turn 2 has half a surrogate pair",
+        (),
+    ),
+    "half a pair in arguments": (
+        [{"messages": [ASK, called({"a": [{"b": HALF}]})]}],
+        "turn 2 has half a surrogate pair",
+        (),
+    ),
+    "half a pair in arguments as text": (
+        [{"messages": [ASK, called(json.dumps({HALF: 1}))]}],
+        "turn 2 has half a surrogate pair",
+        (),
+    ),
+    "half a pair in a tool": (
+        [{"messages": [ASK, SAY], "tools": [{**FUNCTION, "description": HALF}]}],
+        "tools has half a surrogate pair",
+        (),
+    ),
+    "arguments in a list": (
+        [{"messages": [ASK, called([["a", "x"]])]}],
+        "turn 2: the arguments of go are not an object",
+        (),
+    ),
+    "an assistant that calls": (
+        [{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}],
+        "turn 2: the chat template writes no tool calls; --prompt_template",
+        (),
+    ),
+}
 # Options with their values, as a message offers them.
 OFFERED = re.compile(
     r"(?:--(?:columns(?: (?:\w+=[\w.]+|'[^']+'))+|(?!columns|prompt_template)\w+ \w+)(?: (?=--))?)+"
@@ -293,14 +462,12 @@ def test_function_columns_are_passed_to_the_template_as_tools(
     prepare: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "tools.jinja").write_text(
-        "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ "
-        "m.content + '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
-        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     row: dict[str, Any] = {
-        "messages": [ASK, CALL, {"role": "function", "name": "go", "content": "so"}, SAY], "functions": [FUNCTION]
-    }  # fmt: skip
+        "messages": [ASK, CALL, {"role": "function", "name": "go", "content": "so"}, SAY],
+        "functions": [FUNCTION],
+    }
     as_texts = {
         "messages": [json.dumps(turn) for turn in row["messages"]],
         "functions": [json.dumps(FUNCTION)],

@@ -27,20 +27,11 @@ END_TOKENS = [
 ]
 
 # {bot}: how a turn of the assistant is written.
-CHAT = (
-    "{{{{ bos_token }}}}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{bot}"
-    "{{% else %}}<user>{user}<end>\n{{% endif %}}{{% endfor %}}{end}{{% if add_generation_prompt "
-    "%}}{prompt}{{% endif %}}"
-)
+CHAT = "{{{{ bos_token }}}}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{bot}{{% else %}}<user>{user}<end>\n{{% endif %}}{{% endfor %}}{end}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
 BOT = "<bot>{{ m.content }}<end>\n"
 USER = "{{ m.content }}"
 PROMPT = "<bot>"
-REASONING = (
-    "{% set text = m.content.split('</think>')[-1].lstrip() %}"
-    "{% set thought = m.reasoning_content or "
-    "m.content.split('</think>')[0].split('<think>')[-1].strip() "
-    "if '</think>' in m.content or m.reasoning_content else '' %}<bot>"
-)
+REASONING = "{% set text = m.content.split('</think>')[-1].lstrip() %}{% set thought = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content or m.reasoning_content else '' %}<bot>"
 
 
 def template(*, bot: str = BOT, user: str = USER, end: str = "", prompt: str = PROMPT) -> str:
@@ -49,8 +40,9 @@ def template(*, bot: str = BOT, user: str = USER, end: str = "", prompt: str = P
 
 TEMPLATES = {
     "plain": template(),
-    "trims white space": template(bot="<bot>{{ m.content | trim }}<end>\n", user="{{ m.content | "
-                                                                                 "trim }}"),
+    "trims white space": template(
+        bot="<bot>{{ m.content | trim }}<end>\n", user="{{ m.content | trim }}"
+    ),
     "ends the text with a token of its own": template(
         end="{% if not add_generation_prompt %}</s>{% endif %}"
     ),
@@ -58,14 +50,12 @@ TEMPLATES = {
         bot="<bot>{{ m.content }}{{ '<return>' if loop.last else '<end>' }}"
     ),
     "writes the system prompt into the last question": template(
-        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | "
-             "length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}"
+        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}"
     ),
     "has no prompt and moves the system prompt": template(
         bot="{{ m.content }}</s>",
         prompt="",
-        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | "
-             "length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}",
+        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}",
     ),
     "keeps reasoning in the last turn alone": template(
         bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n"
@@ -74,52 +64,31 @@ TEMPLATES = {
         bot="<bot>{% if loop.last %}<think></think>{% endif %}{{ m.content }}[end]",
     ),
     "opens a block for reasoning in the prompt": template(
-        bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text "
-                        "}}<end>\n",
-        prompt="<bot>{{ '<think></think>' if enable_thinking is defined and not enable_thinking "
-               "else '<think>' }}",
+        bot=REASONING
+        + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n",
+        prompt="<bot>{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}",
     ),
     "leaves reasoning out": template(bot=REASONING + "{{ text }}<end>\n", prompt="<bot><think>"),
-    "begins turns with the first letters of the prompt's "
-    "block": template(prompt="<bot><think>", bot="<bot>{{ m.content }}</s>"),
+    "begins turns with the first letters of the prompt's block": template(
+        prompt="<bot><think>", bot="<bot>{{ m.content }}</s>"
+    ),
     "has no end token": template(bot="<bot>{{ m.content }}", user="{{ m.content }}"),
     "takes arguments as text": template(
-        bot="<bot>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-        "{{ '<call>' + c.function.name + c.function.arguments + '</call>' }}{% endfor %}<end>\n",
+        bot="<bot>{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + c.function.arguments + '</call>' }}{% endfor %}<end>\n",
         user="{{ tools[0].name + ' ' if tools and loop.first else '' }}{{ m.content }}",
     ),
     # As gpt-oss: reasoning before a call is there until an answer follows, that of an answer in the
     # last turn alone.
     "keeps the reasoning of calls until the answer": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}{% set "
-        "ns = namespace(answered=false) %}{% for later in messages[loop.index:] %}{% if "
-        "later.role == 'assistant' and not later.tool_calls %}{% set ns.answered = true %}{% "
-        "endif %}{% endfor %}{% set thought = m.thinking or m.content %}{% if thought and "
-        "not ns.answered %}<bot>thinks:{{ thought }}<end>{% endif %}<bot>calls:{{ "
-        "m.tool_calls[0].function.name }}<call>{% elif loop.last and not add_generation_prompt "
-        "%}{% if m.thinking %}<bot>thinks:{{ m.thinking }}<end>{% endif %}<bot>says:{{ "
-        "m.content }}<return>{% else %}<bot>says:{{ m.content }}<end>{% endif %}{% "
-        "else %}<user>{{ m.content }}<end>{% endif %}{% endfor %}{% if "
-        "add_generation_prompt %}<bot>{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}{% set ns = namespace(answered=false) %}{% for later in messages[loop.index:] %}{% if later.role == 'assistant' and not later.tool_calls %}{% set ns.answered = true %}{% endif %}{% endfor %}{% set thought = m.thinking or m.content %}{% if thought and not ns.answered %}<bot>thinks:{{ thought }}<end>{% endif %}<bot>calls:{{ m.tool_calls[0].function.name }}<call>{% elif loop.last and not add_generation_prompt %}{% if m.thinking %}<bot>thinks:{{ m.thinking }}<end>{% endif %}<bot>says:{{ m.content }}<return>{% else %}<bot>says:{{ m.content }}<end>{% endif %}{% else %}<user>{{ m.content }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
     ),
     # As the newest of Gemma 4: no prompt behind a result, and words beside a call end a turn that
     # nothing continues.
     "writes the words of a call behind its result": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}"
-        "{{ '<bot>' if loop.first or loop.previtem.role == 'user' }}"
-        "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
-        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}{% endfor %}"
-        "{% set result = loop.nextitem is defined and loop.nextitem.role == 'tool' %}"
-        "{% if result %}{{ '</call>' + loop.nextitem.content }}{% endif %}{{ m.content }}"
-        "{% set goes_on = result and messages[loop.index + 1] is defined %}"
-        "{% if m.tool_calls and not result %}</call>{% elif not goes_on and (m.content or not "
-        "result) %}<end>\n{% endif %}"
-        "{% elif m.role == 'user' %}<user>{{ m.content }}<end>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt and messages[-1].role == 'user' %}<bot>{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<bot>' if loop.first or loop.previtem.role == 'user' }}{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}{% endfor %}{% set result = loop.nextitem is defined and loop.nextitem.role == 'tool' %}{% if result %}{{ '</call>' + loop.nextitem.content }}{% endif %}{{ m.content }}{% set goes_on = result and messages[loop.index + 1] is defined %}{% if m.tool_calls and not result %}</call>{% elif not goes_on and (m.content or not result) %}<end>\n{% endif %}{% elif m.role == 'user' %}<user>{{ m.content }}<end>\n{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<bot>{% endif %}"
     ),
     "closes an empty block in the prompt": template(
-        bot="<bot>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content "
-            "}}<end>\n",
+        bot="<bot>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}<end>\n",
         prompt="<bot><think></think>",
     ),
     "opens a block that turns have without a line": template(
@@ -127,23 +96,19 @@ TEMPLATES = {
     ),
     "ends the prompt with what no turn has": template(prompt="<bot><now>\n"),
     "has reasoning in parts": template(
-        bot="<bot>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-        "{{ '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}{% "
-        "endfor %}{% endif %}<end>"
+        bot="<bot>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}{% endfor %}{% endif %}<end>"
     ),
     "writes any role": template(user="{{ m.role + ':' + m.content }}"),
     "knows no developer": template(
-        user="{{ m.role + ':' + m.content if m.role != 'developer' else raise_exception('unknown "
-             "role') }}"
+        user="{{ m.role + ':' + m.content if m.role != 'developer' else raise_exception('unknown role') }}"
     ),
     "drops it": template(user="{{ m.role + ':' + m.content if m.role != 'developer' }}"),
     "wants OpenAI's tools": template(user="{{ tools[0].function.name + ' ' }}{{ m.content }}"),
     "wants a question": "{{ '' if messages else raise_exception('no message') }}" + template(),
     "wants alternate roles": template(
-        user="{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ "
-             "m.content }}"
+        user="{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}"
     ),
-}  # fmt: skip
+}
 
 
 def turns(*contents: str, first: str = "user") -> list[dict[str, Any]]:
@@ -203,53 +168,104 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("plain", "words of the template"): (turns("bot", "b", "end", "e"), [["b<end>", "e<end>"]], []),
     ("plain", "all the same"): (turns("a", "a", "a", "a"), [["a<end>", "a<end>"]], []),
     ("plain", "the assistant first"): (turns("go on", "so", "no", first="assistant"), ONE_ROW, []),
-    ("plain", "two in a row"): ([*TWO[:2], *turns("more", "so", "no", first="assistant")], [["go "
-                                                                                             "on<end>", "more<end>", "no<end>"]], []),
+    ("plain", "two in a row"): (
+        [*TWO[:2], *turns("more", "so", "no", first="assistant")],
+        [["go on<end>", "more<end>", "no<end>"]],
+        [],
+    ),
     ("plain", "a question at the end"): (TWO[:3], [["go on<end>"]], []),
     ("plain", "reasoning in a field"): (FIELDS, ONE_ROW, [CUT]),
     ("trims white space", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), ONE_ROW, []),
-    ("plain", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), [[" go "
-                                                                           "on\n<end>", "\nno<end>"]], []),
-    ("ends the text with a token of its own", "two turns"): (TWO, [["go "
-                                                                    "on<end>", "no<end>\n</s>"]], []),
-    ("ends the text with a token of its own", "white space"): (turns("hi", " go "
-                                                                           "on\n", "so"), [[" go "
-                                                                                            "on\n<end>"]], []),
-    ("ends the last turn with another token", "two turns"): (TWO, [["go "
-                                                                    "on<return>"], ["no<return>"]], [APART]),
-    ("writes the system prompt into the last question", "two turns"): (TWO, [["go "
-                                                                              "on<end>"], ["no<end>"]], [APART]),
-    ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go "
-                                                                        "on</s>"], ["no</s>"]], [APART]),
-    ("keeps reasoning in the last turn alone", "no reasoning"): (TWO, [["go "
-                                                                        "on<end>", "<think></think>no<end>"]], []),
-    ("ends turns with words", "no reasoning"): (TWO, [["go "
-                                                       "on[end]", "<think></think>no[end]"]], []),
+    ("plain", "white space"): (
+        turns(" hi ", " go on\n", "so ", "\nno"),
+        [[" go on\n<end>", "\nno<end>"]],
+        [],
+    ),
+    ("ends the text with a token of its own", "two turns"): (
+        TWO,
+        [["go on<end>", "no<end>\n</s>"]],
+        [],
+    ),
+    ("ends the text with a token of its own", "white space"): (
+        turns("hi", " go on\n", "so"),
+        [[" go on\n<end>"]],
+        [],
+    ),
+    ("ends the last turn with another token", "two turns"): (
+        TWO,
+        [["go on<return>"], ["no<return>"]],
+        [APART],
+    ),
+    ("writes the system prompt into the last question", "two turns"): (
+        TWO,
+        [["go on<end>"], ["no<end>"]],
+        [APART],
+    ),
+    ("has no prompt and moves the system prompt", "two turns"): (
+        TWO,
+        [["go on</s>"], ["no</s>"]],
+        [APART],
+    ),
+    ("keeps reasoning in the last turn alone", "no reasoning"): (
+        TWO,
+        [["go on<end>", "<think></think>no<end>"]],
+        [],
+    ),
+    ("ends turns with words", "no reasoning"): (
+        TWO,
+        [["go on[end]", "<think></think>no[end]"]],
+        [],
+    ),
     ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
-    ("keeps reasoning in the last turn alone", "in the last turn"): ([*TWO[:3], THOUGHT[3]], [["go "
-                                                                                               "on<end>", IN_ROWS[1][0]]], []),
-    ("keeps reasoning in the last turn alone", "in a field"): (FIELDS, [["<think>hm</think>go "
-                                                                         "on<end>"], ["<think>hm</think>no<end>"]], [APART]),
-    ("opens a block for reasoning in the prompt", "in the text"): (THOUGHT, [["hm</think>go "
-                                                                              "on<end>"], ["ah</think>no<end>"]], [APART]),
-    ("opens a block for reasoning in the prompt", "no reasoning"): (TWO, [["go "
-                                                                           "on<end>", "</think>no<end>"]], []),
+    ("keeps reasoning in the last turn alone", "in the last turn"): (
+        [*TWO[:3], THOUGHT[3]],
+        [["go on<end>", IN_ROWS[1][0]]],
+        [],
+    ),
+    ("keeps reasoning in the last turn alone", "in a field"): (
+        FIELDS,
+        [["<think>hm</think>go on<end>"], ["<think>hm</think>no<end>"]],
+        [APART],
+    ),
+    ("opens a block for reasoning in the prompt", "in the text"): (
+        THOUGHT,
+        [["hm</think>go on<end>"], ["ah</think>no<end>"]],
+        [APART],
+    ),
+    ("opens a block for reasoning in the prompt", "no reasoning"): (
+        TWO,
+        [["go on<end>", "</think>no<end>"]],
+        [],
+    ),
     ("leaves reasoning out", "in the text"): (THOUGHT, ONE_ROW, [CUT]),
     ("leaves reasoning out", "no reasoning"): (TWO, ONE_ROW, []),
-    ("begins turns with the first letters of the prompt's "
-     "block", "tags"): (turns("hi", "<t>a", "so", "</t>"), [["<t>a</s>", "</t></s>"]], []),
+    ("begins turns with the first letters of the prompt's block", "tags"): (
+        turns("hi", "<t>a", "so", "</t>"),
+        [["<t>a</s>", "</t></s>"]],
+        [],
+    ),
     ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
-    ("takes arguments as text", "calls"): (CALLS, [['<call>add{"a": 1}</call><end>', "it is "
-                                                                                     "2<end>"]], []),
-    ("plain", "calls"): (CALLS, [], ["turn 2: the chat template writes no tool calls; "
-                                     "--prompt_template takes another"]),
-    ("wants a question", "the assistant first"): (turns("go "
-                                                        "on", "so", "no", first="assistant"), ONE_ROW, []),
-    ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses "
-                                                                     "it: roles must alternate "
-                                                                     "(--prompt_template takes "
-                                                                     "another)"]),
-}  # fmt: skip
+    ("takes arguments as text", "calls"): (
+        CALLS,
+        [['<call>add{"a": 1}</call><end>', "it is 2<end>"]],
+        [],
+    ),
+    ("plain", "calls"): (
+        CALLS,
+        [],
+        ["turn 2: the chat template writes no tool calls; --prompt_template takes another"],
+    ),
+    ("wants a question", "the assistant first"): (
+        turns("go on", "so", "no", first="assistant"),
+        ONE_ROW,
+        [],
+    ),
+    ("wants alternate roles", "the assistant first"): (
+        TWO[1:],
+        [],
+        ["the chat template refuses it: roles must alternate (--prompt_template takes another)"],
+    ),
+}
 
 
 @pytest.mark.parametrize(("name", "chat"), CASES)
@@ -271,26 +287,42 @@ BEHIND = "writes the words of a call behind its result"
 # name of the template, chat -> what is learned of each row. All are behind the prompts of
 # apply_chat_template.
 BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
-    (KEEPS, "reasoning"): (CALLING, ["thinks:hm<end><bot>calls:add<call>", "thinks:hm<end><bot>says:it is 2<return>"]),
-    (KEEPS, "words"): (WORDS, ["thinks:let me see<end><bot>calls:add<call>", "says:it is "
-                                                                             "2<return>"]),
+    (KEEPS, "reasoning"): (
+        CALLING,
+        ["thinks:hm<end><bot>calls:add<call>", "thinks:hm<end><bot>says:it is 2<return>"],
+    ),
+    (KEEPS, "words"): (
+        WORDS,
+        ["thinks:let me see<end><bot>calls:add<call>", "says:it is 2<return>"],
+    ),
     (KEEPS, "two calls, and more"): (
         [*CALLING[:3], *CALLING[1:], TWO[2], thought("no")],
-        [*["thinks:hm<end><bot>calls:add<call>"] * 2, "thinks:hm<end><bot>says:it is "
-                                                      "2<return>", "thinks:hm<end><bot>says:no<return>"],
+        [
+            *["thinks:hm<end><bot>calls:add<call>"] * 2,
+            "thinks:hm<end><bot>says:it is 2<return>",
+            "thinks:hm<end><bot>says:no<return>",
+        ],
     ),
-    (BEHIND, "reasoning"): (CALLING, ["<think>hm</think><call>add</call>", "<think>hm</think>it is "
-                                                                           "2<end>"]),
+    (BEHIND, "reasoning"): (
+        CALLING,
+        ["<think>hm</think><call>add</call>", "<think>hm</think>it is 2<end>"],
+    ),
     (BEHIND, "words"): (WORDS, ["<call>addlet me see</call>", "it is 2<end>"]),
-    (BEHIND, "words and reasoning"): ([*WORDS[:3], thought("it is 2")], ["<call>addlet me "
-                                                                         "see</call>", "<think>hm</think>it is 2<end>"]),
+    (BEHIND, "words and reasoning"): (
+        [*WORDS[:3], thought("it is 2")],
+        ["<call>addlet me see</call>", "<think>hm</think>it is 2<end>"],
+    ),
     ("closes an empty block in the prompt", "no reasoning"): (TWO, ["go on<end>", "no<end>"]),
-    ("opens a block that turns have without a line", "no reasoning"): (TWO, ["</think>go "
-                                                                             "on<end>", "</think>no<end>"]),
+    ("opens a block that turns have without a line", "no reasoning"): (
+        TWO,
+        ["</think>go on<end>", "</think>no<end>"],
+    ),
     ("ends the prompt with what no turn has", "two turns"): (TWO, ["go on<end>", "no<end>"]),
-    ("has reasoning in parts", "in a "
-                               "field"): ([TWO[0], thought("no")], ["[THINK]hm[/THINK]no<end>"]),
-}  # fmt: skip
+    ("has reasoning in parts", "in a field"): (
+        [TWO[0], thought("no")],
+        ["[THINK]hm[/THINK]no<end>"],
+    ),
+}
 
 
 @pytest.mark.parametrize(("name", "chat"), BEHIND_PROMPTS)

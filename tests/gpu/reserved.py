@@ -22,10 +22,16 @@ SHAPES: dict[str, list[object]] = {
     "8b on two ranks, 2 x 2048": ["--shape", "8b"],
     "8b on two ranks under ddp, 2 x 2048": ["--shape", "8b", "--strategy", "ddp"],
     "8b on two ranks, offloaded, 1 x 8192": [
-        "--shape", "8b", "--offload", "--batch_size", 1, "--length", 8192,
+        "--shape",
+        "8b",
+        "--offload",
+        "--batch_size",
+        1,
+        "--length",
+        8192,
     ],
     "70b on two ranks, offloaded, 2 x 2048": ["--shape", "70b", "--offload"],
-}  # fmt: skip
+}
 
 
 def count(name: str, folder: Path) -> dict[str, int]:

@@ -89,12 +89,18 @@ OF_ALL = f"{UP}_scale_2"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {f"{UP}_scale_inv": to(torch.int64)}, "_scale_inv is int64 and must be float32"),
     ("fp8 blocks", {f"{UP}_scale_inv": turned}, "has scales [2, 4], which do not fit its shape"),
-    ("fp8 blocks", {f"{UP}_scale_inv": lambda value: value[:0]}, "has scales [0, 2], which do not "
-                                                                 "fit its shape"),
+    (
+        "fp8 blocks",
+        {f"{UP}_scale_inv": lambda value: value[:0]},
+        "has scales [0, 2], which do not fit its shape",
+    ),
     ("fp8 blocks", {UP: flat}, "[8192] in FP8 has scales [4, 2], which do not fit its shape"),
     ("fp8 blocks", {SCALE: lambda _: torch.ones(4, 2)}, f"cannot both be {UP}.scale"),
-    ("fp8 blocks", {"line\nbreak": lambda _: torch.ones(1)}, "has a tensor named 'line\\nbreak', "
-                                                             "which no model has"),
+    (
+        "fp8 blocks",
+        {"line\nbreak": lambda _: torch.ones(1)},
+        "has a tensor named 'line\\nbreak', which no model has",
+    ),
     ("fp8 rows", {SCALE: to(torch.bool)}, "_scale is bool and must be float32"),
     ("nvfp4", {UP: flat}, "in NVFP4 has scales"),
     ("nvfp4", {UP: turned}, "in NVFP4 has scales"),
@@ -103,8 +109,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("nvfp4", {SCALE: lambda value: value[:0]}, "in NVFP4 has scales"),
     ("nvfp4", {OF_ALL: None}, "has no global scale"),
     ("nvfp4", {OF_ALL: to(torch.int64)}, "_scale_2 is int64 and must be float32"),
-    ("nvfp4", {OF_ALL: lambda value: value.repeat(2)}, "_scale_2 has shape [2] and must be one "
-                                                       "number"),
+    (
+        "nvfp4",
+        {OF_ALL: lambda value: value.repeat(2)},
+        "_scale_2 has shape [2] and must be one number",
+    ),
     ("mxfp4", {f"{EXPERTS}_scales": turned}, "in MXFP4 has scales"),
     ("mxfp4", {f"{EXPERTS}_scales": to(torch.float32)}, "_scales is float32 and must be uint8"),
     ("mxfp4", {f"{EXPERTS}_blocks": lambda value: value.flatten(2)}, "in MXFP4 has scales"),
@@ -114,7 +123,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {f"{GPTQ}.qzeros": None}, "qweight has no zero points"),
     ("int4 zeros", {f"{GPTQ}.weight_zero_point": None}, "weight_packed has no zero points"),
     ("gptq", {f"{GPTQ}.qweight": flat}, "qweight has shape"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "changes", "words"), WRONG)

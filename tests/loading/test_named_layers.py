@@ -107,8 +107,13 @@ def test_layers_of_bitsandbytes_are_told_by_the_files(models: Models, tmp_path: 
         quantization_config={**settings_of(folder), "llm_int8_skip_modules": ["(((", "down_proj"]},
     )
     assert {name.split(".")[-2] for name in opened(folder, tmp_path)} == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj",
-    }  # fmt: skip
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "down_proj",
+    }
 
 
 @pytest.mark.parametrize(

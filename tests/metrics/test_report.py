@@ -294,9 +294,16 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
 
     def planned(lengths: Sequence[int], batching: str = "padding_free") -> Any:
         schedule = Schedule(
-            num_rows=len(lengths), batch_size=2, global_batch_size=4, data_size=2, num_epochs=1,
-            max_steps=-1, seed=0, batching=batching, context_length=512,
-        )  # fmt: skip
+            num_rows=len(lengths),
+            batch_size=2,
+            global_batch_size=4,
+            data_size=2,
+            num_epochs=1,
+            max_steps=-1,
+            seed=0,
+            batching=batching,
+            context_length=512,
+        )
         rows = TokenizedRows(
             *np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths)
         )

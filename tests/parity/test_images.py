@@ -37,16 +37,20 @@ if hasattr(AutoImageProcessor, "_backends"):
     )
 LORA = "model.language_model.*(q|k|v|o|gate|up|down)_proj"
 OPTIONS = {
-    "train_type": "lora", "precision": "fp32", "lr": 1e-2, "lr_scheduler": "constant", "warmup": 0, "wd": 0,
-    "grad_norm": 1, "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0, "seed": 5, "num_epochs": 3,
-}  # fmt: skip
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{% if m.content is string %}{{ m.content "
-    "}}{% else %}"
-    "{% for p in m.content %}{{ 'IMAGE' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
-    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}{% if add_generation_prompt "
-    "%}assistant:\n{% endif %}"
-)
+    "train_type": "lora",
+    "precision": "fp32",
+    "lr": 1e-2,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "wd": 0,
+    "grad_norm": 1,
+    "lora_rank": 4,
+    "lora_alpha": 6,
+    "lora_dropout": 0,
+    "seed": 5,
+    "num_epochs": 3,
+}
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ 'IMAGE' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 
 
 class Qwen3VL(Qwen3VLProcessor):
@@ -164,17 +168,34 @@ def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
         {"type": "text", "text": "name the colour"},
     ]
     rows: list[tuple[dict[str, Any], list[int]]] = [
-        ({"messages": chat("<image>name it<image>", "red "
-                                                    "river", "and<image>", "blue"), "images": ["0.png", "1.png", "2.png"]}, [0, 1, 2]),
+        (
+            {
+                "messages": chat("<image>name it<image>", "red river", "and<image>", "blue"),
+                "images": ["0.png", "1.png", "2.png"],
+            },
+            [0, 1, 2],
+        ),
         ({"messages": chat("write seven words " * 8, "water mountain answer question")}, []),
         ({"messages": chat(parts, "green")}, [3]),
         ({"messages": chat("sort", "list name")}, []),
-        ({"messages": chat("which "
-                           "number", "seven"), "images": [{"path": str(folder / "4.png")}]}, [4]),
+        (
+            {
+                "messages": chat("which number", "seven"),
+                "images": [{"path": str(folder / "4.png")}],
+            },
+            [4],
+        ),
         ({"messages": chat("please", "blue", "again", "red")}, []),
-        ({"messages": chat([{"type": "image", "path": "5.png"}, {"type": "text", "text": "so"}], "river")}, [5]),
+        (
+            {
+                "messages": chat(
+                    [{"type": "image", "path": "5.png"}, {"type": "text", "text": "so"}], "river"
+                )
+            },
+            [5],
+        ),
         ({"messages": chat("list water", "name")}, []),
-    ]  # fmt: skip
+    ]
     return [row for row, _ in rows], [[images[n] for n in shown] for _, shown in rows]
 
 
@@ -264,9 +285,15 @@ def test_images_train_as_in_a_plain_loop_of_peft(
 ) -> None:
     folder = folders(family)
     output = train_ok(
-        ranks, tmp_path / "out", model_name=folder, dataset=folder / "rows.jsonl", batch_size=1,
-        gradient_accumulation_steps=8 // ranks, lora_target_modules=",".join(LINEARS), **OPTIONS,
-    )  # fmt: skip
+        ranks,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=folder / "rows.jsonl",
+        batch_size=1,
+        gradient_accumulation_steps=8 // ranks,
+        lora_target_modules=",".join(LINEARS),
+        **OPTIONS,
+    )
     losses, norms, adapter = plain(family, folder)
     assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=1e-5)
     assert read_metrics(tmp_path / "out", "grad_norm") == pytest.approx(norms, rel=1e-4)
@@ -328,9 +355,16 @@ def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(
 ) -> None:
     folder = folders("qwen3_vl")
     options = {
-        **OPTIONS, "model_name": folder, "dataset": folder / "rows.jsonl", "gradient_accumulation_steps": 4,
-        "recompute": "all", "save_every": 1, "lora_dropout": 0.1, "save_total_limit": 9, "context_length": 512,
-    }  # fmt: skip
+        **OPTIONS,
+        "model_name": folder,
+        "dataset": folder / "rows.jsonl",
+        "gradient_accumulation_steps": 4,
+        "recompute": "all",
+        "save_every": 1,
+        "lora_dropout": 0.1,
+        "save_total_limit": 9,
+        "context_length": 512,
+    }
     argv = flags(output_dir=tmp_path / "whole", quant_cache="off", log_to="stdout", **options)
     statuses, output = on_ranks(2, _count_towers, (argv, tmp_path / "calls"), tmp_path / "logs")
     assert statuses == [0, 0], output

@@ -146,8 +146,12 @@ def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: 
         base,
         encode(tokenizer, rows),
         lambda name, shape: first_adapter_value(name, shape, seed=5),
-        steps=STEPS, lr=1e-2, r=4, lora_alpha=6, trainable_token_indices=of_modules,
-    )  # fmt: skip
+        steps=STEPS,
+        lr=1e-2,
+        r=4,
+        lora_alpha=6,
+        trainable_token_indices=of_modules,
+    )
     assert losses[-1] < losses[0] - 0.5
     assert read_metrics(out) == pytest.approx(losses, rel=case.tolerance)
     saved = load_file(out / "adapter_model.safetensors")

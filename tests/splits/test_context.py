@@ -170,9 +170,14 @@ def predictions(batch: MicroBatch) -> list[tuple[int, int]]:
     ],
 )
 def test_unsupported_context_parallel_models_are_refused(
-    family: str, ranks: int, changed: dict[str, Any], reason: str, models: Models, tmp_path: Path,
+    family: str,
+    ranks: int,
+    changed: dict[str, Any],
+    reason: str,
+    models: Models,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     mixers = HYBRIDS[family].shape if family in HYBRIDS else {}
     run = {
         "model_name": models(family, **HEADS, **mixers),
