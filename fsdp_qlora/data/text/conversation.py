@@ -1,5 +1,7 @@
-"""The assistant's turns in a rendered conversation, found by rendering parts of it. In the worker
-of chat templates.
+"""Finds the assistant's turns in a rendered conversation by rendering parts of it.
+
+Runs in the worker of chat templates. Most templates do not say where a turn begins. What a model
+gets when it is used is known: the generation prompt, and then its own words up to the end token.
 """
 
 import copy
@@ -117,38 +119,42 @@ class Conversation:
             return []
         body = own.text[own.start :]
         bodies = {own.text: (own.start, body)}
-        here = next(
-            (
-                len(p.asked)
-                for p in prompts
-                if self.text.startswith(p.asked) and p.asked == p.written
-            ),
-            None,
-        )
+        here = None
+        for prompt in prompts:
+            if self.text.startswith(prompt.asked) and prompt.asked == prompt.written:
+                here = len(prompt.asked)
+                break
         if here is not None and not is_last:
+            # The whole conversation comes first: of equal texts the caller takes the first, and
+            # turns that are in it need no row of their own.
             bodies = {self.text: (here, self._in_full_chat(body, here))} | bodies
-        return [
-            (text, (start, start + len(body.rstrip() if self._without_end(body) else body)))
-            for text, (start, body) in bodies.items()
-            if body
-        ]
+        places = []
+        for text, (start, body) in bodies.items():
+            # White space that the template writes behind the end token is none of the model's.
+            learned = body.rstrip() if self._without_end(body) else body
+            if body:
+                places.append((text, (start, start + len(learned))))
+        return places
 
     def _marked(self, turn: int, alone: "Conversation", own: Own | None) -> list[tuple[str, Span]]:
         """The places of a turn that the template marks itself.
 
         What its prompt has is not learned.
         """
-        (start, end) = alone._blocks[turn]
-        (first, last) = self._blocks[turn]
+        start, end = alone._blocks[turn]
+        first, last = self._blocks[turn]
         if own is None:
             return [(self.text, (first, last)), (alone.text, (start, end))]
+        # Characters of the block that the generation prompt has already, such as <think>.
         num_asked = max(0, own.place - start)
         shift = own.start - own.place
         start = start + num_asked
         first = first + num_asked
         places = [(own.text, (start + shift, end + shift))]
-        is_same = self.text[:first] == own.text[: start + shift]
-        return [(self.text, (first, last))] * is_same + places
+        # Only behind the text that the model gets is a turn learned as it is written.
+        if self.text[:first] == own.text[: start + shift]:
+            places.insert(0, (self.text, (first, last)))
+        return places
 
     def _prompts(self, turn: int) -> list[Prompt]:
         """The generation prompt of a turn, in the ways in which a text that has the turn may begin
@@ -169,8 +175,10 @@ class Conversation:
                 .partition(BEGINS)[0]
             )
             start, separator, _ = self.text.partition(opening) if opening else ("", "", "")
+            if not separator:
+                return []
             asked = start + separator
-            return [Prompt(asked, asked, separator)] * bool(separator)
+            return [Prompt(asked, asked, separator)]
         if prompt is None:
             return []
         own = self._num_same(prompt, history)
@@ -225,14 +233,16 @@ class Conversation:
         before.
         """
         *before, last = self.messages
-        found = [
+        # Where the text first differs from one with other words: the turn's own words are there.
+        word_places = [
             self._num_same(self.text, self._try([*before, message])) for message in _others(last)
         ]
         if not before:
-            return Bounds(0, min(found), 0)
+            return Bounds(0, min(word_places), 0)
+        # With other words in the message before, all from its end on is the same.
         others = [*before[:-1], next(_others(before[-1]))]
         earliest = len(self.text) - len(_common_end(self.text, self._try([*others, last])))
-        words = min((place for place in found if place >= earliest), default=-1)
+        words = min((place for place in word_places if place >= earliest), default=-1)
         history = _common_end(self._try(before) or "", self._try(others))
         end = earliest + self._num_same(self.text[earliest:], history)
         return Bounds(earliest, words, end) if earliest else Bounds(0, -1, -1)
@@ -246,20 +256,26 @@ class Conversation:
     def _num_same(self, text: str, other: str | None) -> int:
         """The number of characters with which both begin, without a part of a token."""
         num = num_common(text, other or "")
+        # Both may begin a token alike, such as <|im_ of <|im_start|> and <|im_end|>: back to its
+        # start.
         longest = len(self._end_tokens[0]) if self._end_tokens else 0
         near = text[max(0, num - longest) : num + longest]
         tokens = [token for token in self._end_tokens if token in near]
-        cut = [
-            n for token in tokens for n in range(1, len(token)) if text.startswith(token, num - n)
-        ]
-        return num - max(cut, default=0)
+        cut = 0
+        for token in tokens:
+            for inside in range(1, len(token)):
+                if text.startswith(token, num - inside):
+                    cut = max(cut, inside)
+        return num - cut
 
     def _in_full_chat(self, body: str, start: int) -> str:
         """A turn as it is in this text from a place on, where others follow it; "" if it is
         another.
         """
+        # Templates leave out the reasoning of earlier turns, and tokens that only a last one has.
         while True:
-            for written in (body, answer := body.rpartition(ENDS)[2], answer.lstrip()):
+            answer = body.rpartition(ENDS)[2]
+            for written in (body, answer, answer.lstrip()):
                 if self.text.startswith(written, start):
                     return written
             body = self._without_end(body)
@@ -268,8 +284,12 @@ class Conversation:
 
     def _without_end(self, body: str) -> str:
         """A text without the end token at its end; "" if there is none."""
-        token = next(filter(body.rstrip().endswith, self._end_tokens), "")
-        return body.rstrip().removesuffix(token) if token else ""
+        # The longest first: a token may end with another one.
+        stripped = body.rstrip()
+        for token in self._end_tokens:
+            if token and stripped.endswith(token):
+                return stripped.removesuffix(token)
+        return ""
 
 
 def _thinks(message: Message, ends: str) -> bool:
@@ -293,15 +313,15 @@ def _others(message: Message) -> Iterator[Message]:
             other[name] = _other_word(message[name])
     content = message.get("content")
     if isinstance(content, str) and content.strip():
+        # Reasoning stays reasoning, or the template would write the turn in another way.
         thought, ends, answer = content.rpartition(ENDS)
         word = _other_word(thought, answer, content)
         other["content"] = f"{BEGINS}{word}{ENDS}{word}" if ends else word
-    for part in other["content"] if isinstance(content, list) else []:
-        part |= {
-            name: _other_word(part[name])
-            for name in ("text", "thinking")
-            if isinstance(part.get(name), str)
-        }
+    if isinstance(content, list):
+        for part in other["content"]:
+            for name in ("text", "thinking"):
+                if isinstance(part.get(name), str):
+                    part[name] = _other_word(part[name])
     for call in other.get("tool_calls") or []:
         word = _other_word(call["function"]["name"])
         is_text = isinstance(call["function"]["arguments"], str)
@@ -317,8 +337,12 @@ def _others(message: Message) -> Iterator[Message]:
 
 
 def _other_word(*texts: str) -> str:
-    """A letter with which none of the texts begins or ends."""
-    edges = {text.strip()[place] for text in texts if text.strip() for place in (0, -1)}
+    """A letter with which none of the texts begins or ends.
+
+    So the first and the last different character of two texts are at the bounds of the words.
+    """
+    stripped = [text.strip() for text in texts if text.strip()]
+    edges = {text[0] for text in stripped} | {text[-1] for text in stripped}
     return next(letter for letter in "abcdefgh" if letter not in edges)
 
 
@@ -347,17 +371,24 @@ def learned_rows(
         places = [place for place in all_places if apart or place[0] == whole.text]
         if not places:
             raise BadRow(f"turn {turn + 1}: {_OTHERWISE if all_places else _UNKNOWN}")
+        # The text that has the most of the turn, the whole conversation if they have equally much.
         missing = [_num_missing(message, text[slice(*span)]) for text, span in places]
         text, span = places[missing.index(min(missing))]
         _check_written(turn, message, text[slice(*span)])
-        notes += [CUT] * (min(missing) > 0)
+        if min(missing) > 0:
+            notes.append(CUT)
         if text == whole.text:
             spans.append((*span, turn))
         else:
             rows.append((text, [(*span, turn)]))
-            notes += [APART] * (turn + 1 < len(whole.messages))
-    notes += [APART] * bool(rows and spans)
-    return rows + ([(whole.text, spans)] if spans or not rows else []), list(dict.fromkeys(notes))
+            if turn + 1 < len(whole.messages):
+                notes.append(APART)
+    if rows and spans:
+        notes.append(APART)
+    # Without a turn to learn the conversation is a row, too: `--learn all` learns the text around.
+    if spans or not rows:
+        rows.append((whole.text, spans))
+    return rows, list(dict.fromkeys(notes))
 
 
 _UNKNOWN = (
@@ -374,8 +405,10 @@ _OTHERWISE = (
 def _num_missing(message: Message, text: str) -> int:
     """How much of what a turn says a text lacks: its content, its reasoning, its calls."""
     content = "".join(texts_of(message)).lstrip().removeprefix(BEGINS)  # that may be in the prompt
-    pieces = [content, *(str(message.get(name) or "") for name in REASONING)]
+    pieces = [content]
+    pieces += [str(message.get(name) or "") for name in REASONING]
     pieces += [call["function"]["name"] for call in message.get("tool_calls") or []]
+    # Without white space, which templates change.
     return sum(squeezed(piece) not in squeezed(text) for piece in pieces)
 
 
@@ -392,6 +425,7 @@ def _check_written(turn: int, message: Message, written: str) -> None:
                 f"turn {turn + 1}: the chat template writes no tool calls; "
                 "--prompt_template takes another"
             )
+    # The last word is enough: templates may cut what is before, such as reasoning.
     words = "".join(texts_of(message)).rpartition(ENDS)[2].split()
     # beside calls, some templates have no place for words
     if words and words[-1] not in written and not calls:
@@ -399,8 +433,9 @@ def _check_written(turn: int, message: Message, written: str) -> None:
 
 
 def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
-    """The roles whose messages a template leaves out, without the assistant's, and "tools" if it
-    leaves them out.
+    """The roles whose messages a template leaves out, and "tools" if it leaves them out.
+
+    The assistant's messages are checked elsewhere.
     """
     written = squeezed(text)
     roles = dict.fromkeys(

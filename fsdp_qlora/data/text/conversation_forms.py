@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from fsdp_qlora.data.content import texts_of
 from fsdp_qlora.data.text.conversation import REASONING, Message, Render, T, Tools, squeezed
@@ -17,6 +18,8 @@ def written(make: Callable[[list[Message], Tools], T], messages: list[Message], 
     """The result of `make` for the first way of writing a conversation that the template takes."""
     import jinja2
 
+    # These errors mean a form that the template does not know. If it knows none, the last line
+    # raises the error of the row's own.
     for way in _ways(messages, tools):
         with contextlib.suppress(TypeError, jinja2.UndefinedError):
             return make(*way)
@@ -24,8 +27,10 @@ def written(make: Callable[[list[Message], Tools], T], messages: list[Message], 
 
 
 def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message], Tools]]:
-    """Some templates want a content in each message that calls tools, arguments as text, or
-    OpenAI's form of tools.
+    """The ways of writing a conversation, the row's own first.
+
+    Some templates want a content in each message that calls tools, arguments as text, or OpenAI's
+    form of tools.
     """
     chats = [messages]
     if any("tool_calls" in message for message in messages):
@@ -33,36 +38,31 @@ def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message]
         chats += [with_content, _with_text(messages), _with_text(with_content)]
     all_tools = [tools]
     if any("function" not in tool for tool in tools or ()):
-        all_tools += [
-            [
-                tool if "function" in tool else {"type": "function", "function": tool}
-                for tool in tools or ()
-            ]
+        in_openai_form = [
+            tool if "function" in tool else {"type": "function", "function": tool}
+            for tool in tools or ()
         ]
+        all_tools.append(in_openai_form)
     yield from itertools.product(chats, all_tools)
 
 
 def _with_text(messages: list[Message]) -> list[Message]:
     """Messages whose calls have their arguments as text."""
     messages = copy.deepcopy(messages)
-    for call in (call for message in messages for call in message.get("tool_calls") or []):
-        call["function"]["arguments"] = json.dumps(
-            call["function"]["arguments"], ensure_ascii=False
-        )
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return messages
 
 
 def readable(render: Render, messages: list[Message]) -> list[Message]:
-    """Messages with roles and names that the template reads, as far as it reads some for what they
-    say.
-    """
+    """Messages with the roles and names that the template reads."""
     return _with_thoughts(render, _with_system(render, messages))
 
 
 def _with_system(render: Render, messages: list[Message]) -> list[Message]:
-    """Messages whose developer is the system, which it is another name for, if the template has
-    none.
-    """
+    """Messages with the role system for developer, its newer name, if the template lacks that."""
     texts = [
         text for message in messages if message["role"] == "developer" for text in texts_of(message)
     ]
@@ -81,16 +81,18 @@ def _with_system(render: Render, messages: list[Message]) -> list[Message]:
 
 
 def _with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
-    """Messages whose reasoning has the name that the template reads, or is a part of the content if
-    it reads that.
+    """Messages whose reasoning has the name that the template reads.
+
+    It becomes a part of the content if the template reads that.
     """
-    thoughts = [next(filter(None, map(message.get, REASONING)), "") for message in messages]
+    thoughts = [_thought_of(message) for message in messages]
     if not any(thoughts):
         return messages
     named = [
         (dict.fromkeys(REASONING, thought) | message) if thought else message
         for message, thought in zip(messages, thoughts, strict=True)
     ]
+    # Up to the first reasoning: templates leave it out of earlier turns, which would tell nothing.
     first = next(turn for turn, thought in enumerate(thoughts) if thought)
     in_parts = [
         _in_parts(message, thought) if thought else message
@@ -106,7 +108,15 @@ def _with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
     return named
 
 
-# where a template writes out a list that it wants as text
+def _thought_of(message: Message) -> Any:
+    """The reasoning of a message, under any name; "" if it has none."""
+    for name in REASONING:
+        if message.get(name):
+            return message[name]
+    return ""
+
+
+# Where a template writes out a list that it wants as text: the form of Python and that of JSON.
 _LISTED = ("'type': 'thinking'", '"type": "thinking"')
 
 

@@ -56,6 +56,7 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
     """
     if not isinstance(content, list | tuple):
         return Said(content)
+    # 0 for reasoning, 1 for text and images, 2 for calls: the order of chat templates.
     ranks = [_rank(part) for part in content]
     if not set(ranks) & {0, 2}:
         return Said(content)
@@ -64,6 +65,7 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
             kind_of(part) for part, rank in zip(content, ranks, strict=True) if rank in (0, 2)
         )
         raise BadRow(f"{where}: a part of its content is {kind}, which only an answer can have")
+    # Blank texts say nothing, so they may be in any place.
     filled = [
         rank for part, rank in zip(content, ranks, strict=True) if rank != 1 or not _is_blank(part)
     ]
@@ -89,9 +91,8 @@ def _rank(part: object) -> int:
 
 
 def _is_blank(part: object) -> bool:
-    return (
-        isinstance(part, Mapping) and isinstance(text := part.get("text"), str) and not text.strip()
-    )
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return isinstance(text, str) and not text.strip()
 
 
 def words_of(thought: object, where: str) -> str:
@@ -101,19 +102,19 @@ def words_of(thought: object, where: str) -> str:
     if isinstance(thought, list | tuple):
         between = "" if all(kind_of(part) in TEXTS for part in thought) else _PARAGRAPH
         return between.join(words_of(part, where) for part in thought)
-    found = (
-        [thought[name] for name in _WORDS if thought.get(name) is not None]
-        if isinstance(thought, Mapping)
-        else []
-    )
-    if not found:
+    texts = []
+    if isinstance(thought, Mapping):
+        texts = [thought[name] for name in _WORDS if thought.get(name) is not None]
+    if not texts:
         raise BadRow(f"{where}: its reasoning has no text ({kind_of(thought)})")
-    return words_of(next(filter(None, found), ""), where)
+    filled = [text for text in texts if text]
+    return words_of(filled[0] if filled else "", where)
 
 
 def without_results(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A question as Anthropic's API has it, with results of tools among its parts: these become
-    turns of a tool.
+    """Split a question that has results of tools among its parts, as Anthropic's API has it.
+
+    The results become turns of a tool.
     """
     name = next((name for name in CONTENTS if turn.get(name) is not None), "")
     content = turn.get(name)
