@@ -51,8 +51,13 @@ def step_of(folder: Path) -> int | None:
 
 def published(root: Path) -> dict[int, Path]:
     """Step -> folder of every published checkpoint, oldest first."""
-    steps = ((step_of(path), path) for path in root.glob("step_*") if path.is_dir())
-    return dict(sorted((step, path) for step, path in steps if step is not None))
+    folders: dict[int, Path] = {}
+    for path in root.glob("step_*"):
+        # A quarantined one has a longer name, and no step.
+        step = step_of(path)
+        if step is not None and path.is_dir():
+            folders[step] = path
+    return dict(sorted(folders.items()))
 
 
 def quarantined(root: Path) -> list[Path]:
@@ -89,8 +94,9 @@ def remove_leftovers(root: Path) -> None:
 
 
 def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
-    """The folder of a checkpoint until it is published. action: writing, or fetching (from a
-    mirror).
+    """The folder of a checkpoint until it is published.
+
+    action: writing, or fetching (from a mirror).
     """
     return root / f".step_{step:06d}.{action}"
 

@@ -90,11 +90,10 @@ class Mirror:
 
 
 class Store:
-    """A mirror in a folder of a file system that fsspec opens: this machine's, s3://, gcs://,
-    az://, sftp://.
+    """A mirror in a folder of a file system that fsspec opens.
 
-    Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if
-    the store is unreachable or full.
+    Such as this machine's, s3://, gcs://, az:// and sftp://. Paths in the store are relative, with
+    slashes; "" is its root. Every method raises OSError if the store is unreachable or full.
     """
 
     def __init__(self, url: str) -> None:
@@ -305,7 +304,8 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     # status.json, run.json, checkpoint: a kill between any two leaves a folder that the next start
     # fetches again or recognizes as a run without its checkpoint.
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / STATUS, json.loads(store.read(STATUS) or "{}") | {"saved_step": newest})
+    status = json.loads(store.read(STATUS) or "{}")
+    write_json(output_dir / STATUS, status | {"saved_step": newest})
     for name in (RUN, *_RECORDS):
         text = store.read(name)
         if text:

@@ -372,15 +372,14 @@ def _open_file(folder: Path, index: int) -> Any:
     return safe_open(folder / _file(index), framework="pt")
 
 
-def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_shapes(folder: Path, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise UserError if a checkpoint's parameters are not the model's."""
-    changed = sorted(
-        name for name in (own.keys() | stored.keys()) if own.get(name) != stored.get(name)
-    )
+    names = expected.keys() | stored.keys()
+    changed = sorted(name for name in names if expected.get(name) != stored.get(name))
     if changed:
-        names = ", ".join(changed[:4]) + (", ..." if len(changed) > 4 else "")
+        examples = ", ".join(changed[:4]) + (", ..." if len(changed) > 4 else "")
         raise UserError(
-            f"{folder} belongs to a model with other trainable parameters: {names} differ."
+            f"{folder} belongs to a model with other trainable parameters: {examples} differ."
         )
 
 

@@ -66,7 +66,9 @@ class ContextGroup:
 
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
         """Exchange outputs of attention for a rank's heads, [T, H / N, D], for [T / N, H, D]."""
-        return self._exchanged(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
+        by_rank = attended.unflatten(0, (self.size, -1))  # [N, T / N, H / N, D], by owner of tokens
+        received = self._exchanged(by_rank)  # of this rank's tokens, by owner of heads
+        return received.transpose(0, 1).flatten(1, 2)
 
     def pieces(self, lengths: list[int]) -> tuple[list[int], bool, bool]:
         """The documents in this rank's part of T.

@@ -68,13 +68,13 @@ class Layout:
         if self.world_size == 1:
             return []
         # The group of all ranks serves as the one of shards or of context where they are all ranks.
-        found = [(self.per_node, self.world_size in (self.num_shards, self.context_size))]
+        groups = [(self.per_node, self.world_size in (self.num_shards, self.context_size))]
         # Several copies, each shared by several ranks: groups of shards, and of replicas.
         if 1 < self.num_shards < self.world_size:
-            found += [(self.per_node, True), (1, False)]
+            groups += [(self.per_node, True), (1, False)]
         if 1 < self.context_size < self.world_size:
-            found.append((self.context_size, True))
-        return found
+            groups.append((self.context_size, True))
+        return groups
 
     @property
     def p2p_channels(self) -> int:

@@ -206,7 +206,8 @@ def all_gather_strings(
     if not size:
         return [""] * len(lengths)
     # Without lists of Python, which take 8 bytes for each byte.
-    padded = torch.frombuffer(bytearray(content.ljust(size)), dtype=torch.uint8).to(device)
+    padded = torch.frombuffer(bytearray(content.ljust(size)), dtype=torch.uint8)
+    padded = padded.to(device)
     gathered = padded.new_empty(len(lengths) * size)
     all_gather(gathered, padded, group=group)
     rows = gathered.view(-1, size).cpu().numpy()

@@ -31,8 +31,9 @@ def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
 
 
 def timeout_of_world() -> datetime.timedelta:
-    """The timeout of the group of all ranks. torch gives 30 minutes to other groups, whatever that
-    of the world is.
+    """The timeout of the group of all ranks.
+
+    torch gives 30 minutes to other groups, whatever the one of all ranks has.
     """
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
     # torch's fake group has none

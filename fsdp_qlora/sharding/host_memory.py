@@ -63,11 +63,11 @@ def split_arena(
         if total >= _SLOW_BYTES:
             log.info(
                 "Pinning %s on each rank, which takes seconds to minutes. A container's limit must "
-                "allow it; WSL2 pins "
-                "at most half of the memory that Windows gives it.",
+                "allow it; WSL2 pins at most half of the memory that Windows gives it.",
                 memory,
             )
-        status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
+        cuda = torch.cuda.cudart()
+        status = int(cuda.cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
             raise MemoryError(
                 f"{memory} cannot be pinned (CUDA error {status}). Free host memory, raise the "
@@ -135,9 +135,10 @@ class InputStore:
             return tensor
         self.side = self.side or SideStream(tensor.device)
         before = self._newest
+        newest = before() if before is not None else None
         # The block before has run by now, or at least its work is queued: its input may go.
-        if before is not None and (last := before()) is not None:
-            last.release_device_copy()
+        if newest is not None:
+            newest.release_device_copy()
         kept = _Kept(self, tensor.detach(), before)
         # Weak: autograd alone keeps inputs alive, and frees each after its block's backward pass.
         self._newest = weakref.ref(kept)
@@ -149,7 +150,9 @@ class InputStore:
             return kept
         tensor = kept.prefetch()
         kept.side.compute_waits(kept.copied)
-        if kept.before is not None and (before := kept.before()) is not None:
+        # The previous block's input, which is needed when this block's backward pass is done.
+        before = kept.before() if kept.before is not None else None
+        if before is not None:
             before.prefetch()
         kept.on_device = None  # autograd holds it now
         return tensor

@@ -223,8 +223,7 @@ class ShardedOptimizer:
             self.optimizer.state.clear()
 
     def room_for_state(self) -> list[torch.Tensor]:
-        """Memory like the state that the first step will allocate; nothing if there is state
-        already.
+        """Memory like the state that the first step will allocate; nothing if there is state.
 
         Tensors of the state's own sizes: the allocator keeps those below 1 MiB apart. Nothing for
         paged optimizers, whose state is not in GPU memory alone.

@@ -309,7 +309,7 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
     may_be_plain = {parameter for module in frozen_parts for parameter in module.parameters()}
     # A dict and not a list: tied parameters appear once, in the order of their first module, which
     # the stream of weights relies on to copy a module in one piece.
-    found: dict[torch.Tensor, None] = {}
+    parameters: dict[torch.Tensor, None] = {}
     for part in on_host:
         for module in part.modules():
             if module in on_device:
@@ -317,8 +317,8 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
             for owner in with_fillers(module):
                 for parameter in owner.parameters(recurse=False):
                     if isinstance(parameter, DTensor) or parameter in may_be_plain:
-                        found[parameter] = None
-    return list(found)
+                        parameters[parameter] = None
+    return list(parameters)
 
 
 def _offloaded_places(

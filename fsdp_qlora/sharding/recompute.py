@@ -138,9 +138,9 @@ class ReferencePass:
 
     def _follow(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the policy's block and, after it, the reference's."""
-        policy, beside = take_apart(args, kwargs, has_both=self._hidden is None)
-        output = block.compute(*policy[0], **policy[1])
-        args, kwargs = beside
+        of_policy, of_reference = take_apart(args, kwargs, has_both=self._hidden is None)
+        output = block.compute(*of_policy[0], **of_policy[1])
+        args, kwargs = of_reference
         # The first block gets what the embedding gives, which has no adapters: the same for both.
         hidden = args[0].detach() if self._hidden is None else self._hidden
         # Where blocks hand keys and values to later ones in a mapping, the reference has its own:
@@ -159,7 +159,7 @@ class ReferencePass:
         self._hidden = None
         self._mappings = {}
         # A teacher's tokens are in the same row as the student's, behind them.
-        dim = 0 if policy is beside else 1
+        dim = 0 if of_policy is of_reference else 1
         if isinstance(output, torch.Tensor):
             return torch.cat([output, reference], dim)
         return torch.cat([output[0], reference], dim), *output[1:]

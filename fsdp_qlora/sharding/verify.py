@@ -53,8 +53,7 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
     if sum(by_rank) != total or max(by_rank) > allowed:
         raise RuntimeError(
             f"The model is not sharded evenly: {total} bytes over {size} ranks, bytes on each "
-            f"rank: {by_rank} "
-            f"(allowed {int(allowed)}). The run stops; please report the model."
+            f"rank: {by_rank} (allowed {int(allowed)}). The run stops; please report the model."
         )
     if size == 1 < mesh.size():  # --sharding_strategy ddp, or chosen because it fits
         return f"each rank holds a whole copy of {format_bytes(total)}"

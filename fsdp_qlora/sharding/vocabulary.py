@@ -1,5 +1,4 @@
-"""Frozen embeddings and heads that several ranks share: rows stay where they are, and hidden states
-are exchanged.
+"""Frozen embeddings and heads that ranks share: rows stay, and hidden states are exchanged.
 
 FSDP2 would gather the whole matrix on every rank in each micro-batch, 1.2 GB of a Qwen3-8B. But
 tokens need few of an embedding's rows, and a head's outputs can be computed where its rows are
@@ -347,7 +346,8 @@ class Lookup(_RowExchange):
         if self.size == 1:
             return [ids.flatten().cpu()]
         # Two gathers, since an all-gather needs the same size from every rank.
-        counts = gather_numbers([ids.numel()], ids.device, self.group).flatten().int().tolist()
+        gathered_counts = gather_numbers([ids.numel()], ids.device, self.group)
+        counts = gathered_counts.flatten().int().tolist()
         padded = F.pad(ids.flatten(), (0, max(counts) - ids.numel()))
         gathered = gather_rows(padded, len(counts) * len(padded), self.mesh)
         by_rank = gathered.view(len(counts), -1).cpu()

@@ -173,7 +173,8 @@ class _Part:
         for parameter, host in self.pairs():
             if not any(parameter is layer.weight for layer in self.codes):
                 # The last event stands for all: the copies are in the order of one stream.
-                self.copied = self.side.copy(self._place(host), host.view(-1).view(torch.uint8))
+                host_bytes = host.view(-1).view(torch.uint8)
+                self.copied = self.side.copy(self._place(host), host_bytes)
 
     def _place(self, host: torch.Tensor) -> torch.Tensor:
         """Where a parameter's bytes are on the device."""
@@ -225,6 +226,8 @@ def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     storage = tensors[0].untyped_storage()
     last = tensors[-1]
     assert storage.data_ptr() == last.untyped_storage().data_ptr()
-    size = last.data_ptr() + last.numel() * last.element_size() - tensors[0].data_ptr()
+    start = tensors[0].data_ptr()
+    stop = last.data_ptr() + last.numel() * last.element_size()
+    # By `set_`, since no view of one tensor can reach beyond it; alignment leaves gaps in between.
     whole = torch.empty(0, dtype=torch.uint8)
-    return whole.set_(storage, tensors[0].data_ptr() - storage.data_ptr(), (size,), (1,))
+    return whole.set_(storage, start - storage.data_ptr(), (stop - start,), (1,))

@@ -409,7 +409,8 @@ def _end_with_parent() -> None:
     parent = os.environ.get(_LAUNCHER_PID)
     if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    threading.Thread(target=_watch, args=(int(parent or os.getppid()),), daemon=True).start()
+    process = int(parent or os.getppid())
+    threading.Thread(target=_watch, args=(process,), daemon=True).start()
 
 
 def _watch(parent: int) -> None:

@@ -42,8 +42,7 @@ _DONE = b"done"
 
 
 class BoundedStore:
-    """A store whose requests time out. torch's own requests wait forever for a host that is stopped
-    or lost.
+    """A store whose requests time out. torch's wait forever for a host that is stopped or lost.
 
     Args:
         seconds: time limit of a request. Time in which this process's parent is stopped does not

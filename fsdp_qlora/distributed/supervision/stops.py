@@ -253,8 +253,7 @@ class Control:
         return [step, max(self.signals.requested, over_budget), is_due, self.is_writing()]
 
     def agree(self, flags: torch.Tensor) -> None:
-        """Decide from the flags of all ranks, [ranks, NUM_FLAGS]. Every rank comes to the same
-        decision.
+        """Decide from the flags of all ranks, [ranks, NUM_FLAGS]; every rank decides the same.
 
         Raises:
             TrainingError: the ranks are not at the same step.

@@ -270,10 +270,13 @@ class _Fp8Tensor(DecodedTensor):
         self._has_one = scale.shape.numel() == 1
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        values = read(self.parts[0], begin * self.unit, min(end * self.unit, self.shape.numel()))
+        # The last unit may have fewer rows.
+        last = min(end * self.unit, self.shape.numel())
+        values = read(self.parts[0], begin * self.unit, last)
         # In float32: the product is rounded to bf16 once, where it is copied.
         values = values.view(-1, self.shape[1]).float()
-        return values.mul_(spread_scales(self._scales(read, begin, end), self._block, values.shape))
+        scales = self._scales(read, begin, end)
+        return values.mul_(spread_scales(scales, self._block, values.shape))
 
     def _scales(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         """The scales of units [begin, end), [row blocks, column blocks]; or the only one."""
@@ -289,9 +292,11 @@ class _Fp8Tensor(DecodedTensor):
         # codes. Decoded weights were rounded to bf16, by up to 2**-8, which is no growth.
         if not self._has_one:
             new = block_scales(rows, self._block, self._codes.dtype).to(scale.dtype)
-            scale = torch.where(new.float() > scale.float() * (1 + 2**-8), new, scale)
+            has_grown = new.float() > scale.float() * (1 + 2**-8)
+            scale = torch.where(has_grown, new, scale)
             yield self.parts[1], begin * scale.shape[1], scale
-        yield self.parts[0], start, quantize_blocks(rows, self._block, self._codes.dtype, scale)[0]
+        codes, *_ = quantize_blocks(rows, self._block, self._codes.dtype, scale)
+        yield self.parts[0], start, codes
 
 
 class _E2m1Tensor(DecodedTensor):

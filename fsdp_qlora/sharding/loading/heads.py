@@ -64,15 +64,17 @@ def settle_head(
         return may_differ and _assume(config, folder)
     files = WeightFiles(folder, stored, packed=packed)
     pairs = _pairs(config, files.files, trust_remote_code=trust_remote_code)
-    own = [head for head, embedding in pairs.items() if not _are_equal(files, head, embedding)]
-    if own:
+    own_heads = [
+        head for head, embedding in pairs.items() if not _are_equal(files, head, embedding)
+    ]
+    if own_heads:
         _untie(config)
         log.info(
             "%s in the weight files is a head of its own, and used, as transformers uses it, "
             "though the configuration ties embeddings and head.",
-            own[0],
+            own_heads[0],
         )
-    return bool(own)
+    return bool(own_heads)
 
 
 def needs_weights(

@@ -57,14 +57,16 @@ def load_weights(
     targets = _targets(model, packed=weights.packed)
     # File by file, so that reading ahead stays within one. The sort is stable: within a file the
     # order is the model's, and so the same on all ranks.
-    names = sorted(targets, key=lambda name: str(weights.files.files[weights.sources[name]]))
-    parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
-    sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
+    files = weights.files
+    sources = weights.sources
+    names = sorted(targets, key=lambda name: str(files.files[sources[name]]))
+    parts = [_part(files, sources[name], targets[name], mesh) for name in names]
+    sizes = [(part.stop - part.start) * files.dtype(part.name).itemsize for part in parts]
     hidden = not show_progress or not sys.stderr.isatty()
     with tqdm(
         total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden
     ) as bar:
-        values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
+        values = read_ahead(files, parts, max_bytes=max_bytes_in_flight)
         # All ranks store the same tensors in the same order, with a part of each: a quantizer whose
         # `load_shard` asks other ranks finds them at the same tensor.
         for name, size, value in zip(names, sizes, values, strict=True):
@@ -106,7 +108,9 @@ class _Target(NamedTuple):
 
 
 def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> TensorSlice:
-    start, stop = target.bounds(mesh) if target.bounds else (0, files.shape(source).numel())
+    if target.bounds is None:
+        return TensorSlice(source, 0, files.shape(source).numel())
+    start, stop = target.bounds(mesh)
     return TensorSlice(source, start, stop)
 
 

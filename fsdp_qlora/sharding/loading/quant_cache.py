@@ -260,8 +260,9 @@ def write_entry(
 
 @contextlib.contextmanager
 def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
-    """Raise Unavailable on every rank of a shard group if the block, which has no collectives,
-    fails on one.
+    """Raise Unavailable on every rank of a shard group if the block fails on one.
+
+    The block has no collectives: a rank that fails would leave the others waiting in one.
     """
     with raise_on_all_ranks(Unavailable, torch.device(mesh.device_type), mesh["shard"].get_group()):
         try:
@@ -312,7 +313,9 @@ def _write_part(
     """Write this rank's part of a layer. The first rank writes the tensors that every rank has."""
     for suffix in layer.stored_forms():
         start, stop = layer.stored_range(suffix, mesh)
-        files.write(weight + suffix, start, layer.stored_bytes(suffix)[: stop - start].cpu())
+        # Without the padding that FSDP2 wants behind the last rank's rows.
+        content = layer.stored_bytes(suffix)[: stop - start].cpu()
+        files.write(weight + suffix, start, content)
     if shard_rank(mesh) == 0:
         for suffix, whole in layer.stored_whole(
             weights.files.dtype(weights.sources[weight])
