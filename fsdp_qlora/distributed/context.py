@@ -1,7 +1,7 @@
 """Context parallelism: ranks that share the tokens of a micro-batch, and what they exchange.
 
 Each rank has a contiguous part of the tokens, and in attention all tokens of a part of the heads
-(Ulysses, Jacobs et al. 2023). In layers with a state a rank goes on from that of the rank before
+(Ulysses, Jacobs et al. 2023). In layers with a state a rank continues the one of the rank before
 it. Shapes: N ranks, T tokens of all of them; H heads of queries, G of keys and values, whose size
 is D.
 """
@@ -35,7 +35,7 @@ class ContextGroup:
         self._sent: deque[dist.Work] = deque()
 
     def own(self, length: int, rank: int | None = None) -> slice:
-        """The part of this rank, or of another of the group, among so many tokens or heads."""
+        """The slice of `length` tokens or heads that this rank, or another of the group, has."""
         count = length // self.size
         first = count * (self.rank if rank is None else rank)
         return slice(first, first + count)
@@ -76,14 +76,14 @@ class ContextGroup:
         Returns:
             Numbers of their tokens here, whether the first began before, and the last goes on.
         """
-        own = self.own(sum(lengths))
+        part = self.own(sum(lengths))
         ends = [0, *itertools.accumulate(lengths)]
         here = []
         for start, end in itertools.pairwise(ends):
-            length = min(end, own.stop) - max(start, own.start)
+            length = min(end, part.stop) - max(start, part.start)
             if length > 0:
                 here.append(length)
-        return here, own.start not in ends, own.stop not in ends
+        return here, part.start not in ends, part.stop not in ends
 
     def hand_on(self, values: torch.Tensor, *, trains: bool) -> torch.Tensor:
         """Send values to the next rank, without a wait.

@@ -52,7 +52,7 @@ class RecomputedBlock(ActivationWrapper):
 
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
-    """Let the first `num_blocks` blocks (None for all) recompute.
+    """Wrap all blocks, and have the first `num_blocks` of them (None for all) recompute.
 
     offload: whether their inputs are kept on the CPU.
     """
@@ -66,7 +66,7 @@ def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: boo
 
 
 def set_recompute(model: nn.Module, num_blocks: int) -> None:
-    """Let the first `num_blocks` blocks recompute, and the others keep their activations.
+    """Choose the blocks that recompute: the first `num_blocks`. Others keep their activations.
 
     The last blocks keep theirs, since the backward pass frees these first, before another block
     needs memory for its recomputation. Any other choice of as many blocks has the same or a higher
@@ -125,7 +125,7 @@ class ReferencePass:
 
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
-        """Let the model return [2 * B, T, H] in the block: the policy, then the reference."""
+        """Make the model return [2 * B, T, H] in the block: the policy, then the reference."""
         for block in self._adapted:
             block.follow = self._follow
         try:

@@ -63,7 +63,7 @@ def is_shared(
 def share_vocabulary(
     parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None
 ) -> set[nn.Parameter]:
-    """Have each rank keep its rows of the frozen embedding and head, and use them where they are.
+    """Split the frozen embedding and head by rows, which each rank keeps and uses where they are.
 
     Args:
         param_dtype: as for `is_shared`.
@@ -213,7 +213,7 @@ class _RowExchange:
         return local_part(weight)  # type: ignore[arg-type]
 
     def _replace(self, weight: torch.Tensor) -> None:
-        """Let the module's own forward method compute with `weight`, once."""
+        """Put `weight` in the module for one call of its own forward method."""
         self._shared = self.module._parameters["weight"]
         self.module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
@@ -304,7 +304,7 @@ class Lookup(_RowExchange):
     def _receive_rows(
         self, module: nn.Module, args: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Let the module look up places among received rows. args: its ids [B, T] and others."""
+        """Replace ids by their places among received rows. args: the ids [B, T], and others."""
         ids_BT = args[0]
         num_rows = len(module.weight)  # type: ignore[arg-type]
         tokens = self.tokens if self.tokens is not None else self._gather_tokens(ids_BT)

@@ -133,7 +133,7 @@ class Worker:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process grow by this much at most.
+    """Limit how much this process may grow.
 
     Not by RLIMIT_AS: CUDA reserves far more addresses than it uses.
     """

@@ -101,7 +101,7 @@ def names_here(
 def find_packed(
     packed: PackedFormat, entries: dict[str, StoredTensor]
 ) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """As `find_decoded`, for weights that are kept as they are.
+    """Find the tensors of weights that are kept as they are. Returns the same as `find_decoded`.
 
     Their codes and statistics become bytes in `entries`.
     """
@@ -225,7 +225,7 @@ def _wrong_global_scale(
 
 
 def _fits(shape: torch.Size, scales: torch.Size, stored: PackedFormat) -> bool:
-    """Whether scales of this shape are those of codes of that shape."""
+    """Whether codes of the first shape can have scales of the second one."""
     options = stored.options or {}
     if not shape.numel() or len(shape) < 2:
         return False

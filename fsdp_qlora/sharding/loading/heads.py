@@ -44,7 +44,7 @@ def settle_head(
     packed: PackedFormat | None = None,
     trust_remote_code: bool = False,
 ) -> bool:
-    """Let a configuration that ties embeddings and head say whether the model in the folder does.
+    """Untie embeddings and head in a configuration if the model in the folder has them apart.
 
     Args:
         folder: where weights are not there yet, config.json decides, which a line says. A model
@@ -97,7 +97,7 @@ def _may_differ(
 
 
 def _are_here(folder: Path, index: Mapping[str, Any]) -> bool:
-    """Whether the folder has weight files, all of which its index names."""
+    """Whether the folder has all weight files that its index names; without one, any file."""
     names = {str(file) for file in index.values()}
     if not names:
         return any(folder.glob("*.safetensors"))

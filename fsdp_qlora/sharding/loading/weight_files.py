@@ -141,7 +141,7 @@ class WeightFiles:
         )
 
     def join(self, name: str, parts: Sequence[TensorSlice], shape: torch.Size) -> None:
-        """Define `name` as the tensor of this shape whose elements are those of `parts`."""
+        """Define `name` as a tensor of this shape: the elements of `parts`, one after another."""
         dtypes = {self.dtype(part.name) for part in parts}
         if len(dtypes) > 1:
             raise UserError(
@@ -154,7 +154,7 @@ class WeightFiles:
         self.files[name] = self.files[parts[0].name]
 
     def grow(self, name: str, shape: torch.Size) -> None:
-        """Let a matrix have as many rows as this shape, the further ones copies of its first."""
+        """Extend a matrix to the rows of `shape`; the new rows are copies of its first ones."""
         size = self.shape(name).numel()
         if shape[1:] == self.shape(name)[1:] and size < shape.numel():
             parts: list[TensorSlice] = []
