@@ -36,16 +36,21 @@ class RoundedModel(MergedModel):
     def forms(self) -> dict[str, TensorForm]:
         # Tensors of the files as they are, in their order. Weights that are stored plain have the
         # merged model's shape, since embeddings may have been resized.
-        plain = {name: form for name, form in super().forms().items() if self._unit(name) == 1}
-        return {name: self.raw.form(name) for name in self.raw.files} | plain
+        forms = {name: self.raw.form(name) for name in self.raw.files}
+        for name, form in super().forms().items():
+            if self._unit(name) == 1:
+                forms[name] = form
+        return forms
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """The pieces of all tensors as `MergedModel` has them, as bytes."""
         forms = self.forms()
         done = set()
         # Only what the adapter changes is decoded and rounded again; all other bytes are copied.
-        changed = self.changes.layers.keys() | self.changes.replaced.keys() | self.copies.keys()
-        for name in filter(changed.__contains__, self._order()):
+        changed = {*self.changes.layers, *self.changes.replaced, *self.copies}
+        for name in self._order():
+            if name not in changed:
+                continue
             for part, start, merged, _ in self._changed(name):
                 # A piece of a weight becomes pieces of several tensors: codes and scales.
                 for tensor, first, values in self.weights.files.encode(part, start, merged):
@@ -65,7 +70,8 @@ class RoundedModel(MergedModel):
         """
         # What rounding left is known only from the files, whose scales it depends on, too.
         written_files = WeightFiles(folder, self.stored)
-        for name in self.changes.layers.keys() - self.changes.replaced.keys() - self.copies.keys():
+        updated = self.changes.layers.keys() - self.changes.replaced.keys()
+        for name in updated - self.copies.keys():
             for part, start, merged, base in self._changed(name):
                 if base is not None and self._unit(part) > 1:
                     written = written_files.read_flat(part, start, start + len(merged))

@@ -159,15 +159,20 @@ def _replacement_of_loop(module: nn.Module) -> dict[str, Any]:
     unit = math.gcd(hidden, inner)
     hidden = hidden // unit
     inner = inner // unit
-    sizes = ((num_all, 2 * inner, hidden), (num_experts, hidden, inner), (3, hidden))
-    gate_up, down, x = (torch.randn(size, generator=random, device="cpu") for size in sizes)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=random, device="cpu")
+
+    gate_up = draw(num_all, 2 * inner, hidden)
+    down = draw(num_experts, hidden, inner)
+    x = draw(3, hidden)
     # The copy has a dict of parameters of its own, so that the module keeps its weights.
     vars(small).update(attributes, _parameters={"gate_up_proj": gate_up, "down_proj": down})
     vars(small)["_apply_gate"] = MethodType(gate, small)
     # The first and the last expert, and where there are some the first and last identity.
-    index = torch.tensor(
-        [[0, num_all - 1], [num_experts - 1, 0], [num_all - 1, num_experts // 2]], device="cpu"
-    )
+    last = num_all - 1
+    choices = [[0, last], [num_experts - 1, 0], [last, num_experts // 2]]
+    index = torch.tensor(choices, device="cpu")
     shares = index + 0.5
     try:
         is_near = torch.allclose(

@@ -110,6 +110,7 @@ class QuantizedWeight(nn.Module):
         self.shape = tuple(shape)
         self.compute_dtype = compute_dtype
         self.row_weights = row_weights
+        # The whole weight as one matrix, also where it is several.
         self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -122,7 +123,8 @@ class QuantizedWeight(nn.Module):
         dtype = dtype or self.compute_dtype
         # Floating point also for bytes: FSDP2 of older torch fails on integer parameters
         # (pytorch#185239).
-        memory = torch.empty(rows, -(-row_bytes // dtype.itemsize), dtype=dtype, device="meta")
+        columns = -(-row_bytes // dtype.itemsize)
+        memory = torch.empty(rows, columns, dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -255,7 +257,8 @@ class QuantizedWeight(nn.Module):
         """
         # Here no rank needs another one's values; subclasses with a statistic of the whole weight
         # gather it, in the same order on all ranks.
-        for name, rows in zip(("weight", *self.statistics), self.quantize(values), strict=True):
+        names = ("weight", *self.statistics)
+        for name, rows in zip(names, self.quantize(values), strict=True):
             write_bytes(getattr(self, name), rows)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
@@ -268,7 +271,9 @@ class QuantizedWeight(nn.Module):
 
     def _filled_up(self, codes: torch.Tensor) -> torch.Tensor:
         """The bytes of codes [rows, bytes] with the padding of `weight`."""
-        return F.pad(codes.view(torch.uint8), (0, row_bytes(self.weight) - codes.shape[1]))
+        codes = codes.view(torch.uint8)
+        num_missing = row_bytes(self.weight) - codes.shape[1]
+        return F.pad(codes, (0, num_missing))
 
     # ---- in files ----
 
@@ -330,7 +335,8 @@ class QuantizedWeight(nn.Module):
 
         At the end of the tensor they may exceed `stored_range`.
         """
-        return local_part(self.stored_parameter(suffix)).detach().reshape(-1).view(torch.uint8)
+        local = local_part(self.stored_parameter(suffix)).detach()
+        return local.reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):
@@ -387,7 +393,9 @@ class QuantizedExperts(QuantizedWeight):
 
     def expert(self, index: int) -> Matrix:
         """The matrix of an expert."""
-        return Matrix(self.shape[1:], index * math.prod(self.shape[1:]), self.transposed)
+        matrix_shape = self.shape[1:]
+        first = index * math.prod(matrix_shape)
+        return Matrix(matrix_shape, first, self.transposed)
 
 
 class _DecodedMatmul(torch.autograd.Function):
@@ -402,16 +410,18 @@ class _DecodedMatmul(torch.autograd.Function):
         # and not in save_for_backward, so that activation checkpointing does not recompute the
         # forward pass for them.
         ctx.product = product
+        *dims, _ = x.shape
         (y,) = product.multiply(x.flatten(0, -2))
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y.view(*dims, y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         (grad_y,) = grads
         if not ctx.needs_input_grad[0]:
             return None, None
+        *dims, _ = grad_y.shape
         grad_x = ctx.product.multiply_grad(grad_y.flatten(0, -2))
-        return grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1]), None
+        return grad_x.view(*dims, grad_x.shape[-1]), None
 
 
 def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True) -> FrozenProduct:

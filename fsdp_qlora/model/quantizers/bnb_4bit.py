@@ -120,14 +120,14 @@ class Bnb4bitWeight(QuantizedWeight):
         codes, absmax = _select(part, *tensors)
         # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in
         # half a block.
-        decoded = [
-            torch.ops.bitsandbytes.dequantize_4bit.default(
-                piece, scales, _BLOCKSIZE, self.quant_type, (len(scales), _BLOCKSIZE), dtype
-            ).view(-1)
-            for piece, scales in zip(
-                codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True
-            )
-        ]
+        decode = torch.ops.bitsandbytes.dequantize_4bit.default
+        code_pieces = codes.split(_GPU_PIECE // 2)
+        absmax_pieces = absmax.split(_GPU_PIECE // _BLOCKSIZE)
+        decoded = []
+        for piece, scales in zip(code_pieces, absmax_pieces, strict=True):
+            shape = (len(scales), _BLOCKSIZE)
+            blocks = decode(piece, scales, _BLOCKSIZE, self.quant_type, shape, dtype)
+            decoded.append(blocks.view(-1))
         # cat() would copy the one piece that nearly every weight has.
         whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
         return whole[: math.prod(part.shape)].view(part.shape)
@@ -169,12 +169,14 @@ class Bnb4bitWeight(QuantizedWeight):
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in
         # `decode_tensors`.
-        blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
+        num_missing = -weight.numel() % _BLOCKSIZE
+        blocks = F.pad(weight.flatten(), (0, num_missing)).view(-1, _BLOCKSIZE)
         options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
         codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
         # The state has the dtype of `weight`, to which bitsandbytes would decode.
         state.dtype = self.compute_dtype
-        return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
+        decoded = bnb.dequantize_4bit(codes, state).flatten()
+        return decoded[: weight.numel()].view(weight.shape)
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -204,7 +206,8 @@ class Bnb4bitWeight(QuantizedWeight):
         return absmax_8bit, state.absmax
 
     def stored_forms(self) -> dict[str, TensorForm]:
-        stored = {"": TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1))}
+        num_bytes = -(-math.prod(self.shape) // 2)
+        stored = {"": TensorForm(torch.uint8, (num_bytes, 1))}
         if not self.double_quant:
             return stored | {".absmax": TensorForm(torch.float32, (self.num_blocks,))}
         nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
@@ -252,7 +255,10 @@ class Bnb4bitWeight(QuantizedWeight):
         # The tolerance is a float32's rounding at 1, the largest value of a table.
         table = content.view(torch.float32)
         expected = self._value_tables()[suffix]
-        if table.shape != expected.shape or not torch.allclose(table, expected, rtol=0, atol=1e-7):
+        is_equal = table.shape == expected.shape and torch.allclose(
+            table, expected, rtol=0, atol=1e-7
+        )
+        if not is_equal:
             raise UserError(
                 f"{name} is not bitsandbytes' table of 4-bit values. Download the model again."
             )
@@ -301,7 +307,8 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
     """
     # A rank has none if there are fewer blocks than ranks.
     if not values.numel():
-        return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+        no_codes = values.new_empty(0, dtype=torch.uint8)
+        return no_codes, values.new_empty(0, dtype=torch.float32)
     piece_size = _PIECE if values.device.type == "cpu" else _GPU_PIECE
     pieces = [
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
@@ -326,7 +333,8 @@ def _select(
     """
     first, count = part.spans(_BLOCKSIZE)
     # The parameter is viewed as bytes, of two weights each.
-    codes = part.choose(_elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2))
+    spanned = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
+    codes = part.choose(spanned)
     if not nested:
         return codes, part.choose(_elements(absmax, torch.float32, first, count))
     # A matrix starts at a block of weights, but its first absmax may be inside a block of 256

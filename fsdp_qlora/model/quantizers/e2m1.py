@@ -93,10 +93,10 @@ class E2m1Weight(QuantizedWeight):
         num_weights = math.prod(part.shape)
         (first, count) = part.spans(self.group_size)
         # Both parameters have four groups a row, so their bytes are groups in order.
-        codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[first : first + count]
-        scales = self.scale_values(
-            scale.view(torch.uint8).view(-1)[first : first + count], first, *others
-        )
+        groups = slice(first, first + count)
+        codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[groups]
+        scale_codes = scale.view(torch.uint8).view(-1)[groups]
+        scales = self.scale_values(scale_codes, first, *others)
         values = _values(part.choose(codes), part.choose(scales), dtype)
         return values.view(-1)[:num_weights].view(part.shape)
 
@@ -115,10 +115,12 @@ class E2m1Weight(QuantizedWeight):
         codes = []
         scales = []
         for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
-            scales.append(self.scale_codes(piece.abs().amax(1).float(), *others))
+            largest = piece.abs().amax(1).float()
+            scales.append(self.scale_codes(largest, *others))
             # Divided by the scale as it is stored, not as it was before rounding: a code is nearest
             # to its weight with the scale that decodes it.
-            codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
+            divisors = self.scale_values(scales[-1], 0, *others)
+            codes.append(_pack(piece.float() / divisors[:, None]))
         return torch.cat(codes), torch.cat(scales)
 
     def stored_forms(self) -> dict[str, TensorForm]:
@@ -197,7 +199,8 @@ class Nvfp4Weight(E2m1Weight):
             return NOT_FINITE if has_nan(values, torch.float8_e4m3fn) else ""
         if suffix == ".global_scale":
             scales = values.view(torch.float32)
-            largest = _LARGEST * _LARGEST_SCALE * (scales if self.multiplies else 1 / scales)
+            factors = scales if self.multiplies else 1 / scales
+            largest = _LARGEST * _LARGEST_SCALE * factors
             not_finite = super().unusable(suffix, values)
             if not_finite:
                 return not_finite
@@ -264,18 +267,22 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
     # Scales of groups then use E4M3's whole range. A weight of zeros has the scale 1: the quotient
     # with the smallest normal number is infinite.
     smallest = torch.finfo(torch.float32).tiny
-    return torch.nan_to_num(_LARGEST_SCALE * _LARGEST / largest.clamp(min=smallest), posinf=1.0)
+    scale = _LARGEST_SCALE * _LARGEST / largest.clamp(min=smallest)
+    return torch.nan_to_num(scale, posinf=1.0)
 
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The two values of each byte, [256] integers with the bytes of both in `dtype`."""
     # A set sign bit adds 8 to a code.
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype)
+    negative = [-value for value in _VALUES]
+    values = torch.tensor((*_VALUES, *negative), dtype=dtype)
     low = torch.arange(256) % 16
     high = torch.arange(256) // 16
     pairs = torch.stack([values[low], values[high]], dim=1)
-    return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).view(-1).to(device)
+    # An integer of the size of both values: one look-up copies the pair.
+    integer = torch.int32 if dtype.itemsize == 2 else torch.int64
+    return pairs.view(integer).view(-1).to(device)
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -285,14 +292,13 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     """
     # An entry is both values of a byte: half as many look-ups as for each code.
     table = _pairs(dtype, codes.device)
-    decoded = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
-    step = groups_at_a_time(codes.device, decoded.shape[1])
+    group_size = 2 * codes.shape[1]
+    decoded = torch.empty(len(codes), group_size, dtype=dtype, device=codes.device)
+    step = groups_at_a_time(codes.device, group_size)
     for start in range(0, len(codes), step):
         groups = slice(start, start + step)
         values = (
-            table.index_select(0, codes[groups].reshape(-1).int())
-            .view(dtype)
-            .view(-1, decoded.shape[1])
+            table.index_select(0, codes[groups].reshape(-1).int()).view(dtype).view(-1, group_size)
         )
         # Float32 scales times 16-bit values are rounded once, as they are written.
         torch.mul(values, scales[groups, None], out=decoded[groups])
@@ -305,10 +311,12 @@ def _limits(device: torch.device) -> torch.Tensor:
 
     They are halfway between values, where ties go to the even code.
     """
-    halfway = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_VALUES)])
+    neighbours = itertools.pairwise(_VALUES)
+    halfway = torch.tensor([(low + high) / 2 for low, high in neighbours])
     # bucketize() leaves a value at a limit below it, which is right above an even code. Above an
     # odd code a tie goes up, so the limit is the float32 before it.
-    halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(3))
+    above_odd = halfway[1::2]
+    halfway[1::2] = torch.nextafter(above_odd, torch.zeros(3))
     return halfway.to(device)
 
 
@@ -317,7 +325,8 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
 
     Larger values become the largest.
     """
-    codes = torch.bucketize(values.abs(), _limits(values.device), out_int32=True).to(torch.uint8)
+    limits = _limits(values.device)
+    codes = torch.bucketize(values.abs(), limits, out_int32=True).to(torch.uint8)
     # The sign is the code's fourth bit.
     codes |= values.signbit().to(torch.uint8) << 3
     # Even elements are in the low half of a byte.

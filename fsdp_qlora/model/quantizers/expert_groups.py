@@ -39,8 +39,12 @@ class Group(NamedTuple):
         """The experts' matrices in a quantized weight of this shape, which one kernel decodes."""
         first = self.experts[0]
         last = self.experts[-1]
-        among = None if isinstance(self.where, slice) else (self.where - first, last + 1 - first)
-        return Matrix((len(self.experts), *shape[1:]), first * math.prod(shape[1:]), among=among)
+        among = None
+        if not isinstance(self.where, slice):
+            among = (self.where - first, last + 1 - first)
+        matrix_shape = shape[1:]
+        start = first * math.prod(matrix_shape)
+        return Matrix((len(self.experts), *matrix_shape), start, among=among)
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply rows a [N, m] with their expert's matrix of b [G, m, n] -> [N, n]."""
@@ -66,7 +70,8 @@ class Group(NamedTuple):
         if self._has_kernel(a, b):
             return F.grouped_mm(a.T, b, offs=self.on_device)
         # An expert without rows in the group does not occur: groups are made of those with choices.
-        sums = a.new_empty(len(self.experts), a.shape[1], b.shape[1])
+        shape = (len(self.experts), a.shape[1], b.shape[1])
+        sums = a.new_empty(shape)
         for index, rows in enumerate(self._parts()):
             torch.mm(a[rows].T, b[rows], out=sums[index])
         return sums
@@ -96,8 +101,10 @@ class Group(NamedTuple):
         if len(self.experts) == 1 or a.is_meta:
             return False
         # A stride of 0 is that of an expanded tensor, which the kernel cannot read.
-        steps = [stride for stride in (*a.stride(), *b.stride()) if stride != 1]
-        sizes = [size * a.element_size() for size in (a.shape[1], *b.shape[1:], *steps)]
+        strides = (*a.stride(), *b.stride())
+        steps = [stride for stride in strides if stride != 1]
+        counts = (a.shape[1], *b.shape[1:], *steps)
+        sizes = [count * a.element_size() for count in counts]
         addresses = [a.data_ptr(), b.data_ptr()]
         is_aligned = not any(number % _ALIGNED_BYTES for number in sizes + addresses)
         return can_group(a.device, a.dtype, is_aligned and 0 not in steps)

@@ -58,11 +58,13 @@ class Fp8Weight(QuantizedWeight):
         else:
             self.block = (1, columns)
         self.code_dtype = code_dtype
-        self.scale_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        self.weight = self._storage(math.prod(matrices) * rows, columns)
-        self.scale = self._storage(
-            math.prod(matrices) * self.scale_shape[0], 4 * self.scale_shape[1], torch.float32
-        )
+        height, width = self.block
+        # Of a matrix; the last row and column of blocks may be short.
+        self.scale_shape = (-(-rows // height), -(-columns // width))
+        num_matrices = math.prod(matrices)
+        self.weight = self._storage(num_matrices * rows, columns)
+        scale_rows, scale_columns = self.scale_shape
+        self.scale = self._storage(num_matrices * scale_rows, 4 * scale_columns, torch.float32)
 
     def decode_tensors(
         self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
@@ -71,7 +73,8 @@ class Fp8Weight(QuantizedWeight):
         *_, rows, columns = self.shape
         first, span = part.spans(columns)
         # As bytes, since not every operator has a kernel for FP8. Without the padding of rows.
-        codes = part.choose(weight.view(torch.uint8)[first : first + span, :columns])
+        spanned = weight.view(torch.uint8)[first : first + span, :columns]
+        codes = part.choose(spanned)
         codes = codes.view(self.code_dtype)
         # A part begins at the first row of a block (see `QuantizedWeight._parts`).
         matrix, row = divmod(first, rows)
@@ -105,16 +108,18 @@ class Fp8Weight(QuantizedWeight):
             scale[:whole, None],
             out=out[: whole * height].unflatten(0, (whole, height)),
         )
+        rest = slice(whole * height, None)
         if len(values) > whole * height:
-            torch.mul(values[whole * height :], scale[whole:], out=out[whole * height :])
+            torch.mul(values[rest], scale[whole:], out=out[rest])
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes, scale = quantize_blocks(values.reshape(-1, self.row_weights))
         return self._filled_up(codes), scale
 
     def stored_forms(self) -> dict[str, TensorForm]:
+        weight_shape = (len(self.weight), row_bytes(self.weight))
         return {
-            "": TensorForm(torch.uint8, (len(self.weight), row_bytes(self.weight))),
+            "": TensorForm(torch.uint8, weight_shape),
             ".scale": TensorForm(torch.float32, tuple(self.scale.shape)),
         }
 
@@ -135,7 +140,8 @@ def has_nan(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether bytes of FP8 have a NaN, or an infinity of E5M2."""
     # All exponent bits of E5M2, and all bits but the sign of E4M3.
     mask = 0x7C if dtype == torch.float8_e5m2 else 0x7F
-    return any(bool(((piece & mask) == mask).any()) for piece in values.flatten().split(_PIECE))
+    pieces = values.flatten().split(_PIECE)
+    return any(bool(((piece & mask) == mask).any()) for piece in pieces)
 
 
 def _exceeds(values: torch.Tensor, most: float) -> bool:
@@ -149,7 +155,9 @@ def block_scales(
     (count, columns) = rows.shape
     (height, width) = block
     # Zeros do not change a block's largest magnitude.
-    padded = F.pad(rows.abs(), (0, -columns % width, 0, -count % height))
+    padding = (0, -columns % width, 0, -count % height)
+    padded = F.pad(rows.abs(), padding)
+    # [row blocks, rows of a block, column blocks, columns of a block]
     groups = padded.view(-(-count // height), height, padded.shape[1] // width, width)
     # A rank has no rows if there are fewer rows than ranks.
     if not count:

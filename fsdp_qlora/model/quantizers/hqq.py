@@ -68,8 +68,9 @@ class HqqWeight(QuantizedWeight):
         weight, scale_zero = tensors
         num_weights = math.prod(part.shape)
         (first, span) = part.spans(self.group_size)
-        packed = part.choose(weight.view(torch.uint8)[first : first + span])
-        statistics = part.choose(scale_zero.view(torch.float16)[first : first + span])
+        groups = slice(first, first + span)
+        packed = part.choose(weight.view(torch.uint8)[groups])
+        statistics = part.choose(scale_zero.view(torch.float16)[groups])
         count = len(packed)
         decoded = torch.empty(count, self.group_size, dtype=dtype, device=weight.device)
         step = groups_at_a_time(weight.device, self.group_size)
@@ -87,8 +88,9 @@ class HqqWeight(QuantizedWeight):
 
     def stored_forms(self) -> dict[str, TensorForm]:
         num_groups = self.scale_zero.shape[0]
+        num_bytes = self.group_size * self.n_bits // 8
         return {
-            "": TensorForm(torch.uint8, (num_groups, self.group_size * self.n_bits // 8)),
+            "": TensorForm(torch.uint8, (num_groups, num_bytes)),
             ".scale_zero": TensorForm(torch.float16, (num_groups, 2)),
         }
 
@@ -125,14 +127,16 @@ def _quantize_groups(
         return empty, values.new_empty(0, 2, dtype=torch.float16)
     flat = values.flatten()
     # A short group is padded with its last weight, which does not change the range.
-    flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
+    num_missing = -flat.numel() % group_size
+    flat = torch.cat([flat, flat[-1:].expand(num_missing)])
     largest = 2**n_bits - 1
     all_codes = []
     statistics = []
     # The solver has several temporaries of its input's size.
     step = groups_at_a_time(values.device, group_size, on_gpu=2**22)
     for piece in flat.view(-1, group_size).split(step):
-        groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
+        copies = piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)
+        groups = torch.cat([piece, copies]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
         # as in the library: keeps 1 / scale within float16
         scale = (largest / (high - low)).clamp(max=2e4)
@@ -150,7 +154,8 @@ def _quantize_groups(
         )
         # The solver works with 1 / scale.
         all_codes.append(codes[: len(piece)].to(torch.uint8))
-        statistics.append(torch.cat([1.0 / scale, zero], dim=1)[: len(piece)].half())
+        scale_and_zero = torch.cat([1.0 / scale, zero], dim=1)
+        statistics.append(scale_and_zero[: len(piece)].half())
     scale_zero = torch.cat(statistics)
     if not scale_zero.isfinite().all():
         raise UserError(
@@ -169,7 +174,8 @@ def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
     shift = 0
     for bits in _PLANES[n_bits]:
         # Codes of different chunks share a byte, so that unpacking concatenates whole chunks.
-        plane, *parts = (codes >> shift & (2**bits - 1)).chunk(8 // bits, dim=1)
+        mask = 2**bits - 1
+        plane, *parts = (codes >> shift & mask).chunk(8 // bits, dim=1)
         for part in parts:
             plane = plane << bits | part
         planes.append(plane)
@@ -179,15 +185,18 @@ def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
 
 def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
     """Undo `_pack`."""
-    planes = packed.split([packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]], dim=1)
+    widths = [packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]]
+    planes = packed.split(widths, dim=1)
     codes = None
     shift = 0
     for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
         parts = [plane]  # a whole byte
         if bits < 8:
             # The first code of a byte has no bits above it, the last none below: one operator less.
-            parts = [plane >> offset & (2**bits - 1) for offset in range(8 - 2 * bits, 0, -bits)]
-            parts = [plane >> 8 - bits, *parts, plane & (2**bits - 1)]
+            mask = 2**bits - 1
+            offsets = range(8 - 2 * bits, 0, -bits)
+            inner = [plane >> offset & mask for offset in offsets]
+            parts = [plane >> 8 - bits, *inner, plane & mask]
         values = torch.cat(parts, dim=1) if len(parts) > 1 else plane
         codes = values if codes is None else codes | values << shift
         shift += bits

@@ -72,14 +72,16 @@ class Int8Weight(QuantizedWeight):
         rows = values.reshape(-1, self.row_weights)
         # A rank has none if there are fewer rows than ranks.
         if not len(rows):
-            return rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
+            no_codes = rows.new_empty(0, dtype=torch.int8)
+            return no_codes, rows.new_empty(0, dtype=torch.float32)
         # bitsandbytes rounds every dtype to fp16 first.
         codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
         return self._filled_up(codes), row_scale
 
     def stored_forms(self) -> dict[str, TensorForm]:
+        weight_shape = (self.shape[0], row_bytes(self.weight))
         return {
-            "": TensorForm(torch.int8, (self.shape[0], row_bytes(self.weight))),
+            "": TensorForm(torch.int8, weight_shape),
             ".row_scale": TensorForm(torch.float32, (self.shape[0],)),
         }
 
@@ -145,6 +147,7 @@ def _multiply(
     if outliers is not None:
         # Only the inputs in which some token has an outlier are decoded and multiplied.
         columns = outliers.any(dim=0).nonzero().view(-1)
-        weight = bnb.int8_vectorwise_dequant(codes[:, columns].contiguous(), row_scale).to(y.dtype)
+        chosen_codes = codes[:, columns].contiguous()
+        weight = bnb.int8_vectorwise_dequant(chosen_codes, row_scale).to(y.dtype)
         y.addmm_(tokens.masked_fill(~outliers, 0.0)[:, columns], weight.T)
     return y.view(*x.shape[:-1], -1)

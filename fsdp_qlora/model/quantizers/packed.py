@@ -238,9 +238,9 @@ def _modelopt(settings: Settings) -> PackedFormat:
     known = _ALGORITHMS.get(algorithm)
     if not settings.schemes and known is None:
         names = ", ".join(_ALGORITHMS)
-        found = shown_name(algorithm) if algorithm else "none"
+        given = shown_name(algorithm) if algorithm else "none"
         raise _Unreadable(
-            f"{settings.file} has no config_groups, and quant_algo {found} is not one of {names}"
+            f"{settings.file} has no config_groups, and quant_algo {given} is not one of {names}"
         )
     schemes = settings.schemes
     if not schemes and known is not None:

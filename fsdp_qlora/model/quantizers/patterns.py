@@ -110,10 +110,10 @@ def work() -> None:
 
 
 def _reply(paths: list[str], patterns: list[str], by_transformers: bool) -> dict[str, Any]:
-    found = set[str]()
+    matched = set[str]()
     for pattern in patterns:
         try:
-            found |= {path for path in paths if _matches(pattern, path, by_transformers)}
+            matched |= {path for path in paths if _matches(pattern, path, by_transformers)}
         except (re.error, RecursionError, OverflowError, MemoryError) as error:
             return {"pattern": pattern, "reason": str(error) or type(error).__name__}
-    return {"found": sorted(found)}
+    return {"found": sorted(matched)}

@@ -101,8 +101,10 @@ def experts_forward(
     # add up by token.
     y_NH = module.post_expert_norm(_multiply(module, "down_proj", inner_NM, choices))
     y_NH = y_NH * shares_N[:, None]
-    # argsort() of the order is its inverse: back to [T, K, H].
-    return y_NH[order_N.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+    # Back to the order of the tokens.
+    inverse_N = order_N.argsort()
+    y_TH = y_NH[inverse_N].unflatten(0, top_k_index.shape).sum(1)
+    return y_TH.to(hidden_states.dtype)
 
 
 def identities_forward(
@@ -259,8 +261,10 @@ def _group_choices(
     if not isinstance(base, QuantizedExperts) and not can_group(x.device, dtype):
         group_bytes = 0
     features = base.shape[2 if transposed else 1]
-    weight_bytes = math.prod(base.shape[1:]) * dtype.itemsize
-    row_bytes = sum(base.shape[1:]) * dtype.itemsize
+    matrix_shape = base.shape[1:]
+    weight_bytes = math.prod(matrix_shape) * dtype.itemsize
+    # A row of inputs and one of outputs.
+    row_bytes = sum(matrix_shape) * dtype.itemsize
     if shares is not None:
         # The weighted row, and the same in float32 for the sum.
         row_bytes += features * (dtype.itemsize + 4)
@@ -321,10 +325,10 @@ class _RoutedProduct(torch.autograd.Function):
             if shares_N is None:
                 y[group.rows] = y_CO
             else:
+                tokens_C = call.tokens_N[group.rows]
+                share_C1 = shares_N[group.rows, None]
                 # Unnamed, so that the weighted rows are freed before the next group's weights.
-                group.add_rows(
-                    y, call.tokens_N[group.rows], (y_CO * shares_N[group.rows, None]).float()
-                )
+                group.add_rows(y, tokens_C, (y_CO * share_C1).float())
         return y.to(dtype)
 
     @staticmethod
@@ -387,7 +391,8 @@ def _add_gradients(
             ones_C1 = grad_CO.new_ones(len(grad_CO), 1)
         else:
             ones_C1 = share_C1.to(grad_CO.dtype)
-        grad_b_EO[where] = group.outer(ones_C1, grad_CO)[:, 0].to(grad_b_EO.dtype)
+        grad_G1O = group.outer(ones_C1, grad_CO)
+        grad_b_EO[where] = grad_G1O[:, 0].to(grad_b_EO.dtype)
     if grad_x is None:
         return
     if call.gathers:

@@ -64,7 +64,9 @@ def _is_block(value: Any) -> bool:
 def _side(side: Any) -> Any:
     """A side of a block; old compressed-tensors wrote blocks as 128x128."""
     # int() would take other alphabets' digits, and texts of any length.
-    is_number = isinstance(side, str) and side.isascii() and side.isdecimal() and len(side) < 10
+    if not isinstance(side, str) or len(side) >= 10:
+        return side
+    is_number = side.isascii() and side.isdecimal()
     return int(side) if is_number else side
 
 

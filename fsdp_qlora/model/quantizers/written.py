@@ -72,4 +72,5 @@ def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict
     if quant_type == "fp8":
         return {name: TensorForm(torch.float8_e4m3fn, shape)} | scales
     # Two codes of four bits per byte.
-    return {f"{name}_packed": TensorForm(torch.uint8, (shape[0], shape[1] // 2))} | scales
+    packed_shape = (shape[0], shape[1] // 2)
+    return {f"{name}_packed": TensorForm(torch.uint8, packed_shape)} | scales
