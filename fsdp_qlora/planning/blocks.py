@@ -1,6 +1,4 @@
-"""Measures the memory of a decoder block: one pass of the block on the meta device, its storages
-counted.
-"""
+"""Measures the memory of a decoder block: counts the storages of a pass on the meta device."""
 
 import contextlib
 import copy
@@ -32,27 +30,26 @@ log = logging.getLogger("fsdp_qlora")
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a block's activations for a micro-batch, besides its input.
-
-    kept: kept from forward to backward without recompute. backward: the most during a backward
-    pass, with what is kept and the adapters' gradients. recomputing: the same with recompute.
-    forward: the most of a forward pass alone.
-    """
+    """Bytes of a block's activations for a micro-batch, besides its input."""
 
     kept: int
+    """Bytes kept from forward to backward without recompute."""
     backward: int
+    """The most during a backward pass, with what is kept and the adapters' gradients."""
     recomputing: int
+    """The most during a backward pass with recompute."""
     forward: int
+    """The most of a forward pass alone."""
 
 
 class CountedStorages(TorchDispatchMode):
     """Counts the bytes of storages that are made in this context and alive.
 
-    now, most: these, and the most of them.
-
     Args:
-        uncounted: tensors whose storages are not counted: weights and inputs. on_operator: called
-        for each operator.
+        uncounted: tensors whose storages are not counted: weights and inputs.
+        on_operator: called for each operator.
+    Attributes:
+        now: bytes that are alive. most: the most that were alive at once.
     """
 
     def __init__(
@@ -65,23 +62,26 @@ class CountedStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._on_operator()
+        # The meta device does not know how many values are not zero. bitsandbytes asks for the
+        # columns with outliers in int8: all is the upper bound.
         if func is torch.ops.aten.nonzero.default and args[0].is_meta and args[0].dim() == 1:
-            # int8's columns with outliers: all, which no value tells
             return torch.arange(len(args[0]))[:, None]
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage())
         if func._schema.name == "torch_attn::_varlen_attn_backward":
-            # Inside the kernel: queries' gradients in float32, and keys' and values' for each head
-            # that shares them.
-            query = args[1]
-            is_shared = args[2].shape[1] < args[1].shape[1]
-            inside = query.numel() * (4 + 2 * query.element_size() * is_shared)
+            # Buffers inside the kernel, which no operator shows: queries' gradients in float32,
+            # and keys' and values' for each head that shares them.
+            query, key = args[1], args[2]
+            inside = 4 * query.numel()
+            if key.shape[1] < query.shape[1]:
+                inside += 2 * query.element_size() * query.numel()
             self.most = max(self.most, self.now + inside)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        # Views and in-place operators return the storage of a tensor that is counted already.
         key = storage._cdata
         if key in self._alive:
             return
@@ -89,6 +89,7 @@ class CountedStorages(TorchDispatchMode):
         self._alive.add(key)
         self.now += size
         self.most = max(self.most, self.now)
+        # Its address may be given to a later storage, so it is forgotten when this one ends.
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
@@ -97,9 +98,7 @@ class CountedStorages(TorchDispatchMode):
 
 
 class _Loss(torch.autograd.Function):
-    """Ends a graph and keeps nothing, as what follows a block keeps its output only until its
-    gradient is there.
-    """
+    """Ends a graph and keeps nothing: what follows a block frees its output in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -121,23 +120,24 @@ def measure_blocks(
     num_parts: int = 1,
     on_operator: Callable[[], object] = lambda: None,
 ) -> list[BlockBytes]:
-    """Measure the bytes that each decoder block keeps and needs; takes a second for an 8B or a 70B.
+    """Measure the bytes that each decoder block keeps and needs.
 
-    Blocks of equal shapes are measured once.
+    Blocks of equal shapes are measured once, so an 8B or a 70B takes a second.
 
     Args:
-        lengths: of the micro-batch. documents: from `attention.choose`; every kernel but the eager
-            one takes memory in proportion to the tokens. num_parts: ranks that share the
-            micro-batch.
-        on_operator: called for each operator of the measured blocks, of which several hundred
-        experts have 10^5.
+        lengths: of the micro-batch.
+        documents: from `attention.choose`.
+        num_parts: ranks that share the micro-batch.
+        on_operator: called for each operator of the measured blocks; several hundred experts have
+            10^5.
     """
     described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
     if num_parts > 1:
-        described = documents_of_part(described, 0, num_parts) | {
-            "context_group": ContextGroup(num_parts)
-        }
+        described = documents_of_part(described, 0, num_parts)
+        described["context_group"] = ContextGroup(num_parts)
     try:
+        # Every kernel but the eager one takes memory in proportion to the tokens, so one stands for
+        # all of them.
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
             return _measure_all(parts, precision, described, on_operator)
     except UserError:
@@ -168,9 +168,12 @@ def _measure_all(
     described: Mapping[str, Any],
     on_operator: Callable[[], object],
 ) -> list[BlockBytes]:
-    """Measure each kind of block where the model's own code calls the first of it."""
-    measured: dict[Any, tuple[BlockBytes, Any]] = {}
-    found: list[BlockBytes] = []
+    """Measure each kind of block where the model's own code calls the first of it.
+
+    Only this code knows the arguments of a block, such as masks and rotary embeddings.
+    """
+    measured: dict[Any, tuple[BlockBytes, Any]] = {}  # kind -> its bytes and the block's output
+    blocks: list[BlockBytes] = []
     embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
     dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
 
@@ -179,12 +182,16 @@ def _measure_all(
         kind = _kind(block)
         if kind not in measured:
             hidden = args[0] if args else kwargs.pop("hidden_states")
-            others, named = _as_leaves(on_meta((args[1:], kwargs)))
-            measured[kind] = _measure(block, precision, hidden, others, named, on_operator)
-        found.append(measured[kind][0])
-        if len(found) == len(parts.blocks):
+            other_args, other_kwargs = _as_leaves(on_meta((args[1:], kwargs)))
+            measured[kind] = _measure(
+                block, precision, hidden, other_args, other_kwargs, on_operator
+            )
+        block_bytes, output = measured[kind]
+        blocks.append(block_bytes)
+        # The head is not measured: estimate.py counts it by its shapes.
+        if len(blocks) == len(parts.blocks):
             raise _Measured
-        return measured[kind][1]
+        return output
 
     # Rope whose frequencies depend on a row's length writes them to its module.
     with_buffers = [module for module in parts.model.modules() if module._buffers]
@@ -203,22 +210,20 @@ def _measure_all(
             vars(module).update(state)
         for block in parts.blocks:
             vars(block).pop("forward", None)
-    if not found:
+    if not blocks:
         raise UserError(
             "Text does not pass through what seem to be the decoder blocks of "
-            f"{type(parts.model).__name__}. Choose a "
-            "model of another family."
+            f"{type(parts.model).__name__}. Choose a model of another family."
         )
-    if len(found) != len(parts.blocks):
-        raise RuntimeError(f"text passes through {len(found)} of {len(parts.blocks)} blocks")
-    return found
+    if len(blocks) != len(parts.blocks):
+        raise RuntimeError(f"text passes through {len(blocks)} of {len(parts.blocks)} blocks")
+    return blocks
 
 
 def _kind(block: nn.Module) -> Any:
-    """A key for blocks that take the same memory: their parameters, and the plain settings of their
-    modules.
-    """
+    """A key for blocks that take the same memory: parameters and plain settings of their modules."""
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    # Without what differs from block to block and does not change what is computed.
     settings = [
         (name, value)
         for module in block.modules()
@@ -237,30 +242,35 @@ def _measure(
     kwargs: dict[str, Any],
     on_operator: Callable[[], object],
 ) -> tuple[BlockBytes, Any]:
-    """Returns the bytes, and the block's output. hidden: its input [1, T, H]; args, kwargs: its
-    other arguments.
+    """Return a block's bytes and its output.
+
+    Args:
+        hidden: the block's input [1, T, H]. args, kwargs: its other arguments.
     """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
     counts = {}
-    output = None
+    output: Any = None
     for recomputes in (False, True):
         wrapped.is_on = recomputes
         set_save_inputs_only(wrapped, not recomputes)
         x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
-        told = [dict(each) if isinstance(each, Mapping) else each for each in kwargs.values()]
-        uncounted = filter(
-            torch.is_tensor,
-            [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves((args, kwargs, told))],
-        )
+        # tree_leaves does not look into Mappings that are no dicts.
+        opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in kwargs.values()]
+        inputs = [x, *wrapped.parameters(), *wrapped.buffers()]
+        inputs += tree_leaves((args, kwargs, opened))
+        uncounted = filter(torch.is_tensor, inputs)
         with (
             CountedStorages(uncounted, on_operator) as count,
             precision.autocasting(torch.device("cpu")),
         ):
             y = wrapped(x, *args, **kwargs)
-            loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
-            output = (
-                x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
-            )
+            # The input stands for the output, which has its shape: the graph must end here.
+            if isinstance(y, torch.Tensor):
+                loss = _Loss.apply(y)
+                output = x.detach()
+            else:
+                loss = _Loss.apply(y[0])
+                output = (x.detach(), *[None for _ in y[1:]])
             del y
             kept = count.now
             forward = count.most
@@ -268,13 +278,17 @@ def _measure(
             loss.backward()
         counts[recomputes] = kept, count.most, forward
         wrapped.zero_grad()
-        for each in filter(lambda each: isinstance(each, MutableMapping), kwargs.values()):
-            # What it tells later blocks, whose backward passes end there.
-            each.update({key: _as_leaves(value) for key, value in each.items()})
-    return BlockBytes(*counts[False][:2], *counts[True][1:]), output
+        for arg in kwargs.values():
+            # A block's messages to later blocks, whose backward passes end there.
+            if isinstance(arg, MutableMapping):
+                arg.update({key: _as_leaves(value) for key, value in arg.items()})
+    kept, backward, _ = counts[False]
+    _, recomputing, forward = counts[True]
+    return BlockBytes(kept, backward, recomputing, forward), output
 
 
 def _as_leaves(values: Any) -> Any:
+    """The values with tensors cut off from the graph that made them."""
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), values
     )
