@@ -32,11 +32,14 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss"
     )
-    help = (
-        "who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its name "
-        "in the base's files"
+    parser.add_argument(
+        "--for",
+        dest="reader",
+        choices=("peft", "vllm"),
+        default="peft",
+        help="who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its "
+        "name in the base's files",
     )
-    parser.add_argument("--for", dest="reader", choices=("peft", "vllm"), default="peft", help=help)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -101,8 +104,7 @@ def merge_options(parser: argparse.ArgumentParser) -> None:
         choices=["original", "dequantized"],
         default="original",
         help="weights to merge into: those of the base's files, or the dequantized ones that the "
-        "adapter was trained "
-        "on (default: original)",
+        "adapter was trained on (default: original)",
     )
     parser.add_argument(
         "--dtype",
@@ -110,10 +112,12 @@ def merge_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="number format; auto is the base's",
     )
-    help = (
-        "same: round the weights to the format in which the base is published (MXFP4, NVFP4, FP8)"
+    parser.add_argument(
+        "--format",
+        choices=["same"],
+        help="same: round the weights to the format in which the base is published (MXFP4, NVFP4, "
+        "FP8)",
     )
-    parser.add_argument("--format", choices=["same"], help=help)
 
 
 def merge(args: argparse.Namespace) -> None:
@@ -135,20 +139,21 @@ def merge(args: argparse.Namespace) -> None:
     from fsdp_qlora.export.model_folder import check_is_new, return_freed_memory
     from fsdp_qlora.export.rounded import rounded
 
+    # Before the first allocation: a merge makes and frees tensors of all sizes.
     return_freed_memory()
     out = Path(args.out)
     check_is_new(out)
     ranks = read_ranks(config.device)
     planned = open_merge(folder, config)
-    same = rounded(planned) if args.format else None
-    if same and (args.base == "dequantized" or args.dtype != "auto"):
+    rounded_weights = rounded(planned) if args.format else None
+    if rounded_weights and (args.base == "dequantized" or args.dtype != "auto"):
         raise UserError(
-            "--format same merges into the weights of the base's files, in their "
-            "types: give no other."
+            "--format same merges into the weights of the base's files, in their types: give no "
+            "other."
         )
     check_base(planned, args.base)
-    if same:
-        write_merged(planned, same, out)
+    if rounded_weights:
+        write_merged(planned, rounded_weights, out)
         return
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
     with one_process(ranks) as mesh:
@@ -166,7 +171,8 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
 def _folders(args: argparse.Namespace) -> tuple[str, Path]:
     """The model and the folder to make.
 
-    Raises UserError if one is missing or cannot be a folder.
+    Raises:
+        UserError: one is missing or cannot be a folder.
     """
     model = args.model or args.model_name
     if not model or not args.out:
@@ -177,11 +183,19 @@ def _folders(args: argparse.Namespace) -> tuple[str, Path]:
 
 def quantize_options(parser: argparse.ArgumentParser) -> None:
     _add_folders(parser)
-    types = ("nf4", "fp4", "mxfp4", "nvfp4", "fp8")
-    help = "format of the weights (default: nf4)"
-    parser.add_argument("--quant_type", "--format", choices=types, default="nf4", help=help)
-    help = "of nf4 and fp4: quantize scales too (default: true)"
-    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help=help)
+    parser.add_argument(
+        "--quant_type",
+        "--format",
+        choices=("nf4", "fp4", "mxfp4", "nvfp4", "fp8"),
+        default="nf4",
+        help="format of the weights (default: nf4)",
+    )
+    parser.add_argument(
+        "--double_quant",
+        choices=["true", "false"],
+        default="true",
+        help="of nf4 and fp4: quantize scales too (default: true)",
+    )
     parser.add_argument(
         "--trust_remote_code",
         choices=["true", "false"],

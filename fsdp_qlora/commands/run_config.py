@@ -20,7 +20,7 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import is_repository
 from fsdp_qlora.utils.run_files import SERVICE
 
-# They may name the same layers in another way, which is checked when the model is known.
+# These may name the same layers in another way, which is checked when the model is known.
 _NAMES_LAYERS = ("lora_target_modules", "lora_target_parameters", "modules_to_save")
 _KINDS = {"lora": "LoRA", "dora": "DoRA"}
 
@@ -42,14 +42,13 @@ def make_train_config(
 
 
 def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
-    """The options of an adapter's run, as far as its files may say them (config.marks.Mark); those
-    in `words` win.
+    """The options of an adapter's run, as far as its files may say them (config.marks.Mark).
 
     They are in config.yaml of the run's folder, or in the training.json that goes with the adapter.
-    One without both is on an unquantized base, which its own configuration names, unless `words`
-    say otherwise.
+    An adapter without both is on an unquantized base, which its own configuration names.
 
     Args:
+        words: options that are given, which win.
         starts_from_it: set --adapter, so that a run with these options starts from it.
     Raises:
         UserError: as parse_train_config, or the adapter's folder does not say what its base is.
@@ -58,11 +57,13 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
         raise UserError(
             f"--adapter {adapter}: there is no such folder. Give that of a run or an adapter."
         )
-    configs = [
-        path for folder in _folders_of_runs(adapter) if (path := folder / "config.yaml").is_file()
-    ]
-    own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
-    words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
+    paths = [folder / "config.yaml" for folder in _folders_of_runs(adapter)]
+    configs = [path for path in paths if path.is_file()]
+    if starts_from_it:
+        # An adapter in output_dir would be refused; nothing is written to this folder.
+        words = [*words, "--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
+    else:
+        words = [*words, "--adapter", "none"]
     config = parse_train_config(words, configs[0] if configs else _recorded(adapter))
     if not any(word.partition("=")[0] == "--model_name" for word in words):
         _refuse_lost_base(config)
@@ -70,22 +71,18 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
 
 
 def _folders_of_runs(adapter: Path) -> Iterator[Path]:
-    """The folders that may have the config.yaml of an adapter's run, or of the service that it was
-    trained in.
-    """
+    """The folders that may have the config.yaml of an adapter's run or service."""
     place = adapter.resolve()
     yield adapter
     yield place.parent
-    # ID/weights/NAME
+    # A service keeps adapters in ID/weights/NAME.
     yield from (folder for folder in place.parents[1:4] if (folder / SERVICE).is_file())
 
 
 def _refuse_lost_base(config: TrainConfig) -> None:
-    """Refuse a base that an adapter's files name and that is nowhere, before anything is loaded.
-
-    A base in a folder has no name that is right on each machine: its path then, or its last part
-    alone.
-    """
+    """Refuse a base that an adapter's files name and that is nowhere, before anything is loaded."""
+    # A base in a folder has no name that is right on each machine: the files have its path on the
+    # machine that trained, or the last part of it. Of many ranks none asks the hub here.
     if is_started_by_others():
         return
     from fsdp_qlora.utils import hub  # the hub's client takes a while to import
@@ -101,34 +98,38 @@ def _refuse_lost_base(config: TrainConfig) -> None:
 
 
 def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
-    """The options with which an adapter, a trained or merged model, or a base without either is
-    loaded.
+    """The options with which a model is loaded for commands that use it.
+
+    Args:
+        folder: an adapter's, or that of a trained or merged model; None for a base.
     """
     if folder is None:
         return parse_train_config(words)
     if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
         return run_options(folder, words, starts_from_it=True)
-    train_type = (
-        [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
-    )
-    own = ["--model_name", str(folder), "--adapter", "none"]
-    noted = folder / "config.yaml"
-    return parse_train_config([*words, *train_type, *own], noted if noted.is_file() else None)
+    # A trained model is used as it is. It is quantized only if a train type that does so is given.
+    if not any(word.startswith("--train_type") for word in words):
+        words = [*words, "--train_type", "lora"]
+    words = [*words, "--model_name", str(folder), "--adapter", "none"]
+    run_yaml = folder / "config.yaml"
+    return parse_train_config(words, run_yaml if run_yaml.is_file() else None)
 
 
 def _recorded(adapter: Path) -> dict[str, Any]:
     """The options of a run without its folder, from the files beside its adapter."""
     config = read_config(adapter)
     record = read_record(adapter)
-    settings = record.get("settings") or {
-        "train_type": "dora" if config.get("use_dora") else "lora"
-    }
+    # PEFT's configuration does not say how the base was quantized.
+    train_type = "dora" if config.get("use_dora") else "lora"
+    settings: dict[str, Any] = dict(record.get("settings") or {"train_type": train_type})
     base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
-    return settings | ({"model_name": base} if base else {})
+    if base:
+        settings["model_name"] = base
+    return settings
 
 
 def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainConfig:
-    """The options with those that the adapter decides; without --adapter as they are.
+    """Take the options that the adapter decides, such as its rank; none without --adapter.
 
     Args:
         named_options: those that were given.
@@ -159,8 +160,7 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
         )
         raise UserError(
             f"--adapter {config.adapter} is {_KINDS[adapter.kind]} and --train_type "
-            f"{config.train_type} trains "
-            f"{_KINDS[kind]}. Give one of {takers}."
+            f"{config.train_type} trains {_KINDS[kind]}. Give one of {takers}."
         )
     errors = [
         f"--{name} is {value_text(getattr(config, name))}, but the adapter's is "
@@ -169,24 +169,23 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
         if name in named_options and name not in _NAMES_LAYERS and getattr(config, name) != value
     ]
     if errors:
-        raise UserError(
-            "\n  ".join([f"--adapter {config.adapter} decides its own options:", *errors])
-        )
+        heading = f"--adapter {config.adapter} decides its own options:"
+        raise UserError("\n  ".join([heading, *errors]))
     taken = {name: value for name, value in adapter.options.items() if name not in named_options}
     config = dataclasses.replace(config, **taken)
+    # Options that were fine with each other may not be so with the adapter's.
     errors = check(config)
     if errors:
-        raise UserError(
-            "\n  ".join(
-                [f"--adapter {config.adapter} cannot be trained with these options:", *errors]
-            )
-        )
+        heading = f"--adapter {config.adapter} cannot be trained with these options:"
+        raise UserError("\n  ".join([heading, *errors]))
     return config
 
 
 def add_adapter(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the place of an adapter, which comes before other options or after --adapter. what: it
-    may be, for --help.
+    """Add an adapter's place, given first or as --adapter.
+
+    Args:
+        what: help text that says what the place may be.
     """
     parser.add_argument("run", nargs="?", metavar="RUN", help=what)
     parser.add_argument("--adapter", metavar="RUN", help="the same as RUN")
@@ -194,12 +193,10 @@ def add_adapter(parser: argparse.ArgumentParser, what: str) -> None:
 
 def given_adapter(args: argparse.Namespace) -> str | None:
     """The adapter of `add_adapter`. Raises UserError if two are given."""
-    if (
-        args.run
-        and args.adapter
-        and Path(args.run).expanduser().resolve() != Path(args.adapter).expanduser().resolve()
-    ):
-        raise UserError(f"{args.run} and --adapter {args.adapter} are two adapters. Give one.")
+    if args.run and args.adapter:
+        folders = {Path(name).expanduser().resolve() for name in (args.run, args.adapter)}
+        if len(folders) > 1:
+            raise UserError(f"{args.run} and --adapter {args.adapter} are two adapters. Give one.")
     given: str | None = args.run or args.adapter
     return given
 
@@ -207,6 +204,7 @@ def given_adapter(args: argparse.Namespace) -> str | None:
 def adapter_folder(name: str) -> Path:
     """The folder of an adapter that is given as a folder, or by its name on the hub."""
     folder = Path(name).expanduser()
+    # A name such as runs/1 looks like one on the hub, too: a folder that exists wins.
     if folder.exists() or name.startswith(".") or not is_repository(name):
         return folder
     from fsdp_qlora.utils.hub import download_adapter  # torch takes seconds to load

@@ -23,8 +23,7 @@ _MODULE = ("-u", "-m", "fsdp_qlora", "serve")
 _KEY_VARIABLE = "TINKER_API_KEY"
 _KEY_HELP = (
     "requests must have KEY (by default that of TINKER_API_KEY, else one that is drawn at the "
-    "first start and kept in "
-    "the folder); none for no key"
+    "first start and kept in the folder); none for no key"
 )
 _DEFAULTS = {"--lora_rank": "32", "--batching": "packed"}
 
@@ -56,9 +55,8 @@ def run(args: argparse.Namespace) -> int | None:
     --lora_rank (32) is the largest of an adapter, --context_length (4096, or the model's) that of a
     row, and --batch_size times it are the tokens of a pass.
     """
-    missing = [
-        name for name in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None
-    ]
+    libraries = ("tinker", "fastapi", "uvicorn")
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
     if args.max_models < 1:
@@ -67,10 +65,11 @@ def run(args: argparse.Namespace) -> int | None:
         os.environ[_KEY_VARIABLE] = args.api_key
         _hide_key(args.words)
     given = {word.partition("=")[0] for word in args.training_options}
-    defaults = [
-        part for name, value in _DEFAULTS.items() if name not in given for part in (name, value)
-    ]
-    config = parse_train_config([*args.training_options, *defaults, "--output_dir", args.folder])
+    words = list(args.training_options)
+    for name, value in _DEFAULTS.items():
+        if name not in given:
+            words += [name, value]
+    config = parse_train_config([*words, "--output_dir", args.folder])
     set_torch_variables()
     if not config.is_preview:
         status = relaunch_if_needed(config, args.words, _MODULE)
@@ -88,22 +87,22 @@ def run(args: argparse.Namespace) -> int | None:
 
 
 def _hide_key(words: list[str]) -> None:
-    """Start this program again without the key, which is in its environment: everybody can read
-    arguments.
-
-    Those of another launcher have it too, so there it is only said.
-    """
+    """Start this program again without the key in its arguments; the environment has it."""
+    # All users of a machine can read arguments (ps), and only the owner the environment. Another
+    # launcher's own arguments have the key as well, so a new start would not hide it.
     if is_started_by_others():
         log.warning(
             "The launcher's arguments, which everybody can read, have the --api_key. Use %s.",
             _KEY_VARIABLE,
         )
         return
-    left = list[str]()
+    without_key: list[str] = []
     for word in words:
-        if left and left[-1] == "--api_key":
-            left.pop()
+        # The word behind --api_key is the key: both go.
+        if without_key and without_key[-1] == "--api_key":
+            without_key.pop()
         elif not word.startswith("--api_key=") and not word.startswith("--api-key="):
-            left.append("--api_key" if word == "--api-key" else word)
+            without_key.append("--api_key" if word == "--api-key" else word)
+    # exec drops what Python has buffered.
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *_MODULE, *left])
+    os.execv(sys.executable, [sys.executable, *_MODULE, *without_key])

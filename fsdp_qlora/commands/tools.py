@@ -1,6 +1,4 @@
-"""Commands of a few lines, most of which need no model: report, cache, configs, completion, env and
-doctor.
-"""
+"""Commands of a few lines that need no model: report, configs, completion, env and doctor."""
 
 import argparse
 from pathlib import Path

@@ -58,14 +58,17 @@ _FILES = ("sample_prompts", "prompt_template")
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status of the processes that it starts, or of an attempt that was final,
-    else 0.
+    """Train with these options.
+
+    Returns:
+        The exit status of the started processes, or of an earlier attempt that was final; else 0.
     """
     guard_output()
     set_torch_variables()
-    end = restarts.previous_exit()
-    if end is not None:
-        status, message = end
+    # A launcher such as torchrun restarts any failure; a wrong option fails again each time.
+    final_exit = restarts.previous_exit()
+    if final_exit is not None:
+        status, message = final_exit
         print_error(
             RuntimeError(f"not restarted, since the end of the attempt before was final: {message}")
         )
@@ -77,11 +80,10 @@ def main(argv: list[str]) -> int:
             config = parse_train_config(argv, notes=notes)
             refuse_early(config)
             refuse_names(config)
-            if (
-                not config.is_preview
-                and (status_of_workers := relaunch_if_needed(config, argv)) is not None
-            ):
-                return status_of_workers
+            if not config.is_preview:
+                status_of_workers = relaunch_if_needed(config, argv)
+                if status_of_workers is not None:
+                    return status_of_workers
             sys.argv = redact_values(sys.argv)  # wandb keeps a copy
             quiet_libraries()
             # a crash in a library shows where Python was
@@ -128,8 +130,9 @@ def teach(args: argparse.Namespace) -> int:
 
 
 def refuse_early(config: TrainConfig) -> None:
-    """Refuse missing files, and other options than those of the run in output_dir, before torch is
-    imported.
+    """Refuse missing files, and options that differ from those of the run in output_dir.
+
+    Needs no torch, so that it answers at once.
 
     Raises:
         UserError: all that is missing, or all that differs.
@@ -138,6 +141,7 @@ def refuse_early(config: TrainConfig) -> None:
     if missing:
         raise UserError("\n  ".join(missing))
     folder = Path(config.output_dir).expanduser()
+    # The number of ranks is not known before the launch.
     if not config.is_preview and config.resume == "auto" and is_run(folder):
         request = StartRequest(resolved_options(config), names_marked(MAY_DIFFER), world_size=-1)
         differences = find_differences(read_run(folder), {}, request)
@@ -146,8 +150,7 @@ def refuse_early(config: TrainConfig) -> None:
 
 
 def refuse_names(config: TrainConfig) -> None:
-    """Refuse a model that is nowhere, a dataset of an unknown name, and small files whose columns
-    are of no format.
+    """Refuse a model that is nowhere, unknown datasets, and small files with unknown columns.
 
     Raises:
         UserError: as the run would say it, some imports later.
@@ -159,32 +162,31 @@ def refuse_names(config: TrainConfig) -> None:
 
     if not is_started_by_others() and not hub.is_here(config.model_name):
         _find_on_hub(config.model_name, with_code=config.trust_remote_code)
-    wanted = recognition.RequestedFormat(
+    requested = recognition.RequestedFormat(
         config.dataset_format, recognition.parse_columns(config.columns)
     )
     for name in map(parse_name, config.dataset):
         path = Path(name.name).expanduser()
-        if (
-            name.name in (*sources.DATASETS, sources.DUMMY)
-            or hub.is_hub_name(name.name)
-            or path.is_dir()
-        ):
+        is_known = name.name in (*sources.DATASETS, sources.DUMMY)
+        if is_known or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
         source = sources.find_source(name)
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
-            entries = source.entries(
-                min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=wanted.used
-            )
+            # As many rows as the run itself looks at to find their columns.
+            num_rows = min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9)
+            entries = source.entries(num_rows, used=requested.used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
             columns = list(dict.fromkeys(itertools.chain(*rows)))
             first = rows[: sources.ROWS_LOOKED_AT]
             if rows:
-                wanted.find(columns, first, source.origin)
+                requested.find(columns, first, source.origin)
 
 
 def _find_on_hub(model_name: str, *, with_code: bool) -> None:
-    """Download a model's small files. Raises UserError, for a name that only `plan` knows with the
-    hub's.
+    """Download a model's small files.
+
+    Raises:
+        UserError: there is no such model. For a name that only `plan` knows it gives the hub's.
     """
     from fsdp_qlora.planning.known_models import hub_name
     from fsdp_qlora.utils import hub
@@ -199,20 +201,16 @@ def _find_on_hub(model_name: str, *, with_code: bool) -> None:
 
 def _missing(config: TrainConfig) -> Iterator[str]:
     """A sentence for each path that leads nowhere."""
-    named = [
-        (option, word, word)
-        for option in ("model_name", *_FILES)
-        if (word := getattr(config, option))
-    ]
-    named += [("dataset", word, parse_name(word).name) for word in config.dataset]
-    eval_datasets = zip(
-        config.eval_dataset, parse_eval_names(config.eval_dataset).values(), strict=True
-    )
-    named += [
-        ("eval_dataset", word, parse_name(dataset, weighted=False).name)
-        for word, dataset in eval_datasets
-    ]
-    for option, word, path in named:
+    paths = []  # the option, the word as it was given, and the path in it
+    for option in ("model_name", *_FILES):
+        word = getattr(config, option)
+        if word:
+            paths.append((option, word, word))
+    paths += [("dataset", word, parse_name(word).name) for word in config.dataset]
+    eval_datasets = parse_eval_names(config.eval_dataset).values()
+    for word, dataset in zip(config.eval_dataset, eval_datasets, strict=True):
+        paths.append(("eval_dataset", word, parse_name(dataset, weighted=False).name))
+    for option, word, path in paths:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
             what = "folder" if option == "model_name" else "file or folder"
             yield f"{option} {word}: there is no such {what}. Check the path."

@@ -221,7 +221,7 @@ def _measure_all(
 
 
 def _kind(block: nn.Module) -> Any:
-    """A key for blocks that take the same memory: parameters and plain settings of their modules."""
+    """A key for blocks that take the same memory: parameters and their modules' plain settings."""
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
     # Without what differs from block to block and does not change what is computed.
     settings = [
