@@ -1,6 +1,4 @@
-"""The machine, versions and environment variables that a run depends on besides its options,
-without secrets.
-"""
+"""The machine, versions and environment variables that a run depends on, without secrets."""
 
 import contextlib
 import importlib.metadata
@@ -36,6 +34,7 @@ PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
+# Variables that change what is computed, how ranks connect, or where files come from.
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|HF|HUGGINGFACE|TRANSFORMERS|FSDP_QLORA|WANDB|BNB|OMP|MKL|TOKENIZERS|PYTHON|SLURM"
     r"|PET)_|LD_LIBRARY_PATH$|LD_PRELOAD$|PYTHONPATH$|(HTTPS?|NO|ALL)_PROXY$|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR)$",
@@ -48,17 +47,13 @@ def describe_environment() -> dict[str, dict[str, str]]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    memory = format_bytes(psutil.virtual_memory().total)
     machine = {
         "system": platform.platform(),
         "processor": f"{os.cpu_count()} cores",
-        "memory": memory,
+        "memory": format_bytes(psutil.virtual_memory().total),
+        "GPUs": ", ".join(gpus) or "none",
     }
-    return {
-        "versions": versions(),
-        "machine": machine | {"GPUs": ", ".join(gpus) or "none"},
-        "variables": variables(),
-    }
+    return {"versions": versions(), "machine": machine, "variables": variables()}
 
 
 def versions() -> dict[str, str]:
@@ -71,8 +66,9 @@ def versions() -> dict[str, str]:
 
 
 def describe_machine() -> str:
-    """The report of torch.utils.collect_env: torch's build, machine, GPUs and driver; why, if torch
-    cannot be used.
+    """The report of torch.utils.collect_env: torch's build, machine, GPUs and driver.
+
+    If torch cannot be used, the reason.
     """
     try:
         from torch.utils.collect_env import get_pretty_env_info
@@ -84,14 +80,18 @@ def describe_machine() -> str:
 
 def variables() -> dict[str, str]:
     """The environment variables that change a run, with the values of secret ones hidden."""
-    values = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
-    hides = {name for name, value in values.items() if value and is_secret_name(name)}
-    return {
-        name: HIDDEN if name in hides else redact(_without_home(value))
-        for name, value in values.items()
-    }
+    shown = {}
+    for name, value in sorted(os.environ.items()):
+        if not _VARIABLES.match(name):
+            continue
+        if value and is_secret_name(name):
+            shown[name] = HIDDEN
+        else:
+            shown[name] = redact(_without_home(value))
+    return shown
 
 
 def _without_home(text: str) -> str:
+    # Reports are published, and the home folder has the user's name.
     home = os.path.expanduser("~")
     return text.replace(home, "~") if len(home) > 1 else text

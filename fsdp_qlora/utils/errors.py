@@ -18,8 +18,9 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """Bad input that only one rank has found. It tells the others, which end without a message of
-    their own.
+    """Bad input that only one rank has found.
+
+    This rank tells the others, which end without a message of their own.
     """
 
 
@@ -32,14 +33,16 @@ class NotFinite(TrainingError):
 
 
 class RolloutError(TrainingError):
-    """A step's prompts got no completions, or a reward function has failed; raised before any
-    weight is updated.
+    """A step's prompts got no completions, or a reward function has failed.
+
+    Raised before any weight is updated.
     """
 
 
 class OutOfMemory(TrainingError):
-    """A rank has run out of memory in training. A restart resumes the run, with more recomputation
-    if that is auto.
+    """A rank has run out of memory in training.
+
+    A restart resumes the run, with more recomputation if that is auto.
     """
 
 
@@ -81,8 +84,9 @@ ENDINGS = {
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and all ranks have stopped after the same step; or it cannot start
-    at present.
+    """The run was asked to stop, or it cannot start at present.
+
+    All ranks have stopped after the same step, so that their checkpoint is whole.
 
     Args:
         state: a key of ENDINGS.
@@ -124,22 +128,20 @@ RAISED = "FSDP_QLORA_RAISED"
 
 
 def print_error(error: Exception) -> None:
-    """Print an error's message, with the rank if there are several, and record it for torchrun's
-    own report.
-
-    A stop is the same for all ranks, so only the first rank of each machine prints it. What a
-    caller in Python raises again is recorded alone.
-    """
+    """Print an error's message, with the rank if there are several, and record it for torchrun."""
+    # An error passes several handlers on its way out of the program.
     if getattr(error, "is_printed", False):
         return
     error.is_printed = True  # type: ignore[attr-defined]
     message = cut(str(error))
     note_reason(message)
+    # The caller in Python gets it as an exception.
     if RAISED in os.environ and _is_raised_again(error):
         return
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     if not isinstance(error, RunStopped):
         write_line(f"{rank}error: {message}")
+    # A stop is the same for all ranks, so the first of each machine prints it.
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         write_line(f"{rank}{message}")
 
@@ -152,17 +154,15 @@ def _is_raised_again(error: Exception) -> bool:
 
 
 def write_line(text: str) -> None:
-    """Write a line to stderr. On a terminal it first clears a progress bar, which another process
-    may be showing.
-    """
+    """Write a line to stderr."""
+    # On a terminal another process may be showing a progress bar in this line.
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}{printable(text)}", file=sys.stderr, flush=True)
 
 
 def note_reason(message: str) -> None:
-    """Record the reason of this process's end for torchrun. torch's own `record` would import
-    torch.
-    """
+    """Record the reason of this process's end for torchrun."""
+    # The format of torch.distributed.elastic's `record`, which would import torch.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         # torchrun prints it as the traceback

@@ -1,6 +1,4 @@
-"""Atomic and durable writing of files and folders, free disk space, fingerprints, and checks of
-folder names.
-"""
+"""Atomic and durable writing of files and folders, fingerprints, and checks of folder names."""
 
 import contextlib
 import errno
@@ -72,38 +70,41 @@ def files_difference(folder: Path, expected: Mapping[str, FileRecord]) -> str | 
 
 
 class NotAFile(OSError):
-    """A path leads to a folder, a pipe, a device or a socket, or to more bytes than are read: it
-    stays unreadable.
+    """A path leads to a folder, a pipe, a device or a socket, or to more bytes than are read.
+
+    Unlike other errors of reading, this one does not go away when it is tried again.
     """
 
 
 def open_named(
     path: Path, mode: str = "rb", *, most_bytes: int | None = None, follow: bool = True
 ) -> IO[Any]:
-    """Open a file that a row, an option or a folder of others names, without waiting for what is
-    behind the name.
+    """Open a file that a row, an option or a folder of others names, without waiting.
 
     Args:
         follow: whether `path` may be a link.
     Raises:
-        NotAFile: it is a pipe, a device, a folder or longer than `most_bytes`. OSError: it cannot
-        be opened.
+        NotAFile: it is a pipe, a device, a folder or longer than `most_bytes`.
+        OSError: it cannot be opened.
     """
-    flags = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    # Opening a pipe waits for its writer, and opening a terminal may make it this process's own.
+    flags = os.O_NONBLOCK | os.O_NOCTTY
+    if not follow:
+        flags |= os.O_NOFOLLOW
 
-    def opener(name: str, given: int) -> int:
+    def opener(name: str, mode_flags: int) -> int:
+        # Only for a clear message: O_NOFOLLOW refuses a link that is put there after this.
         if path.is_symlink() and not follow:
             raise OSError(errno.EINVAL, "it is a link", str(path))
-        descriptor = os.open(name, given | flags, 0o666)
-        found = os.fstat(descriptor)
-        reason = (
-            ""
-            if stat.S_ISREG(found.st_mode)
-            else ("it is not a file but a folder, a pipe, a device or a socket")
-        )
-        if most_bytes is not None and found.st_size > most_bytes:
+        descriptor = os.open(name, mode_flags | flags, 0o666)
+        # The open file is asked, and not the path, which may lead elsewhere by now.
+        status = os.fstat(descriptor)
+        reason = ""
+        if not stat.S_ISREG(status.st_mode):
+            reason = "it is not a file but a folder, a pipe, a device or a socket"
+        if most_bytes is not None and status.st_size > most_bytes:
             reason = (
-                f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
+                f"it has {status.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
             )
         if reason:
             os.close(descriptor)
@@ -114,18 +115,15 @@ def open_named(
 
 
 def read_named(path: Path, most_bytes: int | None = None) -> bytes:
-    """The content of a file that `open_named` opens, of the length that it has then: files of /proc
-    have none.
-    """
+    """The content of a file that `open_named` opens."""
+    # As long as the file says: one of /proc says 0, and may have no end.
     with open_named(path, most_bytes=most_bytes) as file:
         content: bytes = file.read(os.fstat(file.fileno()).st_size)
         return content
 
 
 def check_is_file(path: Path) -> None:
-    """Raise OSError, as `open_named` does, for a path that a library would wait for, or cannot
-    open.
-    """
+    """Raise OSError, as `open_named` does, for a path that a library cannot open at once."""
     open_named(path).close()
 
 
@@ -135,9 +133,8 @@ def is_special(path: Path) -> bool:
 
 
 def refuse_pipes(folder: Path, option: str) -> None:
-    """Raise UserError for a pipe, a device or a socket in a folder: the libraries that read it
-    would wait for that.
-    """
+    """Raise UserError for a pipe, a device or a socket in a folder."""
+    # Libraries that read the folder would wait for it.
     for path in folder.iterdir():
         if is_special(path):
             raise UserError(
@@ -146,9 +143,7 @@ def refuse_pipes(folder: Path, option: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk, so that they survive a power
-    cut.
-    """
+    """Wait until a file's content, or a folder's entries, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -165,20 +160,17 @@ def flush_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """A path to write to. At the end of the block it replaces `path`: readers see the old file or
-    the new one.
+    """A path to write to, which replaces `path` at the end of the block.
 
-    After a failure the partial file is deleted; that of a killed process is deleted by a writer an
-    hour later. If several processes write the same file, each has its own partial file, and the
-    last one wins.
+    Readers see the old file or the new one. After a failure the partial file is deleted. If several
+    processes write the same file, each has its own partial file, and the last one wins.
     """
+    # Partial files of killed processes: a writer of an hour later deletes them.
+    oldest = time.time() - _STALE_SECONDS
     with contextlib.suppress(OSError):
-        for stale in path.parent.iterdir():
-            if (
-                is_partial(stale.name, path.name)
-                and stale.stat().st_mtime < time.time() - _STALE_SECONDS
-            ):
-                stale.unlink(missing_ok=True)
+        for entry in path.parent.iterdir():
+            if is_partial(entry.name, path.name) and entry.stat().st_mtime < oldest:
+                entry.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
@@ -208,8 +200,9 @@ def is_partial(name: str, of: str) -> bool:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """An empty folder to fill. At the end of the block it becomes `target`; after a failure it is
-    deleted.
+    """An empty folder to fill, which becomes `target` at the end of the block.
+
+    After a failure it is deleted.
 
     Args:
         target: a folder that does not exist or is empty.
@@ -260,13 +253,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Explain why a folder, which need not exist yet, cannot be written to; None if it can. Creates
-    nothing.
+    """Explain why a folder, which need not exist yet, cannot be written to; None if it can.
+
+    Creates nothing.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} is not writable"
+    return None
 
 
 def cache_folder() -> Path:
@@ -282,15 +278,15 @@ def cache_folder() -> Path:
         ) from error
 
 
-# --- identifying a file's content without reading all of it ---
-
-
 def bytes_of_variable(name: str) -> int:
     """The bytes that an environment variable gives in MiB, by default 128."""
     try:
         return int(float(os.environ.get(name, "128")) * 2**20)
     except (ValueError, OverflowError) as error:
         raise UserError(f"{name} is {os.environ[name]!r}. Give a number of MiB.") from error
+
+
+# --- identifying a file's content without reading all of it ---
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:
@@ -308,22 +304,20 @@ def fingerprint_files(files: Iterable[Path]) -> str:
 
 
 def file_identity(path: Path, *, samples: int) -> list[object]:
-    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and
-    samples.
+    """Name, size and time (ns) of a safetensors file, and a hash of its header and samples.
 
     A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples.
-    In the hub's cache a file is a link to a blob whose name is a hash of its content; then that
-    name replaces the time and the hash.
     """
     real = path.resolve()
-    stat = real.stat()
+    status = real.stat()
+    # In the hub's cache a file is a link to a blob whose name is a hash of its content.
     if real.parent.name == "blobs":
-        return [path.name, stat.st_size, real.name]
+        return [path.name, status.st_size, real.name]
     with open_named(real) as file:
         header_bytes = 8 + int.from_bytes(file.read(8), "little")
     digest = hashlib.sha256()
     _hash_samples(digest, real, head_bytes=header_bytes, samples=samples)
-    return [path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
+    return [path.name, status.st_size, status.st_mtime_ns, digest.hexdigest()]
 
 
 def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> None:
@@ -347,13 +341,12 @@ def mirror_error(target: str) -> str | None:
     """Explain what is wrong with the value of --mirror; None if it can be used."""
     kind, _, rest = target.partition(":")
     if kind == "hf":
-        is_valid = is_repository(rest.removeprefix("//").removesuffix(PUBLIC))
-        return (
-            None
-            if is_valid
-            else ("--mirror hf:OWNER/NAME needs a repository's name with its owner.")
-        )
-    return None if kind in _URLS and re.match("//[^/]", rest) else folder_error("mirror", target)
+        if is_repository(rest.removeprefix("//").removesuffix(PUBLIC)):
+            return None
+        return "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+    if kind in _URLS and re.match("//[^/]", rest):
+        return None
+    return folder_error("mirror", target)
 
 
 def is_repository(name: str) -> bool:
@@ -362,15 +355,13 @@ def is_repository(name: str) -> bool:
 
 
 def folder_error(option: str, text: str) -> str | None:
-    """Explain why `text` is not the name of a local folder, for the message of an option; None if
-    it is.
-    """
+    """Explain why `text` is not a local folder's name, for an option's message; None if it is."""
     if ":" not in text.partition("/")[0]:
         return None
+    urls = ", ".join(f"{kind}://" for kind in _URLS)
     return (
         f"--{option} must be a local folder (write a name with a colon as ./NAME). For copies in "
-        f"another place use --mirror: {', '.join(f'{kind}://' for kind in _URLS)} or hf:OWNER/NAME "
-        "(a repository on the hub)."
+        f"another place use --mirror: {urls} or hf:OWNER/NAME (a repository on the hub)."
     )
 
 

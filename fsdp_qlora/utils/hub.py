@@ -1,6 +1,4 @@
-"""Models and datasets on the Hugging Face hub: reachability, reasons for failures,
-and downloads.
-"""
+"""Models and datasets on the Hugging Face hub: reachability, reasons of failures, downloads."""
 
 import logging
 import os
@@ -35,11 +33,9 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 # The first matching row applies.
 _REASONS: dict[type[Exception], str] = {
     GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with "
-    "`hf auth login` "
-    "or set HF_TOKEN",
+    "`hf auth login` or set HF_TOKEN",
     RepositoryNotFoundError: "the hub has none of this name that your login may see: check the "
-    "spelling, or set "
-    "HF_TOKEN if it is private",
+    "spelling, or set HF_TOKEN if it is private",
     HFValidationError: "it is not a valid name on the hub",
 }
 
@@ -58,12 +54,12 @@ def is_here(model: str) -> bool:
 
 
 def ask_hub(name: str, repo_type: str) -> Exception | None:
-    """Ask the hub once whether a model or dataset exists. Returns the error if not (see
-    `hub_reason`).
+    """Ask the hub once whether a model or dataset exists; returns the error if it does not.
 
-    The timeout is short: the hub's own downloads retry for 20 s without DNS, and wait forever
-    behind a firewall that drops packets.
+    `hub_reason` explains the error.
     """
+    # With a short timeout: the hub's own downloads retry for 20 s without DNS, and wait forever
+    # behind a firewall that drops packets.
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
     # the hub's client or its HTTP library, which differs between versions
@@ -100,8 +96,7 @@ def find_model_folder(
     revision: str | None = None,
     once: Once | None = None,
 ) -> Path:
-    """The local folder of a model: `model_name` itself, or the hub's snapshot, which is downloaded
-    if needed.
+    """The local folder of a model: `model_name`, or the hub's snapshot, downloaded if needed.
 
     Local rank 0 downloads while the other ranks of its machine wait. If two runs need the same
     file, the hub's client downloads it once. Interrupted connections resume; after a kill, complete
@@ -124,10 +119,14 @@ def find_model_folder(
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_name, re.ASCII) is None:
         raise UserError(
-            f"model_name {model_name}: there is no such folder. Check the path, or "
-            "give a name on the hub."
+            f"model_name {model_name}: there is no such folder. Check the path, or give a name on "
+            "the hub."
         )
-    patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
+    patterns = list(SMALL_FILES)
+    if with_weights:
+        patterns += _WEIGHTS
+    if with_code:
+        patterns.append("*.py")
 
     def download() -> str:
         if os.environ.get("RANK", "0") != "0":
@@ -141,17 +140,13 @@ def find_model_folder(
 def download_adapter(name: str) -> Path:
     """The hub's snapshot of an adapter, whose files are downloaded if needed."""
     patterns = [*SMALL_FILES, "adapter_model.safetensors"]
-    return Path(
-        _download(
-            name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")
-        )
-    )
+    refusal = ask_hub(name, "model")
+    return Path(_download(name, f"--adapter {name}: there is no such folder", patterns, refusal))
 
 
 def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
-    """Download the weights of the commit in `folder`, which `find_model_folder` has returned
-    without weights.
-    """
+    """Download the weights of a model whose folder `find_model_folder` has returned without them."""
+    # The folder's name is the commit: the model may have got a newer one since.
     if not Path(model_name).expanduser().is_dir():  # otherwise the folder is the user's own
         find_model_folder(model_name, with_weights=True, revision=folder.name, once=once)
 
@@ -159,8 +154,10 @@ def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
 def _snapshot(
     model_name: str, patterns: list[str], revision: str | None, *, later: list[str]
 ) -> str:
-    """Download the files that match `patterns`. later: patterns of files that must fit on the disk
-    too.
+    """Download the files that match `patterns`.
+
+    Args:
+        later: patterns of files that must fit on the disk too.
     """
     refusal: Exception | None = None
     try:
@@ -172,13 +169,8 @@ def _snapshot(
         log.info("Looking for a copy of %s on this machine: %s.", model_name, hub_reason(refusal))
     else:
         _check_download(model_name, info, patterns, later)
-    return _download(
-        model_name,
-        f"model_name {model_name}: there is no such local folder",
-        patterns,
-        refusal,
-        revision,
-    )
+    problem = f"model_name {model_name}: there is no such local folder"
+    return _download(model_name, problem, patterns, refusal, revision)
 
 
 def _download(
@@ -188,8 +180,11 @@ def _download(
     refusal: Exception | None,
     revision: str | None = None,
 ) -> str:
-    """The hub's snapshot with the files that match `patterns`. After a refusal, use only a copy on
-    this machine.
+    """The hub's snapshot with the files that match `patterns`.
+
+    Args:
+        problem: how the error message begins.
+        refusal: the hub's error; then only a copy on this machine is used.
     """
     try:
         return snapshot_download(
@@ -212,13 +207,11 @@ def _check_download(
     """Refuse pickled weights, and files that do not fit on the disk, before any download."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
-    if pickled and not list(
-        filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)
-    ):
+    weights = filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)
+    if pickled and not list(weights):
         raise UserError(
             f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not "
-            "supported: they can run "
-            f"code. {conversion_advice(model_name)}"
+            f"supported: they can run code. {conversion_advice(model_name)}"
         )
     missing = _missing(model_name, info, sizes, [*patterns, *later])
     size = sum(sizes[name] for name in missing)
@@ -233,11 +226,9 @@ def _check_download(
     names = _missing(model_name, info, sizes, patterns)
     if names:
         size = sum(sizes[name] for name in names)
-        waiting = (
-            ""
-            if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
-            else ("; this machine's other ranks wait")
-        )
+        waiting = ""
+        if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+            waiting = "; this machine's other ranks wait"
         log.info(
             "Downloading %s: %d files, %.2f GiB, to %s%s.",
             model_name,
@@ -261,9 +252,7 @@ def _missing(
 
 
 def public_name(model_name: str) -> str:
-    """A model's name for publication: its name on the hub, or the name of its folder without the
-    local path.
-    """
+    """A model's name for publication: its name on the hub, or its folder's without the path."""
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         return model_name

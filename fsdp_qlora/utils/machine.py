@@ -8,36 +8,38 @@ import psutil
 
 
 def host_memory_free(ranks_on_host: int) -> int:
-    """Bytes of host memory left for each rank by the limits of the machine, the container and the
-    process.
-    """
+    """Bytes of host memory left for each rank, by machine, container and process limits."""
+    # The machine's and the container's memory is for all ranks; a process has its own limit.
     limits = [psutil.virtual_memory().available // ranks_on_host]
     in_container = _cgroup_free()
     if in_container is not None:
         limits.append(in_container // ranks_on_host)
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limits.append(most - psutil.Process().memory_info().vms)
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space - psutil.Process().memory_info().vms)
     return max(0, min(limits))
 
 
 def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes left by a container's memory limit (cgroup v2 or v1); None without one."""
-    for limit, used, stat in (
+    for limit_file, usage_file, stat_file in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
-            most = (folder / limit).read_text().strip()
-            now = int((folder / used).read_text())
-            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
+            limit = (folder / limit_file).read_text().strip()
+            used = int((folder / usage_file).read_text())
+            counts = dict(line.split() for line in (folder / stat_file).read_text().splitlines())
         except (OSError, ValueError):
             continue
         # The kernel counts cached files as used, and frees them when memory is needed.
+        # In version 1 only the "total_" counts include the groups below this one.
         total = "total_" if "total_inactive_file" in counts else ""
         cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
-        # Version 1 writes "no limit" as a huge number.
-        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
+        # Version 2 writes "max" where there is no limit, version 1 a huge number.
+        if limit.isdigit() and int(limit) < 2**60:
+            return int(limit) - used + cached
+        return None
     return None
 
 

@@ -1,5 +1,6 @@
-"""The records in metrics.jsonl and other logs of a run: one JSON object per line. Damaged lines are
-skipped.
+"""The records in metrics.jsonl and other logs of a run: one JSON object per line.
+
+Damaged lines are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    # numpy and torch, scalars and arrays
+    # numpy and torch, scalars and arrays; numpy's float64 is a float, too
     if not isinstance(value, float) and hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float):
@@ -32,28 +33,30 @@ def plain(value: Any) -> Any:
 
 
 def numbers_in(value: object, name: str = "") -> dict[str, float]:
-    """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} ->
-    memory_gib/reserved/0.
+    """The numbers in a nested value by path.
+
+    {"memory_gib": {"reserved": [1.5]}} -> {"memory_gib/reserved/0": 1.5}
     """
+    if isinstance(value, (int, float)):
+        return {name: value}
     if not isinstance(value, (Mapping, list)):
-        return {name: value} if isinstance(value, (int, float)) else {}
-    values: dict[str, float] = {}
+        return {}
+    numbers: dict[str, float] = {}
     for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        values |= numbers_in(item, f"{name}/{key}" if name else str(key))
-    return values
+        numbers |= numbers_in(item, f"{name}/{key}" if name else str(key))
+    return numbers
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if the file cannot
-    be read.
-    """
+    """The records of metrics.jsonl or samples.jsonl; none if the file cannot be read."""
     try:
         # bytes.splitlines(): that of str also splits at U+2028 and others, which may be in JSON's
         # strings.
         lines = read_named(path).splitlines()
     except OSError:
         return []
-    return [record for line in lines if (record := parse_record(line)) is not None]
+    records = map(parse_record, lines)
+    return [record for record in records if record is not None]
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
@@ -62,5 +65,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
+    # A line that a crash has cut may still be JSON, such as a number. isinstance takes True for an
+    # int.
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record else None

@@ -1,6 +1,4 @@
-"""Removes secrets from everything that a run prints or writes: tokens, keys,
-and passwords in URLs.
-"""
+"""Removes secrets from all that a run prints or writes: tokens, keys, passwords in URLs."""
 
 import contextlib
 import errno
@@ -38,9 +36,7 @@ _PATTERNS = {
 
 
 def redact(text: str) -> str:
-    """The text without this machine's and user's secrets,
-    and without anything that looks like one.
-    """
+    """The text without this machine's and user's secrets, or anything that looks like one."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     for pattern, hidden in _PATTERNS.items():
@@ -65,9 +61,7 @@ def redact_values(values: T) -> T:
 
 
 def guard_output() -> None:
-    """Remove secrets from everything written to this process's stdout and stderr, including
-    tracebacks.
-    """
+    """Remove secrets from this process's stdout and stderr, tracebacks included."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _RedactedStream):
@@ -83,8 +77,10 @@ def lost_output() -> OSError | None:
 class _RedactedStream:
     """A text stream that redacts each write, and ignores errors of the underlying stream.
 
-    A dead log collector, a closed terminal or a full disk must not end a run. lost: the first such
-    error.
+    A dead log collector, a closed terminal or a full disk must not end a run.
+
+    Attributes:
+        lost: the first such error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -106,7 +102,7 @@ class _RedactedStream:
             yield
         except OSError as error:
             self.lost = self.lost or error
-            # the reader is gone; libraries write to the descriptor too
+            # The reader is gone. Libraries write to the descriptor too, and would fail there.
             if error.errno in (errno.EPIPE, errno.EIO):
                 with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
@@ -121,9 +117,7 @@ class _RedactedStream:
 
 @functools.cache
 def _secrets() -> tuple[str, ...]:
-    """The values of secret variables, the login of the hub, and the passwords of ~/.netrc; the
-    longest first.
-    """
+    """The values of secret variables, the login of the hub, and the passwords of ~/.netrc."""
     secrets = {value for name, value in os.environ.items() if is_secret_name(name)}
     with contextlib.suppress(OSError, UnicodeDecodeError):
         secrets.add(
@@ -133,4 +127,5 @@ def _secrets() -> tuple[str, ...]:
         secrets.update(password for _, _, password in netrc.netrc().hosts.values() if password)
     # A variable such as HF_TOKEN_PATH names a file, which may be shown.
     usable = (value for value in secrets if len(value) >= _SHORTEST and not os.path.exists(value))
+    # The longest first: one secret may be the beginning of another one.
     return tuple(sorted(usable, key=len, reverse=True))

@@ -1,9 +1,8 @@
 """The names of the files in a run's folder."""
 
 CHECKPOINTS = "checkpoints"
-# the model card and the training record of a result
-CARD = "README.md"
-RECORD = "training.json"
+CARD = "README.md"  # the model card of a result
+RECORD = "training.json"  # the training record of a result
 BEST = "best"  # the adapter with the lowest evaluation loss
 ADAPTERS = "rollout_adapters"  # the last adapters that a rollout server has loaded
 SERVICE = "service.db"  # what a training service keeps, in its own folder

@@ -1,5 +1,6 @@
-"""Writes safetensors files tensor by tensor, or part by part, from dtypes and shapes that are known
-in advance.
+"""Writes safetensors files tensor by tensor, or part by part.
+
+Dtypes and shapes are known in advance, so the header can be written first.
 """
 
 import hashlib
@@ -49,18 +50,17 @@ class TensorForm(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights in a model folder without an index."""
+    # Others beside it are of other kinds, such as an adapter.
     single = folder / "model.safetensors"
-    return (
-        [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
-    )
+    if single.is_file():
+        return [single]
+    return sorted(filter(Path.is_file, folder.glob("*.safetensors")))
 
 
 def tensor_names(folder: Path) -> set[str] | None:
-    """The names of the tensors in a model folder; None if its files are not here, or not readable.
-
-    The index tells them before the weights are downloaded.
-    """
+    """The names of the tensors in a model folder; None if its files cannot be read here."""
     try:
+        # The index is here before the weights are downloaded.
         if (folder / INDEX).is_file():
             return set(dict(json.loads(read_named(folder / INDEX))["weight_map"]))
         names = set[str]()
@@ -74,9 +74,7 @@ def tensor_names(folder: Path) -> set[str] | None:
 
 
 def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these tensors, in order, and the offset of each tensor's bytes in
-    the file.
-    """
+    """The header of a file with these tensors in order, and each tensor's offset in the file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     end = 0
@@ -88,11 +86,12 @@ def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
             "shape": form.shape,
             "data_offsets": [starts[name], end],
         }
+    # The format: 8 bytes with the length of the header, the header, and the tensors' bytes. Spaces
+    # behind the JSON are allowed; with them the tensors begin at a multiple of 8.
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text, {
-        name: 8 + len(text) + start for name, start in starts.items()
-    }
+    offsets = {name: 8 + len(text) + start for name, start in starts.items()}
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def write_tensors(
@@ -101,8 +100,8 @@ def write_tensors(
     """Write and flush a file, one tensor at a time.
 
     Args:
-        forms: name -> dtype and shape of each tensor, in the order of `values`. values: tensors on
-        the CPU. All are consumed even if the disk is full, since making one may be a collective.
+        forms: name -> dtype and shape of each tensor, in the order of `values`.
+        values: tensors on the CPU.
     Raises:
         OSError: the file could not be written; `values` has been consumed.
     """
@@ -118,15 +117,16 @@ def write_tensors(
                 file.write(content)
         flush(path)
     finally:
+        # Also after a full disk: making a value may be a collective, in which other ranks wait.
         for _ in values:
             pass
-    return FileRecord(
-        len(header) + sum(form.num_bytes for form in forms.values()), digest.hexdigest()
-    )
+    num_bytes = len(header) + sum(form.num_bytes for form in forms.values())
+    return FileRecord(num_bytes, digest.hexdigest())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous tensor on the CPU, without a copy."""
+    # As bytes, since numpy has no bfloat16 and no float8.
     # Any: numpy before 2.5 does not declare a buffer
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
@@ -154,16 +154,13 @@ class PackedFiles:
         )
         for file, names in self._split.filename_to_tensors.items():
             # Wide dtypes first, as in safetensors itself: then every tensor is aligned.
-            inside = {
-                name: forms[name]
-                for name in sorted(names, key=lambda name: -forms[name].dtype.itemsize)
-            }
+            wide_first = sorted(names, key=lambda name: -forms[name].dtype.itemsize)
+            inside = {name: forms[name] for name in wide_first}
             header, starts = layout(inside)
-            self._headers[folder / file] = header
-            self._sizes[folder / file] = len(header) + sum(
-                form.num_bytes for form in inside.values()
-            )
-            self._places |= {name: (folder / file, start) for name, start in starts.items()}
+            path = folder / file
+            self._headers[path] = header
+            self._sizes[path] = len(header) + sum(form.num_bytes for form in inside.values())
+            self._places |= {name: (path, start) for name, start in starts.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -171,9 +168,8 @@ class PackedFiles:
         return sum(self._sizes.values())
 
     def create(self) -> None:
-        """Create the files in full size with their headers, and an index if there are several
-        files.
-        """
+        """Create the files in full size with headers, and an index if there are several."""
+        # Full size, so that each process writes its parts at their offsets, in any order.
         for path, header in self._headers.items():
             with path.open("wb") as file:
                 file.write(header)
@@ -184,9 +180,7 @@ class PackedFiles:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write the bytes of `values`, a tensor on the CPU,
-        at byte `start` of the tensor `name`.
-        """
+        """Write the bytes of `values`, a CPU tensor, at byte `start` of the tensor `name`."""
         buffer = bytes_of(values)
         path, position = self._places[name]
         assert start + len(buffer) <= self.forms[name].num_bytes, name

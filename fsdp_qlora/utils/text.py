@@ -1,6 +1,4 @@
-"""Text for people: without control characters, of limited length, and with numbers in readable
-units.
-"""
+"""Text for people: no control characters, limited length, and numbers in readable units."""
 
 import logging
 import os
@@ -15,12 +13,11 @@ log = logging.getLogger("fsdp_qlora")
 
 GIB = 2**30
 _COLUMNS = 100  # of the lines that a run prints at its start
-# most characters of a message's line, and of a message
-_LONGEST = 1000
-_SCREEN = 6000
+_LONGEST = 1000  # most characters of a message's line
+_SCREEN = 6000  # most characters of a message
 
 _LONGEST_VALUE = 80  # most characters of a value that a message quotes
-# a value that is quoted without quotation marks
+# A value that is shown without quotation marks.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.()+/-]*")
 
 # C0 and C1 control characters except newline and tab, and lone surrogates, which cannot be encoded
@@ -29,9 +26,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""Replace control characters by escapes such as \x1b: a terminal would obey those in a row or
-    a model's name.
-    """
+    r"""Replace control characters by escapes such as \x1b."""
+    # A terminal would obey those in a stranger's row or in a model's name.
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -49,14 +45,15 @@ def shown(value: Any) -> str:
 
 
 def shown_name(name: str) -> str:
-    """As `shown`, for a name, which is quoted only where it looks like none."""
-    return name if len(name) <= _LONGEST_VALUE and _PLAIN.fullmatch(name) else shown(name)
+    """A name for a message, quoted only where it does not look like a name."""
+    if len(name) <= _LONGEST_VALUE and _PLAIN.fullmatch(name):
+        return name
+    return shown(name)
 
 
 def warn_from_any_rank(text: str) -> None:
-    """Log a warning about this rank alone. Ranks other than 0 have no log, so they print it to
-    stderr.
-    """
+    """Log a warning about this rank alone."""
+    # Ranks other than 0 have no handler, so that nothing is logged once for each rank.
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         log.warning("%s", text)
@@ -76,29 +73,30 @@ class LineHandler(logging.StreamHandler[Any]):
 
 
 def fit_line(text: str, path: str = "") -> str:
-    """Fit a text and the end of a path into one line of the screen. A text that is too long loses
-    its middle.
+    """Fit a text and the end of a path into one line of the screen.
+
+    A text that is too long loses its middle.
     """
     room = max(_COLUMNS - len(text), 0)
-    line = text + (path if len(path) <= room else f"...{path[len(path) - room + 3 :]}")
-    return (
-        line
-        if len(line) <= _COLUMNS
-        else (f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}")
-    )
+    if len(path) > room:
+        path = f"...{path[len(path) - room + 3 :]}"
+    line = text + path
+    if len(line) <= _COLUMNS:
+        return line
+    return f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}"
 
 
 def cut(text: str) -> str:
-    """Shorten a message to about a screen, and its long lines to 1000 characters: it may quote a
-    line of a file.
-    """
-    return _without_middle(
-        "\n".join(_without_middle(line, _LONGEST) for line in text.split("\n")), _SCREEN
-    )
+    """Shorten a message to about a screen, and its long lines to 1000 characters."""
+    # It may quote a line of a file, and the end of a library's message often has the reason.
+    lines = [_without_middle(line, _LONGEST) for line in text.split("\n")]
+    return _without_middle("\n".join(lines), _SCREEN)
 
 
 def _without_middle(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - _COLUMNS]} ... {text[-_COLUMNS:]}"
+    if len(text) <= most:
+        return text
+    return f"{text[: most - _COLUMNS]} ... {text[-_COLUMNS:]}"
 
 
 def first_line(error: Exception) -> str:
@@ -107,8 +105,9 @@ def first_line(error: Exception) -> str:
 
 
 def quiet_libraries() -> None:
-    """Suppress libraries' messages that look like failures and are not. Call it before they are
-    imported.
+    """Suppress libraries' messages that look like failures and are not.
+
+    Call it before the libraries are imported.
     """
     # On import bitsandbytes looks for a faster CPU kernel on the hub. Its own kernel is sufficient.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
