@@ -23,6 +23,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed, set_torch_variables
 from fsdp_qlora.utils.errors import UserError
 
+# The functions import these themselves: torch takes seconds, which --help and wrong options need
+# not wait for.
 if TYPE_CHECKING:
     from fsdp_qlora.data.content import PromptContent
     from fsdp_qlora.distributed.ranks import Ranks
@@ -81,16 +83,21 @@ def generate(args: argparse.Namespace) -> int | None:
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         raise UserError(
-            "--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above "
-            "0 and at most 1."
+            "--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at "
+            "most 1."
         )
     return _with_model("generate", args, partial(_answer, args))
 
 
 def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]) -> int | None:
-    """Start the processes of a command, or as one of them call `use` with the model's options,
-    ranks and folder.
+    """Start the processes of a command; in one of them call `use`.
+
+    Args:
+        use: called with the model's options, the ranks and the adapter's folder.
+    Returns:
+        The status of the processes that were started; None in one of them.
     """
+    # Before torch is imported, which reads them once.
     set_torch_variables()
     adapter = given_adapter(args)
     folder = adapter_folder(adapter) if adapter else None
@@ -100,6 +107,7 @@ def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]
         return status
     from fsdp_qlora.run.session import enter_rank
 
+    # stdout is for answers and results, which other programs may read.
     use(config, enter_rank(config, sys.stderr), folder)
     return None
 
@@ -197,7 +205,7 @@ def evaluate(args: argparse.Namespace) -> int | None:
 
 
 def describe(results: dict[str, Any]) -> str:
-    """A table with a line for each name; what one of them lacks is left empty."""
+    """A table with a line for each name; metrics that a name lacks are left empty."""
     import pandas
 
     table = pandas.DataFrame.from_dict(results, orient="index").convert_dtypes()

@@ -45,12 +45,13 @@ _CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REW
 
 
 class Facts:
-    """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank
-    0 only.
+    """Collects facts of one start of a run, and writes them to facts.json; on rank 0 only.
 
     Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A
-    failure to write is no reason to stop a run. started: when this start began, by control.clock.
-    step: where it begins.
+    failure to write is no reason to stop a run.
+
+    Args:
+        started: when this start began, by control.clock. step: where it begins.
     """
 
     def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:
@@ -65,8 +66,9 @@ class Facts:
         self._about: dict[str, Any] = {}
 
     def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
-        """Facts about the run, by heading: environment, data, memory; those of the last start are
-        kept.
+        """Add facts about the run by heading: environment, data, memory.
+
+        The file keeps those of the last start.
         """
         if self._path is None:
             return
@@ -76,7 +78,7 @@ class Facts:
             log.debug("Facts for the report could not be found out: %s", error)
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark belongs to this phase."""
+        """Count the time since the last mark for this phase."""
         now = clock.elapsed()
         seconds = self._start["seconds"]
         seconds[phase] = seconds.get(phase, 0.0) + now - self._marked
@@ -104,13 +106,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(
-            f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a "
-            "run's --output_dir."
+            f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a run's "
+            "--output_dir."
         )
     records = read_records(path)
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "eval_loss" in record]
     columns = dict.fromkeys(chain(*evaluations))
+    # Samples and facts may quote anything, and a report is made to be shown to others.
+    samples = _samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)
     return {
         "name": redact(folder.name or str(folder)),
         "status": read_json(folder / STATUS),
@@ -119,40 +123,39 @@ def read_run(folder: Path) -> dict[str, Any]:
         "totals": _totals(steps),
         "settings": read_json(folder / RUN).get("options", {}),
         "facts": redact_values(read_json(folder / FACTS_FILE)),
-        "samples": redact_values(
-            _samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)
-        ),
+        "samples": redact_values(samples),
     }
 
 
 def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The curves by column, with tokens and hours since the run began, and the memory of the
-    fullest rank.
+    """The curves by column, with tokens and hours since the run began.
+
+    Memory is that of the fullest rank.
     """
     tokens = seconds = 0.0
-    rows = []
+    rows: list[dict[str, Any]] = []
     for record in records:
+        # Records of damaged or older files may lack columns or have other types in them.
         tokens += _number(record.get("num_tokens"))
         seconds += _number(record.get("step_seconds"))
+        row = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
         memory = record.get("memory_gib")
-        kinds = memory.items() if isinstance(memory, dict) else ()
-        fullest = {
-            f"memory/{kind}": max(numbers_in(values).values(), default=None)
-            for kind, values in kinds
-        }
-        curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
-        rows.append(curves | fullest | {"tokens": tokens, "hours": seconds / 3600})
-    kept = [rows[index] for index in _rows_to_draw(rows)]
-    return {
-        key: [_finite(row.get(key)) for row in kept]
-        for key in dict.fromkeys(key for row in kept for key in row)
-    }
+        if isinstance(memory, dict):
+            for kind, values in memory.items():
+                row[f"memory/{kind}"] = max(numbers_in(values).values(), default=None)
+        row |= {"tokens": tokens, "hours": seconds / 3600}
+        rows.append(row)
+    drawn = [rows[index] for index in _rows_to_draw(rows)]
+    columns = dict.fromkeys(chain(*drawn))
+    return {column: [_finite(row.get(column)) for row in drawn] for column in columns}
 
 
 def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
     """The rows to draw: the first, lowest and highest of each part of a long run."""
     if len(rows) <= _MOST_POINTS:
         return list(range(len(rows)))
+    # Evenly spaced rows alone would miss the outliers, for which people look at a curve. Each part
+    # gives up to five rows, often the same ones.
     size = math.ceil(4 * len(rows) / _MOST_POINTS)
     chosen = {len(rows) - 1}
     for start in range(0, len(rows), size):
@@ -166,53 +169,57 @@ def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over all steps, and the mean speed."""
-    sums = {
-        name: sum(_number(record.get(column)) for record in steps) for name, column in _SUMS.items()
-    }
-    return sums | {
-        "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None
-    }
+    totals: dict[str, Any] = {}
+    for name, column in _SUMS.items():
+        totals[name] = sum(_number(record.get(column)) for record in steps)
+    seconds = totals["seconds"]
+    totals["tokens_per_second"] = totals["tokens"] / seconds if seconds else None
+    return totals
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     """The first and the last samples; those between are left out where there are very many."""
-    rows = [
-        (
-            {"step": row["step"]}
-            | {key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")}
+    samples = []
+    for record in read_records(path):
+        prompt, text = (str(record.get(key, "")) for key in ("prompt", "text"))
+        samples.append(
+            {
+                "step": record["step"],
+                "prompt": prompt[:_MOST_CHARACTERS],
+                "text": text[:_MOST_CHARACTERS],
+            }
         )
-        for row in read_records(path)
-    ]
+    if len(samples) <= _MOST_SAMPLES:
+        return samples
     half = _MOST_SAMPLES // 2
-    return rows if len(rows) <= _MOST_SAMPLES else rows[:half] + rows[-half:]
+    return samples[:half] + samples[-half:]
 
 
 def _answers(path: Path) -> list[dict[str, Any]]:
-    """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The
-    file may be large.
-    """
+    """Three answers of rollouts.jsonl as samples: from its beginning, middle and end."""
     lines = []
     damaged = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
     with contextlib.suppress(*damaged), open_named(path) as file:
-        lines += [file.readline()]
+        # The file may be large, so three places of it are read.
+        lines.append(file.readline())
         file.seek(path.stat().st_size // 2)
-        lines += [file.readline(), file.readline()][1:]
+        file.readline()  # the rest of a line
+        lines.append(file.readline())
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines += file.readlines()[-1:]
-        rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
-        prompts = [
-            row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            for row in rows
-        ]
-        texts = [row["completion"][:_MOST_CHARACTERS] for row in rows]
-        rewards = ["" if row["reward"] is None else f"\n\nreward {row['reward']}" for row in rows]
-        texts = [text + reward for text, reward in zip(texts, rewards, strict=True)]
-        shown = (prompt[:_MOST_CHARACTERS] for prompt in prompts)
-        return [
-            {"step": row["step"], "prompt": p, "text": t}
-            for row, p, t in zip(rows, shown, texts, strict=True)
-        ]
+        return [_answer(json.loads(line)) for line in dict.fromkeys(lines) if line]
     return []
+
+
+def _answer(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of rollouts.jsonl as a sample; of a chat, its last message is the prompt."""
+    prompt = row["prompt"]
+    if not isinstance(prompt, str):
+        prompt = prompt[-1]["content"]
+    text = row["completion"][:_MOST_CHARACTERS]
+    if row["reward"] is not None:
+        text += f"\n\nreward {row['reward']}"
+    return {"step": row["step"], "prompt": prompt[:_MOST_CHARACTERS], "text": text}
 
 
 def _number(value: object) -> float:
@@ -230,12 +237,12 @@ def _finite(value: object) -> object:
 
 
 def make_page(runs: Sequence[dict[str, Any]]) -> str:
-    """The HTML page. Texts of the runs are data in it, never markup: rows and answers may hold tags
-    and scripts.
-    """
+    """Make the HTML page."""
     page, style, script = (
         (_PARTS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
+    # The page's policy allows the one script with this hash. Rows and answers may hold tags and
+    # scripts: texts of the runs are data in it, never markup.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = html.escape(" · ".join(run["name"] for run in runs))
     return page.format(
@@ -244,7 +251,7 @@ def make_page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _as_data(runs: Sequence[dict[str, Any]]) -> str:
-    """JSON in which no text can close the script element or open another."""
+    """The runs as JSON in which no text can close the script element or open another."""
     content = {
         "version": __version__,
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -264,12 +271,13 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
         UserError: a folder is not a run's, or `out` is somebody else's file or cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
+    # Runs of the same name, such as a/run and b/run, are told apart by their paths.
     if len({run["name"] for run in runs}) < len(runs):
-        runs = [
-            (run | {"name": redact(str(folder))}) for run, folder in zip(runs, folders, strict=True)
-        ]
+        for run, folder in zip(runs, folders, strict=True):
+            run["name"] = redact(str(folder))
     if state is not None:
-        runs = [run | {"status": run["status"] | {"state": state}} for run in runs]
+        for run in runs:
+            run["status"] = run["status"] | {"state": state}
     page = make_page(runs)
     with refusal_named("out", out):
         if out.exists() and not _is_ours(out):
@@ -287,8 +295,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def write_at_end(folder: Path, *, state: str | None) -> None:
-    """Write a run's report into its folder. A failure is logged and stops nothing. state: as for
-    `write_report`.
+    """Write a run's report into its folder; a failure is logged and stops nothing.
+
+    Args:
+        state: as for `write_report`.
     """
     try:
         write_report([folder], folder / REPORT_FILE, state=state)

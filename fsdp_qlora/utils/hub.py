@@ -145,7 +145,7 @@ def download_adapter(name: str) -> Path:
 
 
 def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
-    """Download the weights of a model whose folder `find_model_folder` has returned without them."""
+    """Download the weights of a model folder that `find_model_folder` has returned without them."""
     # The folder's name is the commit: the model may have got a newer one since.
     if not Path(model_name).expanduser().is_dir():  # otherwise the folder is the user's own
         find_model_folder(model_name, with_weights=True, revision=folder.name, once=once)
