@@ -1,5 +1,6 @@
-"""Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of
-FORMATS.
+"""Formats: the meaning of a dataset's rows, recognized by their columns.
+
+A new format is a row of FORMATS.
 """
 
 import dataclasses
@@ -66,18 +67,22 @@ class Format:
 
     def prompt(self, row: Row) -> tuple[PromptContent, str | None]:
         """Read the prompt of a row, which may lack the answer, and the assistant's turn behind it.
+
         Raises BadRow.
         """
+        # Readers refuse an empty answer, so it gets a text, which `without_answer` takes off again.
         answer = dict.fromkeys(set(self.columns) - set(self.asks), "?")
         content = self.read(dict(row) | answer)
-        last = content.messages[-1] if isinstance(content, Chat) and not answer else {}
-        return without_answer(content), "".join(texts_of(last)) if last.get(
-            "role"
-        ) == "assistant" else None
+        prompt = without_answer(content)
+        if answer or not isinstance(content, Chat):
+            return prompt, None
+        last = content.messages[-1]
+        return prompt, "".join(texts_of(last)) if last["role"] == "assistant" else None
 
     def renames(self, columns: Collection[str], *, is_answered: bool = True) -> dict[str, str]:
-        """The columns that are used: their name -> the format's, in any case; none if one that it
-        needs is missing.
+        """The columns that are used: their name -> the format's.
+
+        Upper and lower case count as the same. There are none if a needed column is missing.
 
         Args:
             is_answered: whether columns of the answer are needed, too.
@@ -91,23 +96,24 @@ class Format:
         for name in self.optional_columns:
             others = [column for column in columns if column not in chosen.values()]
             matches = _matches((name, *SYNONYMS.get(name, ())), others)
-            column = next(filter(None, matches.values()), None)
-            if column is not None:
-                chosen[name] = column
+            # The first of the synonyms that the dataset has.
+            found = [column for column in matches.values() if column]
+            if found:
+                chosen[name] = found[0]
         return {column: name for name, column in chosen.items()}
 
 
 def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
-    """Wanted column -> the dataset's of the same name, or the only one that differs in case and
-    blanks alone.
-    """
-    close = {
-        name: [column for column in columns if column.strip().lower() == name] for name in wanted
-    }
-    return {
-        name: name if name in columns else same[0] if len(same := close[name]) == 1 else None
-        for name in wanted
-    }
+    """Wanted column -> the dataset's of that name, or the only one with other case or blanks."""
+    matches: dict[str, str | None] = {}
+    for name in wanted:
+        close = [column for column in columns if column.strip().lower() == name]
+        if name in columns:
+            matches[name] = name
+        else:
+            # Of two, such as Answer and ANSWER, it is unknown which one is meant.
+            matches[name] = close[0] if len(close) == 1 else None
+    return matches
 
 
 # --- instructions, for a prompt template ---
@@ -133,20 +139,15 @@ def read_fields(row: Row, instruction: str, response: str, context: str = "conte
 
 
 def _history(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list):
+        value = [value] if value else []
     pairs = []
-    for pair_number, pair in enumerate(
-        value if isinstance(value, list) else [value] if value else [], start=1
-    ):
+    for pair_number, pair in enumerate(value, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise BadRow(f"history {pair_number} is not a pair of instruction and response")
-        named = dict(
-            zip(
-                (f"history {pair_number} instruction", f"history {pair_number} response"),
-                pair,
-                strict=True,
-            )
-        )
-        instruction, response = (text_of(named, name) for name in named)
+        names = (f"history {pair_number} instruction", f"history {pair_number} response")
+        named = dict(zip(names, pair, strict=True))
+        instruction, response = (text_of(named, name) for name in names)
         pairs.append((instruction, response))
     return tuple(pairs)
 
@@ -168,8 +169,9 @@ def read_text(row: Row) -> Rendered:
 
 
 def read_guanaco(row: Row) -> Rendered:
-    """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank
-    before it.
+    """Read turns after ### Human: and ### Assistant:.
+
+    The assistant's are learned, each from the blank before it.
     """
     text = text_of(row, "text")
     segments: list[Segment] = []
@@ -182,7 +184,9 @@ def read_guanaco(row: Row) -> Rendered:
         rest = rest[len(answer) :]
     if not segments:
         raise BadRow(f"no {ASSISTANT} in the text")
-    return Rendered(segments + [Segment(rest, learned=False)] * bool(rest.strip()), "text")
+    if rest.strip():
+        segments.append(Segment(rest, learned=False))
+    return Rendered(segments, "text")
 
 
 def is_guanaco(row: Row) -> bool:
@@ -199,7 +203,10 @@ def read_tokens(row: Row) -> Rendered:
     """Token ids; learned is what `labels` or a mask says, else all of them."""
     ids = _integers(row, "input_ids")
     labels = _integers(row, "labels", required=False)
-    masks = [mask for name in _MASKS if (mask := _integers(row, name, required=False)) is not None]
+    # All masks that a row has must agree to learn a token: libraries write several beside each
+    # other.
+    all_masks = [_integers(row, name, required=False) for name in _MASKS]
+    masks = [mask for mask in all_masks if mask is not None]
     if ids is None or any(
         len(other) != len(ids) for other in (labels, *masks) if other is not None
     ):

@@ -1,5 +1,6 @@
-"""Recognizes the format of a dataset's rows by their columns, and gives rows the format's names of
-columns.
+"""Recognizes the format of a dataset's rows by their columns.
+
+Rows then get the format's names of columns.
 """
 
 import itertools
@@ -40,19 +41,18 @@ _MARKUP = re.compile(
 
 
 class Reading(NamedTuple):
-    """How the rows of a dataset are read.
-
-    names: the columns that are used -> their names in the format. watched: those that must be
-    empty.
-    """
+    """How the rows of a dataset are read."""
 
     dataset_format: str
     names: Mapping[str, str]
+    """The columns that are used -> their names in the format."""
     watched: Sequence[str]
+    """Columns that must be empty, because they would change what an answer means."""
 
     def named(self, row: Row) -> Row:
-        """The columns that are used, called as in the format. Raises BadRow if a watched one is
-        filled.
+        """The columns that are used, called as in the format.
+
+        Raises BadRow if a watched one is filled.
         """
         for column in self.watched:
             reason = self._unused_meaning(column, row.get(column))
@@ -95,13 +95,12 @@ class Reading(NamedTuple):
 
 
 class RequestedFormat(NamedTuple):
-    """The format of a dataset as the options name it.
-
-    name: a key of FORMATS, or "auto" for the first that fits. renames: of `parse_columns`.
-    """
+    """The format of a dataset as the options name it."""
 
     name: str = "auto"
+    """A key of FORMATS, or "auto" for the first that fits."""
     renames: Mapping[str, str] = {}
+    """As of `parse_columns`."""
 
     def find(self, columns: Sequence[str], first_rows: Sequence[Row], origin: str = "") -> Reading:
         """How rows with these columns are read.
@@ -157,9 +156,10 @@ class RequestedFormat(NamedTuple):
     def prompt(
         self, row: Row, *, for_teacher: bool = False
     ) -> tuple[str, PromptContent, str | None]:
-        """The format of a row that may lack an answer, its prompt, and the answer of a chat that
-        has one: by the first format that its filled columns fit.
+        """Read a row that may lack an answer, by the first format that its filled columns fit.
 
+        Returns:
+            The format, the prompt, and the answer of a chat that has one.
         Raises:
             BadRow: no column is a prompt, its prompt cannot be read, it has images, or a column is
                 filled that changes what is asked and is not used.
@@ -171,12 +171,12 @@ class RequestedFormat(NamedTuple):
             named = {names[column]: row[column] for column in columns if column in names}
             recognizes = FORMATS[name].recognizes
             if recognizes is None or self.name == name or recognizes(named):
-                beside = [
+                watched = [
                     column
                     for column in self._watched(columns)
                     if column not in {*names, *_NOT_ASKED}
                 ]
-                read: Row = Reading(name, names, beside).named(row)
+                read: Row = Reading(name, names, watched).named(row)
                 if for_teacher:
                     taught = {column: row.get(column) for column in preferences.TEACHERS}
                     read = preferences.for_teacher(dict(read) | taught, FORMATS[name].asks[0])
@@ -192,26 +192,25 @@ class RequestedFormat(NamedTuple):
             recognizes = FORMATS[name].recognizes if self.name == "auto" else None
             named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
             if recognizes is None or any(map(recognizes, named)):
-                return Reading(
-                    name,
-                    names,
-                    [column for column in self._watched(columns) if column not in names],
-                )
+                watched = [column for column in self._watched(columns) if column not in names]
+                return Reading(name, names, watched)
         return None
 
     def _watched(self, columns: Sequence[str]) -> list[str]:
         return [column for column in columns if self.renames.get(column, column) in WATCHED]
 
     def used(self, columns: Sequence[str]) -> set[str]:
-        """The columns that the rows' format may use; all where no format fits,
-        which is said later.
-        """
+        """The columns that the rows' format may use, or all where no format fits."""
         used: set[str] = set()
         for name, names in self._fitting(columns):
             used |= names.keys()
+            # Without a test of rows it is the format, so that of those behind it none is used.
             if FORMATS[name].recognizes is None:
                 break
-        return used | {*self._watched(columns)} - {*MEDIA} if used else set(columns)
+        if not used:
+            return set(columns)
+        # Images and the like take much memory: that a column has them is known without reading it.
+        return used | {*self._watched(columns)} - {*MEDIA}
 
     def _fitting(
         self,
@@ -220,9 +219,12 @@ class RequestedFormat(NamedTuple):
         *,
         is_answered: bool = True,
     ) -> Iterator[tuple[str, dict[str, str]]]:
-        """(name, the columns that are used -> their names) of each format that fits. A name of
-        --columns is of that column alone. is_answered: whether columns of the answer are needed,
-        too.
+        """(name, the columns that are used -> their names) of each format that fits.
+
+        A name of --columns is of that column alone.
+
+        Args:
+            is_answered: whether columns of the answer are needed, too.
         """
         renames = self.renames
         renamed = {
@@ -238,11 +240,11 @@ class RequestedFormat(NamedTuple):
             if alias and name == "text" and len(renamed) > 1:
                 continue
             ours = {column: alias.get(named, named) for column, named in renamed.items()}
-            wanted = FORMATS[name].renames(ours.values(), is_answered=is_answered)
-            if wanted:
+            names = FORMATS[name].renames(ours.values(), is_answered=is_answered)
+            if names:
                 yield (
                     name,
-                    {column: wanted[named] for column, named in ours.items() if named in wanted},
+                    {column: names[named] for column, named in ours.items() if named in names},
                 )
 
 
@@ -250,8 +252,10 @@ class RequestedFormat(NamedTuple):
 def _prompt_formats(
     name: str, renames: tuple[tuple[str, str], ...], columns: tuple[str, ...]
 ) -> list[tuple[str, dict[str, str]]]:
-    """(name, columns -> their names) of the formats that prompts with these columns fit, in the
-    order of `FORMATS`.
+    """(name, columns -> their names) of the formats that prompts with these columns fit.
+
+    They are in the order of `FORMATS`. Prompts of a dataset mostly have the same columns, so
+    results are kept.
 
     Formats for which the row has an answer, too, come first: so it is asked what it is trained on.
     """
@@ -269,15 +273,12 @@ def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "au
 
 
 def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
-    """Raise UserError where texts are chats, or messages of one, and not documents, some of which
-    show such markup.
-    """
+    """Raise UserError where texts are chats, or messages of one, and not documents."""
     anyway = "--dataset_format text learns all of it as it is"
     if any("parent_id" in row and "role" in row for row in rows):
         raise UserError(
             f"{origin}: each row is one message of a tree of chats, not a document: questions "
-            "would be learned, and "
-            f"answers without them. Give whole conversations; {anyway}."
+            f"would be learned, and answers without them. Give whole conversations; {anyway}."
         )
     marked = [markup for row in rows if (markup := _MARKUP.search(str(row.get("text"))))]
     if len(marked) > len(rows) / 10:  # fewer may be pages on such markup
@@ -289,8 +290,9 @@ def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or
-    IGNORE.
+    """("instruction=task",) -> {"task": "instruction"}.
+
+    A column of the dataset becomes one of the format, or IGNORE.
     """
     renames: dict[str, str] = {}
     for item in columns:
@@ -298,8 +300,7 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
         if not (format_name and equals and column):
             raise UserError(
                 f"columns: {item!r} does not say which column is which. Write the format's name "
-                "first, then the "
-                "dataset's: instruction=task."
+                "first, then the dataset's: instruction=task."
             )
         if column in renames or (format_name in renames.values() and format_name != IGNORE):
             name = column if column in renames else format_name

@@ -1,5 +1,6 @@
-"""Prompt templates: an instruction with its response becomes text. A new template is a row of
-TEMPLATES.
+"""Prompt templates: an instruction with its response becomes text.
+
+A new template is a row of TEMPLATES.
 """
 
 import re
@@ -24,8 +25,9 @@ _VARIANTS = re.compile(r"^===+ *\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """The text around the fields of a row. The response follows, unless the template has a place
-    for it.
+    """The text around the fields of a row.
+
+    The response follows, unless the template has a place for it.
     """
 
     with_context: str
@@ -36,15 +38,15 @@ class PromptTemplate:
     """The value of {system} in rows without a system prompt."""
 
     def fill(self, fields: Fields) -> list[Segment]:
-        """The row's text: prompts, and responses with what the template has after them, which are
-        learned.
+        """The row's text: prompts, and responses, which are learned.
+
+        Text that the template has after a response is learned with it.
         """
-        turns = [(*turn, "") for turn in fields.history] + [
-            (fields.instruction, fields.response, fields.context)
-        ]
-        system = fields.system or (
-            self.system_with_context if fields.context else self.system_without_context
-        )
+        turns = [(*turn, "") for turn in fields.history]
+        turns.append((fields.instruction, fields.response, fields.context))
+        system = fields.system
+        if not system:
+            system = self.system_with_context if fields.context else self.system_without_context
         segments: list[Segment] = []
         for turn_number, (instruction, response, context) in enumerate(turns, start=1):
             template = self.with_context if context else self.without_context
@@ -62,13 +64,15 @@ class PromptTemplate:
         return segments
 
     def _split(self, template: str, values: dict[str, str], *, is_first: bool) -> tuple[str, str]:
-        """(the text before the response, the text after it); the system prompt is in the first turn
-        only.
+        """(the text before the response, the text after it).
+
+        The system prompt is in the first turn only.
         """
         head, _, tail = template.partition("{response}")
         if is_first and values["system"] and "{system}" not in template:
             head = "{system}\n\n" + head
         if not is_first or not values["system"]:
+            # With the blank lines behind it, or the text would begin with them.
             head = re.sub(r"\{system\}\s*", "", head)
         if not is_first:
             head = "\n\n" + head
@@ -126,8 +130,9 @@ CHAT = "chat"  # the model's own chat template, for instructions too
 
 @dataclass(frozen=True)
 class ChosenTemplate:
-    """The template that --prompt_template names. Without it each format has its own, and chats the
-    model's.
+    """The template that --prompt_template names.
+
+    Without it each format has its own, and chats have the model's.
     """
 
     name: str | None = None
@@ -175,8 +180,9 @@ def find_template(name: str | None) -> ChosenTemplate:
 
 
 def _parse_template(text: str, name: str) -> ChosenTemplate:
-    """A template's file: text with {instruction} and so on; what follows a line of === is for rows
-    without context.
+    """Parse a template's file: text with {instruction} and so on.
+
+    What follows a line of === is for rows without context.
     """
     variants = _VARIANTS.split(text)
     if len(variants) > 2:
@@ -198,15 +204,17 @@ def _parse_template(text: str, name: str) -> ChosenTemplate:
 
 
 def as_chat(fields: Fields) -> Chat:
-    """An instruction as a conversation, for a chat template; the context follows the instruction,
-    and a response.
+    """An instruction as a conversation, for a chat template.
+
+    The context follows the instruction, and then comes the response, if there is one.
     """
-    messages = [{"role": "system", "content": fields.system}] if fields.system else []
-    last = (
-        f"{fields.instruction}\n\n{fields.context}" if fields.context else fields.instruction,
-        fields.response,
-    )
-    for instruction, response in (*fields.history, last):
+    messages = []
+    if fields.system:
+        messages.append({"role": "system", "content": fields.system})
+    question = fields.instruction
+    if fields.context:
+        question += f"\n\n{fields.context}"
+    for instruction, response in (*fields.history, (question, fields.response)):
         messages += [
             {"role": "user", "content": instruction},
             {"role": "assistant", "content": response},
