@@ -1,5 +1,4 @@
-"""Fine-tune a language model whose quantized weights are sharded over all ranks: `python train.py
---help`.
+"""Fine-tune a language model with sharded, quantized weights: `python train.py --help`.
 
 The same as `fsdp-qlora train`, for a clone that is not installed: what `train` does is in
 fsdp_qlora/commands/train.py.

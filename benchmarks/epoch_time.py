@@ -129,7 +129,7 @@ def trl_epoch(
     def make(callback: TrainerCallback) -> Any:
         nonlocal steps_per_epoch
         options = SFTConfig(
-            **{**training_options(folder, 10**6), **batch},
+            **(training_options(folder, 10**6) | batch),
             max_length=args.context_length,
             packing=packing,
             bf16=False,
@@ -157,7 +157,9 @@ def run_rounds(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any
         for name in [*epochs][number % len(epochs) :] + [*epochs][: number % len(epochs)]:
             losses: list[float] = []
             _, cpu = seconds_of(lambda name=name, losses=losses: losses.extend(epochs[name]()))  # type: ignore[misc]
-            found[name]["cpu_seconds"] += [cpu] * (number > 0)
+            # the first round warms up
+            if number > 0:
+                found[name]["cpu_seconds"].append(cpu)
             found[name]["losses"].append(statistics.fmean(losses))
             found[name]["steps"] = len(losses)
             print(f"round {number}: {name}: {cpu:.1f} CPU s, {len(losses)} steps", flush=True)

@@ -110,9 +110,7 @@ def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, fl
 
 
 def table() -> Iterator[str]:
-    """The runs of other programs in Markdown: published tokens/s,
-    and how far the plan is from it.
-    """
+    """The runs of other programs in Markdown: published tokens/s, and the plan's deviation."""
     lengths = (256, 512, 1024, 2048, 4096, 8192)
     yield f"| run | {' | '.join(f'{length:,}' for length in lengths)} |"
     yield "|---" * (len(lengths) + 1) + "|"
@@ -120,7 +118,7 @@ def table() -> Iterator[str]:
         cells = []
         for length in lengths:
             rate, plan = found.get(length, (0, 0))
-            mark = "*" * ((row["model"], length) in FITTED)
+            mark = "*" if (row["model"], length) in FITTED else ""
             cells.append(f"{rate:,.0f}, {plan / rate - 1:+.0%}{mark}" if rate else "")
         kind = f"{row['model']} {row['train_type']}, {row['gpus']} x {row['gpu']} ({row['source']})"
         yield f"| {kind} | {' | '.join(cells)} |"

@@ -1,5 +1,4 @@
-"""`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND` and `torchrun -m fsdp_qlora
-train`.
+"""The program `fsdp-qlora COMMAND`, also `python -m fsdp_qlora` and `torchrun -m fsdp_qlora`.
 
 A command is a function in fsdp_qlora/commands/, beside one that adds its options. What it works
 with imports torch, and is imported when it runs, so that --help and wrong options answer at once.
@@ -36,16 +35,16 @@ log = logging.getLogger("fsdp_qlora")
 PROGRAM = "fsdp-qlora"
 _ALIKE = 0.7  # of difflib: how much of an option's name a wrong one must have
 _FLAG = re.compile("^--[^=]+")
-# as others call it
+# other programs' names of commands
 _SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}
 
 
 class Command(NamedTuple):
     """A command of `fsdp-qlora`.
 
-    summary: one line of `fsdp-qlora --help`. run: is called with the parsed options, or with the
-    words where there is no `add_options`; it may return the exit
-        status. Its docstring is the description in the command's own --help.
+    summary: one line of `fsdp-qlora --help`.
+    run: called with the parsed options, or with the words where there is no `add_options`; it may
+        return the exit status. Its docstring is the description in the command's own --help.
     """
 
     summary: str
@@ -92,8 +91,9 @@ def program() -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in
-    errors.ENDINGS.
+    """Run a command.
+
+    Returns the exit status: 2 for bad input, 0 when it is done, else as in errors.ENDINGS.
     """
     guard_output()  # also for the reader of a pipe, such as `head`, that has read enough
     try:
@@ -104,6 +104,7 @@ def main(argv: list[str]) -> int:
         status = how_it_ends(error).exit_code
     except KeyboardInterrupt:
         status = ENDINGS["interrupted"].exit_code
+    # now, so that a full disk or a closed pipe is noticed here and not when Python ends
     sys.stdout.flush()
     lost = lost_output()
     # a run's results are in its folder
@@ -149,13 +150,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:
-    """Run a command. Its arguments also have `words` (all of them), `training_options` (those that
-    it does not know) and `commands` (the names of all).
+    """Run a command that has options.
+
+    Its arguments also have `words` (all of them), `training_options` (those that it does not know)
+    and `commands` (the names of all).
     """
     assert command.add_options is not None
     parser = _Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
     command.add_options(parser)
     quiet_libraries()
+    # --batch-size and --batch_size are the same option
     spelled = [_FLAG.sub(lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
     own, others = _split(spelled, parser.flags)
     _refuse_unknown(name, parser.flags, others)
@@ -165,6 +169,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     args.commands = list(COMMANDS)
     if unexpected and name not in _TAKE_TRAINING_OPTIONS:
         raise UserError(f"Unexpected argument {unexpected[0]!r}. See --help.")
+    # with --json stdout has the JSON alone
     handler = LineHandler(sys.stderr if getattr(args, "json", False) else sys.stdout)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -175,10 +180,10 @@ def _run(name: str, command: Command, words: list[str]) -> int:
 
 
 def _split(words: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """The words of a command's own options and places, and other options with all words up to the
-    next option.
+    """The words of a command's own options and places, and those of other options.
 
-    argparse alone would take the value of an option that it does not know for a place.
+    Another option has all words up to the next option. argparse alone would take the value of an
+    option that it does not know for a place.
     """
     parts: tuple[list[str], list[str]] = ([], [])
     is_other = False
@@ -192,11 +197,12 @@ def _split(words: list[str], flags: Collection[str]) -> tuple[list[str], list[st
 
 
 def _refuse_unknown(name: str, flags: Collection[str], others: list[str]) -> None:
-    """Refuse an option that neither the command has nor training, with the nearest one of the
-    command.
-    """
-    for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
-        takes_training = name in _TAKE_TRAINING_OPTIONS
+    """Refuse an option that neither the command nor training has, and name the nearest one."""
+    takes_training = name in _TAKE_TRAINING_OPTIONS
+    for word in others:
+        if not word.startswith("--"):
+            continue
+        flag = word.partition("=")[0]
         if takes_training and is_option(flag[2:]):
             continue
         near = difflib.get_close_matches(flag, flags, n=1, cutoff=_ALIKE)
@@ -219,7 +225,8 @@ def _explain_unknown(argv: list[str]) -> str:
     close = _SAME.get(argv[0]) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
     if argv[0].startswith("--") and not close:
         return f"the command comes first: {PROGRAM} train {argv[0]} ..."
-    return f"no command is named {argv[0]!r}." + (f" Did you mean {close[0]}?" if close else "")
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"no command is named {argv[0]!r}.{hint}"
 
 
 if __name__ == "__main__":

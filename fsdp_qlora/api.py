@@ -58,8 +58,9 @@ class TrainResult:
 def train(
     config: TrainConfig | str | Path | None = None, **options: Unpack[TrainOptions]
 ) -> TrainResult:
-    """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...",
-    dataset="rows.jsonl")`.
+    """Fine-tune a model, as `fsdp-qlora train` does with these options.
+
+    For example `train(model_name="...", dataset="rows.jsonl")`.
 
     The run has its own processes, one per visible GPU (nproc_per_node=1 for one). They end with it,
     so their memory is free afterwards and their failure does not end this process. In a process
@@ -80,16 +81,19 @@ def train(
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button, has stopped it, with a checkpoint.
     """
     given: dict[str, Any] = dict(options)
-    given |= {name: _in_file(given[name]) for name in ("dataset", "eval_dataset") if name in given}
-    chosen = make_train_config(config, given)
+    for name in ("dataset", "eval_dataset"):
+        if name in given:
+            given[name] = _in_file(given[name])
+    run_config = make_train_config(config, given)
     if launch.is_started_by_others():
+        # imported here: it imports torch, which a notebook needs only if it is a rank itself
         from fsdp_qlora.run.train import run
 
-        run(chosen)
+        run(run_config)
     else:
-        _run_workers(chosen)
-    output_dir = Path(chosen.output_dir)
-    if chosen.is_preview:
+        _run_workers(run_config)
+    output_dir = Path(run_config.output_dir)
+    if run_config.is_preview:
         return TrainResult(output_dir, "planned", 0, [], {})
     status = read_json(output_dir / STATUS)
     records = read_records(output_dir / METRICS_FILE)
@@ -105,13 +109,15 @@ def train(
 
 
 def _in_file(rows: Any) -> Any:
-    """The path of a file with these rows; what is no rows is left as it is."""
+    """The path of a file with these rows; anything else than rows is returned as it is."""
     if isinstance(rows, Mapping):
         raise UserError(
             f"dataset has the splits {', '.join(map(str, rows))}. Give one, such as "
             "dataset['train']."
         )
+    # By their attributes: neither pandas nor datasets is imported for a list or a file's name.
     if hasattr(rows, "iterrows"):
+        # astype: a column of numbers cannot hold None, and would keep NaN for what is missing
         frame = rows.astype(object).where(rows.notna(), None)
         rows = [_without_nulls(row) for row in frame.to_dict("records")]
     elif hasattr(rows, "column_names"):
@@ -122,15 +128,16 @@ def _in_file(rows: Any) -> Any:
         return rows
     lines: list[str] = []
     try:
-        lines.extend(json.dumps(_with_plain_objects(row), default=_as_json) + "\n" for row in rows)
+        for row in rows:
+            lines.append(json.dumps(_with_plain_objects(row), default=_as_json) + "\n")
     except (TypeError, ValueError, OSError, RecursionError) as error:
         raise UserError(
             f"dataset: row {len(lines) + 1} cannot be written as JSON ({error})."
         ) from error
     text = "".join(lines)
-    path = (
-        cache_folder() / ROWS_IN_MEMORY / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
-    )
+    # named by its content: the same rows are the same dataset, so that their run can be resumed
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = cache_folder() / ROWS_IN_MEMORY / f"{digest}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(path) as partial:
         partial.write_text(text)
@@ -148,7 +155,7 @@ def _with_plain_objects(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value of a frame. Its objects have no nulls: tables fill with them what an object lacks."""
+    """A value of a frame without nulls in its objects: a table has null for a missing key."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -157,8 +164,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of no type of JSON: an array becomes a list, an image or bytes a data URL, a date or
-    a decimal text.
+    """A value in a type of JSON.
+
+    An array becomes a list, an image or bytes a data URL, a date or a decimal text.
     """
     if hasattr(value, "tolist"):  # of numpy or torch
         return value.tolist()
@@ -167,8 +175,10 @@ def _as_json(value: Any) -> Any:
 
         upright = ImageOps.exif_transpose(value)
         content = io.BytesIO()
-        # which TIFF does not keep
-        upright = upright.convert("RGB") if upright.mode in ("HSV", "YCbCr") else upright
+        # TIFF does not keep these two modes
+        if upright.mode in ("HSV", "YCbCr"):
+            upright = upright.convert("RGB")
+        # TIFF keeps all other modes without loss, such as CMYK, which PNG has not
         upright.save(content, "TIFF", compression="tiff_adobe_deflate")
         value = content.getvalue()
     if isinstance(value, bytes):
@@ -184,9 +194,11 @@ def _run_workers(config: TrainConfig) -> None:
         path = Path(folder) / "options.yaml"
         path.write_text(yaml.safe_dump(stored_values(vars(config))))  # null means the default
         end = launch.run_in_workers(config, ["--config", os.fspath(path)])
-    state = next(
-        (state for state, ending in ENDINGS.items() if ending.exit_code == end.status), "failed"
-    )
+    state = "failed"
+    for name, ending in ENDINGS.items():
+        if ending.exit_code == end.status:
+            state = name
+            break
     if state == "interrupted":
         raise KeyboardInterrupt(end.reason)
     if state == "bad_input":
@@ -200,7 +212,8 @@ def _run_workers(config: TrainConfig) -> None:
 @contextmanager
 def _signals_as_before() -> Iterator[None]:
     """Put back the handlers that torch's agent replaces: later, Ctrl-C must be what it was."""
-    if threading.current_thread() is not threading.main_thread():  # torch leaves them alone there
+    # Python sets handlers in the main thread alone, so torch's agent sets none in another.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {
@@ -210,5 +223,6 @@ def _signals_as_before() -> Iterator[None]:
         yield
     finally:
         for signal_number, handler in before.items():
+            # None: a handler that C code has set, which Python cannot set again
             if handler is not None and signal.getsignal(signal_number) is not handler:
                 signal.signal(signal_number, handler)

@@ -1,5 +1,4 @@
-"""Compares the sizes of the models that `plan` knows by name with the config.json of each on the
-Hugging Face hub.
+"""Compares the sizes of the models that `plan` knows by name with their config.json on the hub.
 
 Models with terms to accept need a token that has (HF_TOKEN). The exit status is 1 if a size
 differs, 2 if one cannot be read.
@@ -24,9 +23,7 @@ _OF_BLOCKS = {"layer_types", "layers_block_type", "mlp_layer_types", "per_layer_
 
 
 def differences(sizes: dict[str, Any], keys: set[str]) -> list[str]:
-    """A sentence for each of the keys that the model's config.json gives another value than the
-    table.
-    """
+    """A sentence for each key whose value in the model's config.json is not the table's."""
     theirs = json.loads(Path(hf_hub_download(sizes["hub"], "config.json")).read_text())
     ours = config_of(sizes).get_text_config()
     # Read as transformers does: some names of a file are others in the configuration, such as
@@ -61,7 +58,8 @@ def main(argv: list[str]) -> int:
         name: entry if isinstance(entry, str) else entry["sizes_of"]
         for name, entry in others.items()
     }
-    if unknown := [name for name, model in same.items() if model not in models]:
+    unknown = [name for name, model in same.items() if model not in models]
+    if unknown:
         print(f"names of no model: {', '.join(unknown)}")
     return max(status, int(bool(unknown)))
 

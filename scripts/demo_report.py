@@ -41,8 +41,8 @@ def check_held_out_loss(metrics: Path, min_drop: float) -> bool:
             "compared."
         )
         return False
-    (first_step, first) = losses[0]
-    (last_step, last) = losses[-1]
+    first_step, first = losses[0]
+    last_step, last = losses[-1]
     passed = first - last >= min_drop
     print(
         f"Held-out loss: {first:.4f} before (step {first_step}), {last:.4f} after (step "

@@ -1,5 +1,6 @@
-"""A hook of mkdocs (mkdocs.yml): pages from outside of docs/, and links that hold on GitHub and on
-the site alike.
+"""A hook of mkdocs (mkdocs.yml) for pages outside of docs/.
+
+It rewrites links, so that they hold on GitHub and on the site alike.
 """
 
 import os

@@ -94,8 +94,10 @@ def compare_metrics(
     old: list[dict[str, Any]], new: list[dict[str, Any]]
 ) -> tuple[list[Difference], tuple[str, ...]]:
     """What differs, and the keys that only the new records have."""
-    counts = Difference(math.inf, f"metrics.jsonl has {len(new)} records instead of {len(old)}")
-    differences = [counts] * (len(old) != len(new))
+    differences = []
+    if len(old) != len(new):
+        counts = f"metrics.jsonl has {len(new)} records instead of {len(old)}"
+        differences.append(Difference(math.inf, counts))
     new_keys = set()
     for record, other in zip(old, new, strict=False):
         new_keys |= other.keys() - record.keys()

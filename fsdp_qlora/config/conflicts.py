@@ -205,8 +205,12 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; "
             "auto finds the format."
         )
-    if c.row_kind == TEXTS:
-        return
+    if c.row_kind != TEXTS:
+        yield from _answer_conflicts(c)
+
+
+def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
+    """What objectives refuse whose rows are more than texts: pairs, labels, prompts."""
     # The reference, where there is one, is the model without its adapter: all else must stay.
     trained_too = _changed(c, "modules_to_save", "add_tokens")
     if trained_too or not c.kind.adapter:
