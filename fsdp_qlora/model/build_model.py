@@ -93,20 +93,23 @@ def build_model(
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
     """
+    trains_all = train_type.trains == "all"
+    # transformers' own functions multiply by all experts' weights at once, which would all have to
+    # be decoded.
+    routes = bool(train_type.quantizer or layers.lora.target_parameters)
+    # before the model is built, which refuses names that it does not know
     ALL_EXPERTS_FUNCTIONS.register(_ROUTED, experts_forward)
     model = build_meta_model(
         config,
         attn_implementation=attn_implementation,
-        dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
+        dtype=torch.float32 if trains_all else precision.frozen_dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
-        # transformers' own functions multiply by all experts' weights at once, which would all have
-        # to be decoded.
-        experts_implementation=_ROUTED
-        if train_type.quantizer or layers.lora.target_parameters
-        else None,
+        experts_implementation=_ROUTED if routes else None,
         trust_remote_code=trust_remote_code,
     )
+    # They recognize a model's own modules by computing with small copies of them, so they come
+    # before quantized and adapted layers, which would not be recognized.
     route_experts(model, device)
     fuse_modules(model)
     keep_documents_apart(model)
@@ -116,6 +119,7 @@ def build_model(
         packed = layers.prequantized
         quantizer = train_type.quantizer
         options = dict(layers.quantizer)
+        # Weight files that are quantized already determine the format.
         if packed and packed.options is not None:
             quantizer = packed.quantizer
             options = dict(packed.options)
@@ -123,7 +127,8 @@ def build_model(
         quantize_layers(model, meta.quantized, meta.quantized_experts, quantizer, **options)
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
-    if train_type.trains == "all":
+    # Text does not pass through towers, so they would get no gradient.
+    if trains_all:
         for tower in meta.parts.towers.values():
             tower.to(precision.frozen_dtype).requires_grad_(False)
     if train_type.trains_new_blocks:
@@ -154,11 +159,12 @@ def _choose(
     if parts.adds_tokens:
         raise UserError(
             f"The {config.model_type} model cannot be trained here: it puts tokens of its own "
-            "before a row's, and "
-            "takes rows that are padded on the left alone. Choose a model of another family."
+            "before a row's, and takes rows that are padded on the left alone. Choose a model of "
+            "another family."
         )
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
     trained = [path for path, module in model.named_modules() if module in new]
+    # with the dot, so that block 1 does not stand for blocks 10 to 19, too
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
@@ -167,20 +173,26 @@ def _choose(
         frozen, frozen_experts = choose_quantized(model, packed, frozen, frozen_experts)
     left_out: dict[str, str] = {}
     if train_type.quantizer or train_type.adapter:
-        own = block_linears(model, by_class_alone=True)
         routers = router_linears(model)
-        left_out = {
-            path: "their products are not those of linear layers"
-            for path in own
-            if path not in routers
-        }
+        # Routers are left out on purpose (`router_linears`), which needs no reason in the log.
+        for path in block_linears(model, by_class_alone=True):
+            if path not in routers:
+                left_out[path] = "their products are not those of linear layers"
         left_out |= dict.fromkeys(read_directly(model), "other modules read their weights")
     return MetaModel(
-        parts, modules, frozen, frozen_experts, targets, target_parameters, trained, left_out
+        parts=parts,
+        modules=modules,
+        quantized=frozen,
+        quantized_experts=frozen_experts,
+        targets=targets,
+        target_parameters=target_parameters,
+        trained=trained,
+        left_out=left_out,
     )
 
 
 def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig) -> None:
+    # Each block is an FSDP2 group of its own, and a parameter can be in one group only.
     first: dict[nn.Parameter, int] = {}
     for index, block in enumerate(blocks):
         for parameter in block.parameters():
@@ -216,6 +228,7 @@ def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
     add_adapters(meta.model, adapter, meta.targets, layers.lora)
     add_experts_lora(meta.model, meta.target_parameters, layers.lora)
     train_in_full(meta.model, layers.lora.modules_to_save)
+    # `check_init` reads the shapes of the adapters, so it comes after they have been added.
     if layers.lora.keeps_start:
         keep_start(meta.model)
     check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)

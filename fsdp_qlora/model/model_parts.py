@@ -61,6 +61,7 @@ class ModelParts:
         if offload.embeddings:
             return [self.model]
         count = offload.blocks
+        # The middles of `count` equal stretches of the model: (index + 0.5) / count of the blocks.
         return [
             self.blocks[(2 * index + 1) * len(self.blocks) // (2 * count)] for index in range(count)
         ]
@@ -76,13 +77,13 @@ class ModelParts:
     @functools.cached_property
     def _lookups(self) -> dict[nn.Module, list[Any]]:
         """`looked_up` of the embeddings outside of blocks and towers."""
-        inside = {
-            module for part in (*self.towers.values(), self.blocks) for module in part.modules()
-        }
+        inside: set[nn.Module] = set()
+        for part in (*self.towers.values(), self.blocks):
+            inside.update(part.modules())
         tables = [
-            each
-            for each in self.model.modules()
-            if isinstance(each, nn.Embedding) and each not in inside
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.Embedding) and module not in inside
         ]
         return looked_up(self.model, tables)
 
@@ -97,6 +98,7 @@ class ModelParts:
         runs the model.
         """
         lookups = self._lookups.get(self.embedding, ())
+        # Ids on the meta device have no values any more; then the shape has to do.
         has_tokens = all(
             ids.shape == TOKENS.shape if ids.is_meta else _are_tokens(ids) for ids in lookups
         )
@@ -104,10 +106,10 @@ class ModelParts:
 
     @functools.cached_property
     def token_tables(self) -> list[nn.Module]:
-        """Further embeddings of the text's tokens, such as those that blocks get of their own.
-        Cached as `looks_up`.
+        """Further embeddings that the model looks up by the text's tokens, cached as `looks_up`.
 
-        Others have positions or kinds of tokens.
+        gemma3n has one whose rows go to its blocks. Other tables are for positions or for kinds of
+        tokens.
         """
         others = {
             table: all_ids
@@ -151,6 +153,7 @@ class Kind(NamedTuple):
 
     def largest_shard(self, num_shards: int) -> int:
         """Bytes on the fullest rank, the first one."""
+        # FSDP2 shards dim 0 as torch.chunk does, so no rank has more rows than the first.
         _, rows = shard_bounds(self.shape[0], rank=0, size=num_shards)
         return rows * (self.num_bytes // max(self.shape[0], 1))
 
@@ -174,6 +177,7 @@ def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in kinds:
                 category, num_weights = _classify(module, name, parameter)
+                # of a DTensor the shape of the whole parameter, so it does not depend on the ranks
                 shape = tuple(parameter.shape)
                 in_adapter = parameter in adapters
                 kinds[parameter] = Kind(category, shape, parameter.dtype, num_weights, in_adapter)
@@ -185,6 +189,7 @@ def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[st
         return "trainable", parameter.numel()
     if isinstance(module, QuantizedWeight) and name in module.statistics:
         return "statistics", 0
+    # Codes are packed: their number is not that of the weights, which the module's shape gives.
     if isinstance(module, QuantizedWeight) and name == "weight":
         return "codes", math.prod(module.shape)
     return "frozen", parameter.numel()
@@ -195,19 +200,20 @@ def count_parameters(parts: ModelParts) -> dict[str, int]:
     quantized, trainable.
     """
     in_blocks = {*parts.blocks.parameters()}
-    kinds = each_parameter(parts.model)
-    base = {parameter: kind for parameter, kind in kinds.items() if not kind.in_adapter}
-    frozen = {parameter: kind for parameter, kind in base.items() if kind.category != "trainable"}
-    return {
-        "total": sum(kind.num_weights for kind in base.values()),
-        "in_blocks": sum(
-            kind.num_weights for parameter, kind in frozen.items() if parameter in in_blocks
-        ),
-        "quantized": sum(kind.num_weights for kind in base.values() if kind.category == "codes"),
-        "trainable": sum(
-            kind.num_weights for kind in kinds.values() if kind.category == "trainable"
-        ),
-    }
+    counts = {"total": 0, "in_blocks": 0, "quantized": 0, "trainable": 0}
+    for parameter, kind in each_parameter(parts.model).items():
+        is_trainable = kind.category == "trainable"
+        if is_trainable:
+            counts["trainable"] += kind.num_weights
+        # Adapters are not part of the base model, whose size people know.
+        if kind.in_adapter:
+            continue
+        counts["total"] += kind.num_weights
+        if not is_trainable and parameter in in_blocks:
+            counts["in_blocks"] += kind.num_weights
+        if kind.category == "codes":
+            counts["quantized"] += kind.num_weights
+    return counts
 
 
 def kinds_of(module: nn.Module) -> Counter[Kind]:
@@ -246,23 +252,28 @@ def is_plain_lookup(module: nn.Module) -> bool:
 
     Then the rows may be renumbered (see sharding/vocabulary.py). Probed with a few tokens.
     """
+    # With max_norm nn.Embedding rescales rows of its weight in place, in the forward pass.
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     vocabulary, hidden = module.weight.shape
-    values = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(
-        module.weight.dtype
-    )
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(vocabulary + hidden, generator=generator).to(module.weight.dtype)
     middle = vocabulary // 2
+    # Code that treats some tokens differently names the padding, or the vocabulary's ends. At most
+    # V - 2, so that ids + 1 are tokens, too.
     padding = min(module.padding_idx or 0, vocabulary - 2)
     ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
 
     def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
-        # all different, in little memory
+        # Overlapping rows: all different, in the memory of V + H numbers instead of V * H. Row i
+        # is values[first + i : first + i + H].
         rows = values[first:].as_strided((vocabulary, hidden), (1, 1))
         result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
         return result
 
     try:
+        # Row `id` of the one matrix is row `id + 1` of the other: a plain lookup cannot tell them
+        # apart.
         return torch.equal(outputs(ids, first=1), outputs(ids + 1, first=0))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False

@@ -11,10 +11,9 @@ from fsdp_qlora.utils.errors import UserError
 
 
 def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
-    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is
-    known.
+    """The reason in a model's structure why ranks cannot share a row's tokens; None if unknown.
 
-    The rest is found by a probe (training/probes.py).
+    A probe finds the rest (training/probes.py).
 
     Args:
         documents: from `attention.choose`; only our own attention exchanges heads.
@@ -23,22 +22,26 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
     if reason:
         return reason
     if not can_share(documents):
-        return (
-            f"its attention is computed by {documents or parts.model.config._attn_implementation}"
-        )
+        implementation = documents or parts.model.config._attn_implementation
+        return f"its attention is computed by {implementation}"
+    # A rank has the positions of its own tokens only, so it does not know how long the row is.
     rope = changing_rope(parts.model.config)
     if rope:
         return f"its rope type {rope[0]} depends on the length of whole rows"
-    mixers = filter(
-        has_convolution, (module for block in parts.blocks for module in block.modules())
-    )
-    stuck = {type(module).__name__ for module in mixers if not can_continue(module)}
-    return f"{', '.join(sorted(stuck))} takes no state from other ranks" if stuck else None
+    # A convolution or a state needs what precedes the rank's first token.
+    stuck: set[str] = set()
+    for module in parts.blocks.modules():
+        if has_convolution(module) and not can_continue(module):
+            stuck.add(type(module).__name__)
+    if stuck:
+        return f"{', '.join(sorted(stuck))} takes no state from other ranks"
+    return None
 
 
 def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
-    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for
-    `context_blocker`.
+    """Refuse a model whose rows `size` ranks cannot share.
+
+    Other arguments as for `context_blocker`.
 
     Raises:
         UserError: the model cannot be divided so.
@@ -54,14 +57,12 @@ def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
     if size not in possible:
         raise UserError(
             f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, "
-            "which so many ranks "
-            f"cannot share equally. Possible: {', '.join(map(str, possible))}."
+            f"which so many ranks cannot share equally. Possible: {', '.join(map(str, possible))}."
         )
 
 
 def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
-    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that
-    of the heads.
-    """
+    """The numbers of ranks that divide the query heads of every block, ascending."""
+    # Blocks may differ in heads: a size must divide all, so their greatest common divisor.
     heads = math.gcd(*(shape.heads for shape in block_shapes(parts.model.config)))
     return [size for size in range(1, heads + 1) if heads % size == 0]

@@ -27,7 +27,8 @@ from fsdp_qlora.model.architecture.chunking import piece_number
 from fsdp_qlora.model.architecture.precision import autocast_kind
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, frozen_product
 
-_PIECE = 2**22  # fp16 elements that are multiplied at a time in float32, since fp16 would overflow
+# fp16 elements that are multiplied at a time in float32, since products of fp16 may overflow
+_PIECE = 2**22
 
 
 class _DoraProduct(torch.autograd.Function):
@@ -52,12 +53,19 @@ class _DoraProduct(torch.autograd.Function):
         ctx.weights = (lora_A, lora_B, magnitude)
         ctx.product = product
         rows = x.flatten(0, -2)
-        inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
-        *products, of_A = product.base.multiply(*inputs, lora_A.to(x.dtype))
-        norm = row_norms(of_A, lora_A, lora_B, row_squares, product.scaling)
-        rest = products[0].sub_(products[1]) if product.dropout else None  # x W^T - x' W^T
+        inputs = [rows]
+        if product.dropout is not None:
+            inputs.append(product.dropout(rows))
+        # All products with W in one call, so that a quantized W is decoded once: x W^T, x' W^T
+        # [N, out] and A W^T [rank, out].
+        *products, A_times_W = product.base.multiply(*inputs, lora_A.to(x.dtype))
+        norm = row_norms(A_times_W, lora_A, lora_B, row_squares, product.scaling)
+        # x W^T - x' W^T, what dropout has taken from the frozen product
+        rest = products[0].sub_(products[1]) if product.dropout else None
+        # x' (W + s B A)^T
         adapted = products[-1].addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling)
         ctx.save_for_backward(adapted, norm)
+        # `out` keeps the dtype: 16 bits times float32 would become float32.
         y = torch.mul(adapted, magnitude / norm, out=torch.empty_like(adapted))
         for term in (rest, bias):
             if term is not None:
@@ -70,21 +78,25 @@ class _DoraProduct(torch.autograd.Function):
         grad_y = grads[0].flatten(0, -2)
         x, low = take_kept(ctx.product)
         adapted, norm = ctx.saved_tensors
-        (lora_A, _, magnitude) = ctx.weights
-        (base, scaling, dropout, *_) = ctx.product
+        lora_A, _, magnitude = ctx.weights
+        product: Product = ctx.product
+        base = product.base
+        scaling = product.scaling
+        # The norm counts as constant (section 4.3), so y is linear in m. This overwrites `adapted`,
+        # whose memory then holds the scaled gradient.
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm
-        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # reuses its memory
-        factors = dropout.factors(x) if dropout else None
-        grad_low, grad_A, grad_B = low_rank_grads(
-            scaled, x if factors is None else x * factors, low, ctx
-        )
-        del x
+        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)
+        factors = product.dropout.factors(x) if product.dropout else None
+        dropped = x if factors is None else x * factors
+        grad_low, grad_A, grad_B = low_rank_grads(scaled, dropped, low, ctx)
+        # x may have been computed again: then its gradient can have its memory.
+        del x, dropped
         grad_x = None
         if ctx.needs_input_grad[0] and factors is None:
-            grad_x = base.multiply_grad(scaled).addmm_(
-                grad_low, lora_A.to(scaled.dtype), alpha=scaling
-            )
+            grad_x = base.multiply_grad(scaled)
+            grad_x.addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
         elif ctx.needs_input_grad[0]:
+            # x reaches y by W, and by x' through W' - W: only the latter has dropout's factors.
             through_A = grad_low @ lora_A.to(scaled.dtype)
             change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
             grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
@@ -102,9 +114,8 @@ def row_norms(
 ) -> torch.Tensor:
     """The norms of the rows of W + s B A, float32 [out].
 
-    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is
-      needed only for its
-    product with the few rows of A.
+    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row. W is
+    needed only for its product with the few rows of A.
 
     Args:
         product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
@@ -113,6 +124,7 @@ def row_norms(
     with torch.autocast(autocast_kind(product), enabled=False):
         lora_A = lora_A.float()
         lora_B = lora_B.float()
+        # 2 s W A^T + s^2 B A A^T, [out, rank]
         with_update = torch.addmm(
             product.T.float(),
             lora_B,
@@ -121,7 +133,8 @@ def row_norms(
             alpha=scaling**2,
         )
         squares = row_squares + (with_update * lora_B).sum(dim=1)
-    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
+    # A row may be zero, and rounding may make the sum of an almost zero row negative.
+    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
 
 
 def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -136,8 +149,9 @@ def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Magnitude(nn.Module):
-    """A trainable magnitude per output row. It is fp32 in every precision: bf16 cannot represent
-    changes below 0.4%.
+    """A trainable magnitude per output row.
+
+    It is fp32 in every precision: bf16 cannot represent changes below 0.4%.
 
     Parameters:
         weight: m, trainable, float32 [out].
@@ -150,8 +164,9 @@ class Magnitude(nn.Module):
         self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return m and ||W||^2, which FSDP2 gathers for this call. FSDP2 of torch 2.11 requires an
-        argument.
+        """Return m and ||W||^2, which FSDP2 gathers for this call.
+
+        The argument is unused: FSDP2 of torch 2.11 requires one.
         """
         return self.weight, self.row_squares
 
@@ -166,17 +181,20 @@ class DoraAdapter(LoraAdapter):
         self.magnitude = Magnitude(out_features)
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """Compute x W'^T + b, [.., out]. With dropout, as in PEFT: x W^T + b + x' (W' - W)^T with
-        x' after dropout.
+        """Compute x W'^T + b, [.., out].
+
+        With dropout, as in PEFT: x W^T + b + x' (W' - W)^T with x' after dropout.
         """
+        # The bias is not scaled by m / norm, so it is added at the end.
         base = frozen_product(base_layer, x, with_bias=False)
         base_bias = base_layer.bias
         bias = base_bias.to(base.dtype) if isinstance(base_bias, torch.Tensor) else None
         x, low, product = self._low_rank(x, base, source)
         # FSDP2 gathers at `__call__`, and expects one call per pass, not one per piece.
-        magnitude, row_squares = (
-            self.magnitude if piece_number.get() == 0 else self.magnitude.forward
-        )(None)
+        if piece_number.get() == 0:
+            magnitude, row_squares = self.magnitude(None)
+        else:
+            magnitude, row_squares = self.magnitude.forward(None)
         lora_A = self.lora_A.weight
         lora_B = self.lora_B.weight
         frozen = (product, row_squares, bias)

@@ -27,9 +27,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]  # A and B
 
 
 def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
-    """Refuse initial values that need a model that is not quantized yet, or a larger rank than a
-    weight has.
-    """
+    """Refuse initial values that need an unquantized model, or a larger rank than a weight has."""
     if init == "true":
         return
     if prequantized:
@@ -50,10 +48,11 @@ def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
 
 def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
     """Name of a weight in the files -> the layer that adapts it, in the order of the model."""
-    layers = (
-        (path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear)
-    )
-    return {f"{canonical_name(path)}.weight": layer for path, layer in layers}
+    layers: dict[str, LoraLinear] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            layers[f"{canonical_name(path)}.weight"] = module
+    return layers
 
 
 def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
@@ -64,33 +63,40 @@ def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Ten
     """
     value = torch.zeros(shape)
     if name.endswith("lora_A.weight"):
+        # A generator for each name, on the CPU: the same numbers on every device, whatever other
+        # adapters the model has.
         generator = torch.Generator().manual_seed(derive_seed("lora", seed, name))
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
     return value
 
 
 def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:
-    """Set every A and B of a sharded model to its initial value. `set_magnitudes` sets DoRA's
-    magnitudes.
+    """Set every A and B of a sharded model to its initial value.
+
+    `set_magnitudes` sets DoRA's magnitudes.
     """
     for name, parameter in adapter_parameters(model):
         if "magnitude" not in name:
+            # Each rank draws the whole matrix and keeps its rows: no communication, and the same
+            # values for any number of ranks.
+            whole = first_adapter_value(name, parameter.shape, seed=seed)
             first, last = own_rows(parameter, mesh)
-            store_rows(parameter, first_adapter_value(name, parameter.shape, seed=seed)[first:last])
+            store_rows(parameter, whole[first:last])
 
 
 def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Initialize DoRA's magnitudes with the row norms of the quantized base, so adapted layer and
-    base layer are equal.
+    """Initialize DoRA's magnitudes with the row norms of the quantized base.
 
-    A block is gathered as in a forward pass, and its weights are decoded one at a time. So this
-    works for every quantizer, and a row's norm does not depend on how it is sharded.
+    Then adapted and base layer are equal. A block is gathered as in a forward pass, and its weights
+    are decoded one at a time. So this works for every quantizer, and a row's norm does not depend
+    on how it is sharded.
     """
     for block in find_blocks(model):
         adapted = [module for module in block.modules() if isinstance(module, DoraLinear)]
         if not adapted:
             continue
         assert isinstance(block, FSDPModule)
+        # Collective. Blocks and their layers are the same on all ranks.
         with whole_weights(block):
             for layer in adapted:
                 magnitude = layer.lora.magnitude
@@ -101,12 +107,14 @@ def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def principal_factors(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
-    """A and B whose product, scaled, is the matrix of this rank that is nearest to the weight
-    (Eckart and Young).
+    """A and B whose scaled product is the nearest matrix of this rank to the weight.
+
+    By Eckart and Young these are the largest singular values and their vectors.
     """
     # On a GPU torch's default is Jacobi's method (gesvdj), slow and inexact for matrices that
     # large.
     driver = "gesvd" if weight.is_cuda else None
     left, values, right = torch.linalg.svd(weight, full_matrices=False, driver=driver)
+    # A and B each get the root of a singular value, as in LoftQ (Li et al. 2023).
     root = (values[:rank] / scaling).sqrt()
     return root[:, None] * right[:rank], left[:, :rank] * root

@@ -1,6 +1,4 @@
-"""PEFT-compatible adapters: options, choice of layers, insertion into a model, names of weights,
-configuration.
-"""
+"""PEFT-compatible adapters: options, choice of layers, insertion into a model, names of weights."""
 
 import contextlib
 import copy
@@ -56,9 +54,8 @@ class LoraOptions:
     def scaling_of(self, path: str) -> float:
         """The factor of B A in the layer at `path`."""
         key = find_pattern(self.alpha_pattern, path)
-        return self.scaling(
-            self.rank_of(path), self.alpha if key is None else self.alpha_pattern[key]
-        )
+        alpha = self.alpha if key is None else self.alpha_pattern[key]
+        return self.scaling(self.rank_of(path), alpha)
 
     def scaling(self, rank: int, alpha: float) -> float:
         """alpha / rank, or rsLoRA's alpha / sqrt(rank)."""
@@ -69,13 +66,14 @@ class LoraOptions:
 
 
 def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
-    """Select the linear layers that get an adapter, named as in PEFT. Raises UserError if a name
-    matches none.
+    """Select the linear layers that get an adapter, named as in PEFT.
 
     Args:
-        linears: paths of the linear layers of the decoder blocks. requested: "all", "default"
-        (PEFT's choice for the model type), one regular expression for whole paths, or
-            names: the last components of layers' paths.
+        linears: paths of the linear layers of the decoder blocks.
+        requested: "all", "default" (PEFT's choice for the model type), one regular expression for
+            whole paths, or names: the last components of layers' paths.
+    Raises:
+        UserError: a name matches none.
     """
     leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
     if len(requested) == 1 and requested[0] in ALL:
@@ -92,8 +90,7 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
         if not chosen:
             raise UserError(
                 f"lora_target_modules: the regular expression {requested[0]} matches no linear "
-                "layer of the decoder "
-                f"blocks. It must match a whole path, such as {linears[0]}."
+                f"layer of the decoder blocks. It must match a whole path, such as {linears[0]}."
             )
         return chosen
     return _select_named(
@@ -102,12 +99,10 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
 
 
 def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
-    """Select the 3-D expert parameters that get an adapter, named by their last path components as
-    in PEFT.
-    """
-    choices = (
-        ", ".join(sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})) or "none"
-    )
+    """Select the 3-D expert parameters that get an adapter, named by the ends of their paths."""
+    # such as mlp.experts.down_proj: the last component alone is often that of linear layers, too
+    ends = {".".join(path.rsplit(".", 3)[1:]) for path in parameters}
+    choices = ", ".join(sorted(ends)) or "none"
     return _select_named(
         parameters, requested, "lora_target_parameters: no expert parameter", choices
     )
@@ -116,24 +111,31 @@ def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> li
 def _select_named(
     paths: Sequence[str], names: Sequence[str], problem: str, choices: str
 ) -> list[str]:
-    """The paths that end in one of these names. Raises UserError(problem ...) if a name matches
-    none.
-    """
-    chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
-    unmatched = [name for name in names if not chosen[name]]
+    """The paths that end in one of these names. Raises UserError if a name matches none."""
+    chosen: set[str] = set()
+    unmatched: list[str] = []
+    for name in names:
+        # with the dot, so that q_proj does not stand for seq_proj, too
+        matches = {path for path in paths if f".{path}".endswith(f".{name}")}
+        chosen |= matches
+        if not matches:
+            unmatched.append(name)
     if unmatched:
         raise UserError(
             f"{problem} of the decoder blocks is named {', '.join(unmatched)}. This model's are: "
             f"{choices}."
         )
-    return [path for path in paths if any(path in matches for matches in chosen.values())]
+    # In the order of the model, whatever the order of the names is.
+    return [path for path in paths if path in chosen]
 
 
 def find_pattern(patterns: Iterable[str], path: str) -> str | None:
-    """The first matching pattern, a regular expression for the end of a path as in PEFT's
-    rank_pattern; else None.
-    """
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
+    """The first pattern that matches the end of a path, as in PEFT's rank_pattern; else None."""
+    for pattern in patterns:
+        # PEFT's own expression (`get_pattern_key`)
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return pattern
+    return None
 
 
 def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
@@ -144,10 +146,8 @@ def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str])
         leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
         raise UserError(
             f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an "
-            "adapter, or only layers "
-            f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a "
-            "pattern is a regular "
-            "expression for the end of a path."
+            "adapter, or only layers that an earlier pattern matches. Layers with an adapter: "
+            f"{', '.join(leaves)}; a pattern is a regular expression for the end of a path."
         )
 
 
@@ -181,8 +181,10 @@ def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraO
 
 
 def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Let the embeddings or the head of a frozen model train, in fp32. Raises UserError if they
-    share their weights.
+    """Let the embeddings or the head of a frozen model train, in fp32.
+
+    Raises:
+        UserError: they share their weights, or a name is that of another module.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     trainable = {path: module for path, module in model.named_modules() if module in ends}
@@ -195,14 +197,12 @@ def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
         if not chosen:
             raise UserError(
                 f"modules_to_save {name}: only embeddings and head can train in full beside an "
-                "adapter, in this model "
-                f"{', '.join(trainable)}."
+                f"adapter, in this model {', '.join(trainable)}."
             )
         if has_tied_embeddings(model):
             raise UserError(
                 f"modules_to_save {name}: embeddings and head of this model share one tensor, "
-                "which PEFT would save "
-                "twice. Leave it out, or use --train_type full."
+                "which PEFT would save twice. Leave it out, or use --train_type full."
             )
         for module in chosen:
             for key, parameter in list(module.named_parameters(recurse=False)):
@@ -235,6 +235,7 @@ def keep_start(model: nn.Module) -> None:
     """Add a frozen copy to each adapter of a model on the meta device, for the initial values."""
     for layer in adapted_layers(model):
         layer.start = start = copy.deepcopy(layer.lora).requires_grad_(False)
+        # A reference is computed without noise.
         if isinstance(start, LoraAdapter):
             start.dropout = 0.0
 
@@ -243,11 +244,12 @@ def keep_start(model: nn.Module) -> None:
 def fill_start(model: nn.Module) -> None:
     """Copy this rank's shards of the adapters to the copies that `keep_start` has added."""
     for layer in adapted_layers(model):
-        if layer.start is not None:
-            for start, current in zip(
-                layer.start.parameters(), layer.lora.parameters(), strict=True
-            ):
-                local_part(start).copy_(local_part(current))
+        if layer.start is None:
+            continue
+        # Both are sharded in the same way, so no rank needs rows of another.
+        pairs = zip(layer.start.parameters(), layer.lora.parameters(), strict=True)
+        for start, current in pairs:
+            local_part(start).copy_(local_part(current))
 
 
 def magnitudes(module: nn.Module) -> list[nn.Module]:
@@ -257,7 +259,9 @@ def magnitudes(module: nn.Module) -> list[nn.Module]:
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in PEFT's file, parameter) of every adapter weight."""
+    # In the order of the model, the same on all ranks: callers gather one after the other.
     for path, module in model.named_modules():
+        # A copy of the start is no part of the result. That of experts is an nn.ModuleDict.
         if isinstance(module, LoraAdapter) and not path.endswith(".start"):
             prefix = "base_model.model." + canonical_name(path).removesuffix(".lora")
             yield f"{prefix}.lora_A.weight", module.lora_A.weight

@@ -26,7 +26,7 @@ from fsdp_qlora.model.quantizers.routed import AdaptedExperts, is_transposed
 
 
 class Dropout(NamedTuple):
-    """Dropout whose mask is drawn again from its seed."""
+    """Dropout whose mask is drawn again from its seed, so that no mask is stored."""
 
     share: float
     seed: int
@@ -39,18 +39,17 @@ class Dropout(NamedTuple):
         return cls(share, int(torch.randint(2**62, ()).item()) + piece_number.get())
 
     def factors(self, like: torch.Tensor) -> torch.Tensor:
-        """0 or 1 / (1 - share) for each element [N, in], always the same,
-        whether in pieces or not.
-        """
-        kept = torch.empty_like(like)
-        for index, piece in enumerate(split_tokens(kept)):
-            generator = (
-                None
-                if like.is_meta
-                else torch.Generator(like.device).manual_seed(self.seed + index)
-            )
+        """0 or 1 / (1 - share) for each element [N, in], always the same, in pieces or not."""
+        mask = torch.empty_like(like)
+        # A seed for each piece of tokens, as an MLP in pieces draws them (`draw` adds the piece's
+        # number), so that both ways give the same mask.
+        for index, piece in enumerate(split_tokens(mask)):
+            generator = None
+            # the meta device has no generators
+            if not like.is_meta:
+                generator = torch.Generator(like.device).manual_seed(self.seed + index)
             piece.bernoulli_(1 - self.share, generator=generator)
-        return kept.div_(1 - self.share)
+        return mask.div_(1 - self.share)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.factors(x).mul_(x)
@@ -70,8 +69,9 @@ class Product(NamedTuple):
 
 
 def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would
-    be lost with that.
+    """[N, m] -> [.., m] for x [.., n].
+
+    Not a view in autograd's eyes: FSDP2's hooks on an adapter's output would be lost with a view.
     """
     result: torch.Tensor = torch.ops.aten._unsafe_view.default(
         rows, [*x.shape[:-1], rows.shape[-1]]
@@ -81,8 +81,12 @@ def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def take_kept(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
     """x, as [N, in], and u, in the backward pass of a product."""
-    *x, low = product.kept.take()
-    return (x[0] if x else output_again(product.source).to(product.base.dtype)).flatten(0, -2), low
+    *kept_x, low = product.kept.take()
+    if kept_x:
+        x = kept_x[0]
+    else:
+        x = output_again(product.source).to(product.base.dtype)
+    return x.flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -109,18 +113,22 @@ class _LoraProduct(torch.autograd.Function):
         grad_y = grads[0].flatten(0, -2)
         x, low = take_kept(ctx.product)
         lora_A = ctx.weights[0]
-        (base, scaling, dropout, *_) = ctx.product
-        factors = dropout.factors(x) if dropout else None
-        grad_low, grad_A, grad_B = low_rank_grads(
-            grad_y, x if factors is None else x * factors, low, ctx
-        )
-        del x  # which may have been computed again: its gradient can have its memory
+        product: Product = ctx.product
+        base = product.base
+        scaling = product.scaling
+        factors = product.dropout.factors(x) if product.dropout else None
+        dropped = x if factors is None else x * factors
+        grad_low, grad_A, grad_B = low_rank_grads(grad_y, dropped, low, ctx)
+        # x may have been computed again: then its gradient can have its memory.
+        del x, dropped
         grad_x = None
         if ctx.needs_input_grad[0]:
+            # W^T grad_y + s A^T grad_u, both sums in the memory of the first
             grad_x = base.multiply_grad(grad_y)
             if factors is None:
                 grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
             else:
+                # Only the adapter's part passed through dropout.
                 grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
             grad_x = as_before(grad_x, grads[0])
         return grad_x, None, grad_A, grad_B, None
@@ -129,11 +137,13 @@ class _LoraProduct(torch.autograd.Function):
 def low_rank_grads(
     grad_y: torch.Tensor, x: torch.Tensor, low: torch.Tensor, ctx: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of
-    ctx.product.
+    """The gradients of u / s, A and B, where `x` is x', and `low` is u.
+
+    A and B are the first of ctx.weights, s is that of ctx.product.
     """
-    (lora_A, lora_B, *_) = ctx.weights
+    lora_A, lora_B = ctx.weights[:2]
     scaling = ctx.product.scaling
+    # [N, rank], without the factor s, which the products below apply in their kernels
     grad_low = grad_y @ lora_B.to(grad_y.dtype)
     grad_B = _scaled_product(grad_y.T, low, scaling)
     grad_A = _scaled_product(grad_low.T, x, scaling)
@@ -142,6 +152,7 @@ def low_rank_grads(
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling * a b in one kernel."""
+    # With beta 0 the first argument is not read, so it may be uninitialized.
     return torch.addmm(a.new_empty(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling)
 
 
@@ -149,6 +160,7 @@ def _adapted(
     rows: torch.Tensor, low: torch.Tensor, lora_B: torch.Tensor, base: FrozenProduct, scaling: float
 ) -> torch.Tensor:
     """y for x as [N, in]."""
+    # in the memory of the frozen layer's output, which nothing else uses
     (y,) = base.multiply(rows)
     return y.addmm_(low, lora_B.to(rows.dtype).T, alpha=scaling)
 
@@ -178,13 +190,13 @@ class LoraAdapter(nn.Module):
             it.
         """
         base = frozen_product(base_layer, x)
-        # a generated token waits for the host, not the GPU
+        # The same without autograd's function: when one token is generated at a time, the time is
+        # the host's for these calls, not the GPU's.
         if not torch.is_grad_enabled() and not self.training:
             rows = x.to(base.dtype).flatten(0, -2)
             low = F.linear(rows, self.lora_A.weight.to(rows.dtype))
-            return _adapted(rows, low, self.lora_B.weight, base, self.scaling).view(
-                *x.shape[:-1], -1
-            )
+            adapted = _adapted(rows, low, self.lora_B.weight, base, self.scaling)
+            return adapted.view(*x.shape[:-1], -1)
         x, low, product = self._low_rank(x, base, source)
         y: torch.Tensor = _LoraProduct.apply(
             x, low, self.lora_A.weight, self.lora_B.weight, product
@@ -197,9 +209,12 @@ class LoraAdapter(nn.Module):
         """x in the base's dtype, u, and the product's other inputs."""
         dropout = Dropout.draw(self.dropout) if self.training and self.dropout else None
         x = x.to(base.dtype)
-        with torch.no_grad():  # the product has all gradients
+        # `_LoraProduct.backward` computes the gradients of A, too.
+        with torch.no_grad():
             rows = x.flatten(0, -2)
-            low = F.linear(dropout(rows) if dropout else rows, self.lora_A.weight.to(x.dtype))
+            dropped = dropout(rows) if dropout else rows
+            low = F.linear(dropped, self.lora_A.weight.to(x.dtype))
+        # Kept before the product runs: activation checkpointing then stops before it (kept.py).
         kept = Kept(low) if source else Kept(x, low)
         return x, low, Product(base, self.scaling, dropout, kept, source)
 
@@ -222,10 +237,12 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lora = self.lora if self.is_adapted else self.start
-        result: torch.Tensor = (
-            lora(x, self.base_layer, output_source(x)) if lora else self.base_layer(x)
-        )
-        return result
+        # Without a copy of its start an adapter began at zero: the layer was its base.
+        if lora is None:
+            plain: torch.Tensor = self.base_layer(x)
+            return plain
+        adapted: torch.Tensor = lora(x, self.base_layer, output_source(x))
+        return adapted
 
 
 class ExpertsLora(nn.Module):
@@ -245,13 +262,16 @@ class ExpertsLora(nn.Module):
         self.lora_B = nn.Linear(rank * num_experts, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All A [experts, rank, in] and B [experts, out, rank]; FSDP2 of torch 2.11 fails without
-        an argument.
+        """All A [experts, rank, in] and B [experts, out, rank].
+
+        The argument is unused: FSDP2 of torch 2.11 fails without one.
         """
         lora_A = self.lora_A.weight
         lora_B = self.lora_B.weight
+        # PEFT's ParamWrapper has the experts first in A's rows, and last in B's columns.
         all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
-        return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        all_B = lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        return all_A, all_B
 
 
 class LoraExperts(nn.Module):
@@ -274,20 +294,16 @@ class LoraExperts(nn.Module):
         transposed = bool(getattr(base_layer, "is_transposed", False))
         self.swaps = transposed != is_transposed(base_layer)
         self.start: nn.ModuleDict | None = None
-        parameters = {name: getattr(base_layer, name) for name in names}
-        # A quantized one may be stored in another shape.
-        shapes = {
-            name: getattr(each, "parameter_shape", each.shape) for name, each in parameters.items()
-        }
-        self.lora = nn.ModuleDict(
-            {
-                name: ExpertsLora(shape, transposed=transposed, rank=rank)
-                for name, shape in shapes.items()
-            }
-        )
+        self.lora = nn.ModuleDict()
+        for name in names:
+            parameter = getattr(base_layer, name)
+            # A quantized one may be stored in another shape.
+            shape = getattr(parameter, "parameter_shape", parameter.shape)
+            self.lora[name] = ExpertsLora(shape, transposed=transposed, rank=rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()
+        # before the experts, so that the order of all-gathers does not follow the router's choice
         adapted = {name: self._adapted(name, *lora(None)) for name, lora in loras.items()}
         # Python finds an instance's own attributes before nn.Module looks up its parameters and
         # submodules.
@@ -299,7 +315,7 @@ class LoraExperts(nn.Module):
                 del vars(self.base_layer)[name]
 
     def _adapted(self, name: str, lora_A: torch.Tensor, lora_B: torch.Tensor) -> AdaptedExperts:
+        # (B A)^T = A^T B^T: where PEFT takes the parameter for its transpose, the factors swap.
         first, second = (lora_B.mT, lora_A.mT) if self.swaps else (lora_A, lora_B)
-        return AdaptedExperts(
-            getattr(self.base_layer, name), first.contiguous(), (second * self.scaling).contiguous()
-        )
+        scaled = (second * self.scaling).contiguous()
+        return AdaptedExperts(getattr(self.base_layer, name), first.contiguous(), scaled)

@@ -20,6 +20,8 @@ def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
     """
     renamed = LoraConfig(target_modules=[leaf])
     try:
+        # PEFT calls this when it adds an adapter to a model. It changes the configuration in
+        # place, and of the model reads the configuration alone.
         convert_peft_config_for_transformers(renamed, SimpleNamespace(config=config), None)
     except ValueError:  # PEFT requires gate_proj and up_proj together
         return True
@@ -46,9 +48,9 @@ def check_fits_peft(
     """Refuse DoRA and patterns for target_parameters, for which PEFT supports plain LoRA only."""
     by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
     if by_weight and (kind != "lora" or options.rank_pattern or options.alpha_pattern):
-        feature = (
-            ("rank_pattern and alpha_pattern") if kind == "lora" else (f"an adapter of kind {kind}")
-        )
+        feature = f"an adapter of kind {kind}"
+        if kind == "lora":
+            feature = "rank_pattern and alpha_pattern"
         raise UserError(
             f"{by_weight[0]}: in a model of this type PEFT takes this name for experts, on which "
             f"it supports plain LoRA only, not {feature}. Name other layers in "
@@ -74,13 +76,16 @@ def peft_config(
     """The PEFT configuration of the adapter that `values.saved_parameters` yields.
 
     Args:
-        modules: paths of all modules, of which PEFT refuses others of a target's name. targets:
-            paths of layers with an adapter.
+        modules: paths of all modules.
+        targets: paths of layers with an adapter.
         parameters: paths of the 3-D parameters with an adapter.
     """
     by_weight = reached_by_weight(targets, model_config)
     targets = [path for path in targets if path not in by_weight]
-    target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
+    target_parameters = [f"{path}.weight" for path in by_weight]
+    target_parameters.extend(parameters)
+    # PEFT takes a name for every module that ends in it, and fails at one that it cannot adapt. So
+    # short names only where they reach the targets and nothing else; whole paths otherwise.
     leaves = {path.rsplit(".", 1)[-1] for path in targets}
     named = [path for path in modules if path.rsplit(".", 1)[-1] in leaves]
     return LoraConfig(

@@ -22,17 +22,22 @@ WEIGHTS = "adapter_model.safetensors"
 RECORD = "training.json"
 PREFIX = "base_model.model."  # begins the names of the tensors
 # Unsupported settings of LoRA -> their neutral values besides null.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = (
-    dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,))
-    | dict.fromkeys(("layer_replication", "alora_invocation_tokens"), ([], {}))
-    | dict.fromkeys(
-        ("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"),
-        ({},),
-    )
-)
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (False,),
+    "layer_replication": ([], {}),
+    "alora_invocation_tokens": ([], {}),
+    "velora_config": ({},),
+    "monteclora_config": ({},),
+    "kasa_config": ({},),
+    "arrow_config": ({},),
+    "megatron_config": ({},),
+}
 # Initial values that change the base: PEFT saves the adapter for the changed base unless it is
 # asked to convert it.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Types of the settings that are read here: a damaged file would fail later, without its name.
 _TYPES: dict[str, Any] = {
     "r": int,
     "lora_alpha": (int, float),
@@ -72,8 +77,10 @@ class PretrainedAdapter:
 
 
 def read_adapter(folder: Path) -> PretrainedAdapter:
-    """Read an adapter's configuration and its tensors' names and shapes. Raises UserError if it
-    cannot be trained.
+    """Read an adapter's configuration and its tensors' names and shapes.
+
+    Raises:
+        UserError: it cannot be trained.
     """
     config = read_config(folder)
     if config.get("bias") not in (None, "none"):
@@ -94,15 +101,18 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
 
 
 def token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read trainable_token_indices. Raises UserError unless embedding and head have the same, in
-    ascending order.
+    """Read trainable_token_indices.
+
+    Raises:
+        UserError: embedding and head have different ones, or they are not in ascending order.
     """
     indices = config.get("trainable_token_indices") or []
+    # PEFT takes one list for the embedding, or a list for each module by its name.
     ids, *others = list(indices.values()) if isinstance(indices, dict) else [indices]
     if any(other != ids for other in others) or ids != sorted({*ids}):
         raise UserError(
-            f"--adapter {folder} has trainable_token_indices {indices}: not one list "
-            "in ascending order."
+            f"--adapter {folder} has trainable_token_indices {indices}: not one list in ascending "
+            "order."
         )
     return tuple(ids)
 
@@ -110,27 +120,27 @@ def token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 def tensor_differences(
     actual: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """The differences between an adapter's tensors (name -> shape) and those of a model's adapter,
-    a line for each.
+    """Compare an adapter's tensors (name -> shape) with those of a model's adapter.
+
+    Returns a line for each kind of difference.
     """
-    # PEFT's, for a grown vocabulary
-    twice = re.compile(r"\.(modules_to_save|original_module|token_adapter)\.")
-    differences = {
-        "it lacks": [name for name in expected if name not in actual],
-        "this model's adapter has no": [
-            name for name in actual if name not in expected and not twice.search(name)
-        ],
-        "": [
-            f"{name} is {list(actual[name])} and must be {list(shape)}"
-            for name, shape in expected.items()
-            if name in actual and tuple(actual[name]) != tuple(shape)
-        ],
-    }
-    return [
-        f"{problem} {_first_names(names)}".strip()
-        for problem, names in differences.items()
-        if names
+    # PEFT saves the embeddings of a grown vocabulary once more under such names.
+    duplicates = re.compile(r"\.(modules_to_save|original_module|token_adapter)\.")
+    missing = [name for name in expected if name not in actual]
+    unknown = [name for name in actual if name not in expected and not duplicates.search(name)]
+    wrong = [
+        f"{name} is {list(actual[name])} and must be {list(shape)}"
+        for name, shape in expected.items()
+        if name in actual and tuple(actual[name]) != tuple(shape)
     ]
+    lines: list[str] = []
+    if missing:
+        lines.append(f"it lacks {_first_names(missing)}")
+    if unknown:
+        lines.append(f"this model's adapter has no {_first_names(unknown)}")
+    if wrong:
+        lines.append(_first_names(wrong))
+    return lines
 
 
 def _first_names(names: Sequence[str]) -> str:
@@ -139,11 +149,14 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json. Raises UserError if it is missing, damaged, not for LoRA, or not
-    supported.
+    """Read adapter_config.json.
+
+    Raises:
+        UserError: it is missing, damaged, not for LoRA, or not supported.
     """
     if not (folder / CONFIG).is_file():
         raise UserError(f"--adapter {folder}: {_explain_folder(folder)}")
+    # A pipe under the name of a file would make the reader wait for ever.
     refuse_pipes(folder, "--adapter")
     config = _read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
@@ -160,9 +173,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(
                 f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file."
             )
+    # 8 is PEFT's default of both.
     sizes = {name: config.get(name, 8) for name in ("r", "lora_alpha")}
-    sizes |= (config.get("rank_pattern") or {}) | (config.get("alpha_pattern") or {})
+    sizes |= config.get("rank_pattern") or {}
+    sizes |= config.get("alpha_pattern") or {}
     for name, value in sizes.items():
+        # JSON as Python reads it may hold NaN and Infinity; NaN fails every comparison.
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(
                 f"--adapter {folder}: {CONFIG} has {value!r} for {name}. Restore the file."
@@ -171,8 +187,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
         raise UserError(
             f"--adapter {folder} was made with init_lora_weights {init}, so it belongs to a base "
-            "that was changed. "
-            "Save it for the original one: PEFT's save_pretrained(..., "
+            "that was changed. Save it for the original one: PEFT's save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)."
         )
     return config
@@ -188,11 +203,9 @@ def weights_file(folder: Path) -> Path:
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = path.with_suffix(".bin").is_file()
-        advice = (
-            ("Save it with PEFT as safetensors: pickled files can run code.")
-            if pickled
-            else "Restore the file."
-        )
+        advice = "Restore the file."
+        if pickled:
+            advice = "Save it with PEFT as safetensors: pickled files can run code."
         raise UserError(f"--adapter {folder} has no {WEIGHTS}. {advice}")
     return path
 
@@ -224,15 +237,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """(Plain name of each tensor -> name in the file, plain name -> shape). Raises UserError if the
-    file is damaged.
+    """(Plain name of each tensor -> name in the file, plain name -> shape).
+
+    Raises:
+        UserError: the file is damaged.
     """
     try:
+        # NumPy as the framework, since importing torch takes seconds; get_slice reads no values.
         with safe_open(path, framework="numpy") as file:
             names = {_plain(name): name for name in file.keys()}  # noqa: SIM118
-            return names, {
+            shapes = {
                 plain: tuple(file.get_slice(name).get_shape()) for plain, name in names.items()
             }
+            return names, shapes
     except (OSError, SafetensorError) as error:
         raise UserError(f"--adapter: {path} is damaged ({error}). Restore the file.") from error
 
@@ -253,8 +270,10 @@ def _options(
         "use_rslora": bool(config.get("use_rslora")),
         "rank_pattern": _pattern(config.get("rank_pattern")),
         "alpha_pattern": _pattern(config.get("alpha_pattern")),
+        # The values come from the file, so that no special initial values are computed.
         "init_lora_weights": "true",
         "lora_target_modules": _targets(config, shapes),
+        # Names that end in .weight are linear layers (peft_config.reached_by_weight).
         "lora_target_parameters": tuple(
             name for name in config.get("target_parameters") or () if not name.endswith(".weight")
         ),
@@ -267,10 +286,12 @@ def _pattern(pattern: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The adapted layers, as the configuration names them, or as whole paths if other settings
-    restrict the names.
+    """The adapted layers as the configuration names them.
+
+    Whole paths, read from the tensors' names, if other settings restrict those names.
     """
     targets = config.get("target_modules")
+    # Shared experts, which `peft_config` lists as parameters.
     by_weight = [
         name.removesuffix(".weight")
         for name in config.get("target_parameters") or ()
@@ -284,6 +305,8 @@ def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str,
     if isinstance(targets, str) and not by_weight and not is_restricted:
         return (targets,)
     ends = ".lora_A.weight"
+    # Adapters of 3-D parameters are named by target_parameters. PEFT nests several of one module
+    # in each other as base_layer.
     inside = {name for name in shapes if ".base_layer." in name or ".experts." in name}
     return tuple(
         name.removeprefix(PREFIX).removesuffix(ends)

@@ -25,15 +25,18 @@ _PIECE = 2**12  # rows added up at a time
 
 
 class NewTokens(NamedTuple):
-    """Tokens whose rows train. ids: ascending. starts: of each the tokens from the mean of whose
-    rows it starts.
+    """Tokens whose rows train.
+
+    ids: ascending. starts: for each of them the tokens whose rows' mean is its first value.
     """
 
     ids: tuple[int, ...]
     starts: tuple[Sequence[int], ...] = ()
 
     def grow(self, config: PretrainedConfig) -> None:
-        """Let a configuration's vocabulary have all of them; a base often has rows to spare."""
+        """Enlarge a configuration's vocabulary so that it contains all of them."""
+        # A base often has more rows than its tokenizer has tokens: then nothing changes. Models
+        # for images have the size in the configuration of the text model, or in both.
         for part in (config, config.get_text_config()):
             if hasattr(part, "vocab_size"):
                 part.vocab_size = max(part.vocab_size, self.ids[-1] + 1)
@@ -44,22 +47,35 @@ def add_tokens(
 ) -> tuple[Any, NewTokens]:
     """A copy of the tokenizer that has these tokens, and their ids.
 
-    words: each a token, or "token: description", from whose tokens its row starts; others start
-    from all. Without a tokenizer, in a plan, they follow the `num_rows` of the embedding.
+    words: each a token, or "token: description". A row starts from the mean of the description's
+    tokens; without a description, from the token's own row if there is one, else from the mean of
+    all. Without a tokenizer, in a plan, the tokens follow the `num_rows` of the embedding.
     """
     if known is None:
         return None, NewTokens(tuple(range(num_rows, num_rows + len(words))))
     tokenizer = copy.deepcopy(known)
+    # Either may be larger: embeddings are padded, and tokenizers have tokens without a row.
     rows = range(min(len(known), num_rows))
-    described = {
-        token: description for token, _, description in (word.partition(": ") for word in words)
-    }
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in described])
+    descriptions: dict[str, str] = {}
+    for word in words:
+        token, _, description = word.partition(": ")
+        descriptions[token] = description
+    # normalized=False: the token is found as it was written, before a normalizer changes the text.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in descriptions])
     starts: dict[int, Sequence[int]] = {}
-    for token, description in described.items():
+    for token, description in descriptions.items():
         index = tokenizer.convert_tokens_to_ids(token)
-        named = tuple(known.encode(description, add_special_tokens=False)) if description else ()
-        starts[index] = named or ((index,) if index in rows else rows)
+        # by the tokenizer without the new tokens, which have no rows to start from
+        described_by: Sequence[int] = ()
+        if description:
+            described_by = tuple(known.encode(description, add_special_tokens=False))
+        if described_by:
+            starts[index] = described_by
+        elif index in rows:
+            starts[index] = (index,)
+        else:
+            starts[index] = rows
+    # Ascending, so that `among` can find a range of tokens by bisection.
     ids = tuple(sorted(starts))
     return tokenizer, NewTokens(ids, tuple(starts[index] for index in ids))
 
@@ -85,31 +101,28 @@ class TokenRows(nn.Module):
 
     @torch.no_grad()
     def write_into(self, weight: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Copy the rows to their places in frozen ones, which are those from `first` on, and return
-        these.
-        """
-        own = self.among(first, len(weight))
-        return weight.index_copy_(
-            0, self.indices[own] - first, self.trainable_tokens_delta[own].to(weight.dtype)
-        )
+        """Copy the rows to their places in `weight`, which begins with token `first`; return it."""
+        inside = self.among(first, len(weight))
+        rows = self.trainable_tokens_delta[inside].to(weight.dtype)
+        return weight.index_copy_(0, self.indices[inside] - first, rows)
 
 
 def with_token_rows(model: nn.Module) -> dict[str, tuple[Any, TokenRows]]:
-    """Path -> the embedding, or a head that does not share its weight,
-    and its rows of new tokens.
-    """
-    modules = (
-        (path, module, module._modules.get("token_adapter"))
-        for path, module in model.named_modules()
-    )
-    return {path: (module, rows) for path, module, rows in modules if isinstance(rows, TokenRows)}
+    """Path -> the embedding, or a head that does not share its weight, and its new rows."""
+    found: dict[str, tuple[Any, TokenRows]] = {}
+    for path, module in model.named_modules():
+        rows = module._modules.get("token_adapter")
+        if isinstance(rows, TokenRows):
+            found[path] = (module, rows)
+    return found
 
 
 def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool) -> None:
-    """Add rows (fp32, meta device) to a model's embedding and head. Raises UserError if these use
-    more than rows.
+    """Add rows (fp32, meta device) to a model's embedding and head.
 
     looks_up: whether the embedding is a plain one.
+    Raises:
+        UserError: the embedding or the head computes more than a lookup or a product.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -119,45 +132,56 @@ def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool)
             f"--add_tokens: embedding and head of {name} do more than with rows. Use "
             "--modules_to_save."
         )
-    for module in [embedding] if has_tied_embeddings(model) else [embedding, head]:
+    # A tied head uses the embedding's rows, as it uses its weight.
+    modules = [embedding] if has_tied_embeddings(model) else [embedding, head]
+    for module in modules:
         rows = torch.empty(len(tokens.ids), module.weight.shape[1], device="meta")
         module.token_adapter = TokenRows(tokens, rows)
 
 
 def attach_token_rows(model: PreTrainedModel) -> None:
-    """Let a model compute with its rows of new tokens. Before it is sharded, since hooks of sharded
-    modules follow.
+    """Make a model compute with its rows of new tokens.
+
+    Call it before the model is sharded: hooks run in the order in which they are registered.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    rows, own = (getattr(module, "token_adapter", None) for module in (embedding, head))
+    rows = getattr(embedding, "token_adapter", None)
     if rows is None:
         return
-    of_head = own or rows
+    # A tied head has none of its own.
+    head_rows = getattr(head, "token_adapter", None) or rows
+    # the ids of the call that is under way, from the hook before it to the hook behind it
     tokens = list[torch.Tensor]()
 
     def insert(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         ids = tokens.pop()
         frozen = module._parameters["weight"]
+        # the index in `rows` of each new token; any index for other tokens, which `where` drops
         places = torch.searchsorted(rows.indices, ids).clamp_(max=len(rows.indices) - 1)
+        # The module's own forward with the new rows as its weight, since it may scale them
+        # (gemma3). Called directly: its hooks would run again.
         module._parameters["weight"] = rows.trainable_tokens_delta.to(output.dtype)
-        found = module.forward(places)  # which may scale them
+        new_output = module.forward(places)
         module._parameters["weight"] = frozen
-        return torch.where((rows.indices[places] == ids)[..., None], found, output)
+        return torch.where((rows.indices[places] == ids)[..., None], new_output, output)
 
     def multiply(
         module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
         if hasattr(module, "vocab_shard") and not torch.is_grad_enabled():
             return output  # vocabulary.SharedHead has put them into its own
-        computed = F.linear(args[0], of_head.trainable_tokens_delta.to(args[0].dtype))
-        return output.index_copy(-1, of_head.indices, computed.to(output.dtype))
+        logits = F.linear(args[0], head_rows.trainable_tokens_delta.to(args[0].dtype))
+        return output.index_copy(-1, head_rows.indices, logits.to(output.dtype))
 
-    embedding.padding_idx = None  # the row without a gradient, which no frozen one has
-    # Lookup renumbers them
+    # nn.Embedding gives the row of padding_idx no gradient. Frozen rows have none anyway, and among
+    # the new rows the index would mean another token.
+    embedding.padding_idx = None
+    # First of all hooks, since `Lookup` of a shared vocabulary renumbers the ids.
     embedding.register_forward_pre_hook(lambda _, args: tokens.append(args[0]), prepend=True)
     embedding.register_forward_hook(insert)
-    vars(head)["new_rows"] = of_head  # no child of the head, if it is the embedding's
+    # Past nn.Module's registration: as a child of a tied head they would be counted twice.
+    vars(head)["new_rows"] = head_rows
     head.register_forward_hook(multiply)
 
 
@@ -168,16 +192,22 @@ def start_token_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     Collective.
     """
     for module, rows in with_token_rows(model).values():
-        (first, last) = own_rows(module.weight, mesh)
+        first, last = own_rows(module.weight, mesh)
         local = local_part(module.weight)
+        # This rank's part of each mean, which covers only the rows that it keeps. Many tokens start
+        # from the same rows, whose sum is computed once.
         means: dict[Sequence[int], torch.Tensor] = {}
         for start in set(rows.tokens.starts):
             ids = torch.tensor(start)
-            parts = (ids[(first <= ids) & (ids < last)] - first).to(local.device).split(_PIECE)
-            means[start] = torch.stack(
-                [local[part].sum(0, dtype=torch.float64) for part in parts]
-            ).sum(0) / len(ids)
+            own_ids = (ids[(first <= ids) & (ids < last)] - first).to(local.device)
+            # In float64, so that the mean of a whole vocabulary does not depend on how many ranks
+            # add up its parts; in pieces, since indexing copies rows.
+            sums = [local[piece].sum(0, dtype=torch.float64) for piece in own_ids.split(_PIECE)]
+            means[start] = torch.stack(sums).sum(0) / len(ids)
+        # The same on all ranks: `starts` comes from the options.
         if means:
             whole = torch.stack([means[start] for start in rows.tokens.starts]).to(mesh.device_type)
             dist.all_reduce(whole, group=mesh["shard"].get_group())
-            store_rows(delta := rows.trainable_tokens_delta, whole[slice(*own_rows(delta, mesh))])
+            delta = rows.trainable_tokens_delta
+            first_own, last_own = own_rows(delta, mesh)
+            store_rows(delta, whole[first_own:last_own])

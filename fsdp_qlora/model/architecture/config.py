@@ -56,22 +56,19 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     if config.is_encoder_decoder or auto_class(config, trust_remote_code=trust_remote_code) is None:
         raise UserError(
             f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only "
-            "language model. "
-            "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
+            "language model. Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
         )
     if not _has_decoder(config):
         raise UserError(
             f"model_name {name} is of type {config.model_type!r}, whose config.json gives no "
-            "hidden size of a decoder, "
-            "so it cannot be trained here. Give a causal language model (llama, mistral, qwen, "
-            "gemma, phi, ...)."
+            "hidden size of a decoder, so it cannot be trained here. Give a causal language model "
+            "(llama, mistral, qwen, gemma, phi, ...)."
         )
     blocks = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(blocks, int) and blocks > _MAX_BLOCKS:
         raise UserError(
             f"model_name {name}: its config.json has num_hidden_layers {blocks}, and at most "
-            f"{_MAX_BLOCKS} are "
-            "supported. Download it again."
+            f"{_MAX_BLOCKS} are supported. Download it again."
         )
     return config
 
@@ -135,8 +132,8 @@ def one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManager
 def needs_own_code(name: str, folder: Path) -> UserError:
     return UserError(
         f"model_name {name} needs its own Python code ({_own_code(folder)}), which is not run by "
-        "default. Read that "
-        "code; if you trust it, --trust_remote_code true runs it with your permissions."
+        "default. Read that code; if you trust it, --trust_remote_code true runs it with your "
+        "permissions."
     )
 
 
@@ -159,8 +156,7 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
     if not isinstance(settings, dict | None):  # transformers would fail on it
         raise UserError(
             f"model_name {name}: config.json has quantization_config {shown(settings)}, not an "
-            "object. Download it "
-            "again, or give the model with 16- or 32-bit weights."
+            "object. Download it again, or give the model with 16- or 32-bit weights."
         )
     model_type = content.get("model_type")
     has_code = bool(content.get("auto_map"))
@@ -200,6 +196,5 @@ def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
         return indices
     raise UserError(
         f"{model_name}: its config.json does not list the added blocks ({NEW_BLOCKS}: {indices}). "
-        "Create the model "
-        "with fsdp-qlora expand MODEL --out FOLDER."
+        "Create the model with fsdp-qlora expand MODEL --out FOLDER."
     )

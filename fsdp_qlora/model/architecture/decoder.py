@@ -42,8 +42,8 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     lists = [(path, module) for path, module in nested if not path.startswith(outer)]
     if not lists:
         raise UserError(
-            f"{type(model).__name__} has no list of decoder blocks, so it cannot be "
-            "sharded by block."
+            f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by "
+            "block."
         )
     text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
     count = getattr(text, "num_hidden_layers", 0)

@@ -130,8 +130,7 @@ def build_meta_model(
         if wrong:
             raise UserError(
                 f"The {config.model_type} model described by config.json has weights of size "
-                f"{sizes[wrong[0]]}, such "
-                f"as {wrong[0]}. Download it again."
+                f"{sizes[wrong[0]]}, such as {wrong[0]}. Download it again."
             )
         model.tie_weights()
         model.config.use_cache = False

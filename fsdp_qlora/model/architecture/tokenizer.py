@@ -55,8 +55,7 @@ def load_tokenizer(
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"model_name {name}: its tokenizer has no eos_token, so the model could not learn to "
-            "stop. Set eos_token "
-            "in tokenizer_config.json."
+            "stop. Set eos_token in tokenizer_config.json."
         )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"model_name {name}: {folder} has no tokenizer files (tokenizer.json).")
