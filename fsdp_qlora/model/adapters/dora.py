@@ -92,15 +92,15 @@ class _DoraProduct(torch.autograd.Function):
         # x may have been computed again: then its gradient can have its memory.
         del x, dropped
         grad_x = None
-        if ctx.needs_input_grad[0] and factors is None:
-            grad_x = base.multiply_grad(scaled)
-            grad_x.addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
-        elif ctx.needs_input_grad[0]:
-            # x reaches y by W, and by x' through W' - W: only the latter has dropout's factors.
-            through_A = grad_low @ lora_A.to(scaled.dtype)
-            change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
-            grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
-        if grad_x is not None:
+        if ctx.needs_input_grad[0]:
+            if factors is None:
+                grad_x = base.multiply_grad(scaled)
+                grad_x.addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
+            else:
+                # x reaches y by W, and by x' through W' - W: only the latter has dropout's factors.
+                through_A = grad_low @ lora_A.to(scaled.dtype)
+                change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
+                grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
             grad_x = as_before(grad_x, grads[0])
         return grad_x, None, grad_A, grad_B, grad_magnitude, None
 

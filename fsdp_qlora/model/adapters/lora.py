@@ -82,10 +82,8 @@ def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def take_kept(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
     """x, as [N, in], and u, in the backward pass of a product."""
     *kept_x, low = product.kept.take()
-    if kept_x:
-        x = kept_x[0]
-    else:
-        x = output_again(product.source).to(product.base.dtype)
+    # Not kept where the layer before can compute it again.
+    x = kept_x[0] if kept_x else output_again(product.source).to(product.base.dtype)
     return x.flatten(0, -2), low
 
 

@@ -1,13 +1,12 @@
-"""Layers with a convolution and a state, such as Mamba and linear attention, for documents that are
-concatenated.
+"""Layers with a convolution and a state, such as Mamba, for documents that are concatenated.
 
 transformers keeps documents apart if GPU kernels are installed (flash-linear-attention,
 causal-conv1d, mamba-ssm). Otherwise such a layer, and only it, gets the documents as separate rows,
 in batches of about equal length.
 
-Of a document on several ranks each leaves the state of its tokens to the next. Layers go on from a
-state that they find in a cache, since a prompt may be computed in parts: `CarriedState` is that
-cache.
+If a document lies on several ranks, each rank hands the state behind its tokens to the next rank.
+Layers continue from a state that they find in a cache, since a prompt may be computed in parts:
+`CarriedState` is that cache.
 
 Shapes: hidden states [1, T, H] of all documents.
 """
@@ -62,10 +61,10 @@ KERNELS = {
 
 @dataclass
 class CarriedState:
-    """The cache of a layer for a piece of a document: what it takes from the rank before and leaves
-    to the next one.
+    """The cache of a layer for a piece of a document that other ranks have pieces of.
 
-    before, after: whether these have tokens of the document. trains: whether gradients go back.
+    before, after: whether the rank before and the next one have tokens of the document. trains:
+    whether gradients go back.
     initial: memory for the state before the piece, float32; None at a document's start and in
     layers without one. final: the state behind it.
     """
@@ -78,25 +77,28 @@ class CarriedState:
     final: torch.Tensor | None = None
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
-        """None, with which a layer computes one token as it computes several."""
+        """None, so that a layer computes one token in the same way as several."""
 
     def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """The state before the piece, which arrives later: before the convolution of the projected
-        tokens.
-        """
+        """Memory for the state before the piece, which arrives in `update_conv_state`."""
+        # Layers ask for it before they call `update_conv_state`, and read it after that.
         return self.initial
 
     def update_conv_state(
         self, inputs: torch.Tensor, *_: Any, conv_kernel_size: int, **__: Any
     ) -> torch.Tensor:
-        """The convolution's inputs, [1, C, L], behind those before them that it looks back to."""
+        """The convolution's inputs [1, C, L], with the inputs before them that it looks back to."""
+        # A convolution of width K looks back to K - 1 tokens.
         length = conv_kernel_size - 1
         if self.before:
             last = inputs.new_empty(*inputs.shape[:2], length)
             inputs = torch.cat([self.context.take_over(last, trains=self.trains), inputs], dim=-1)
         if self.after:
+            # Zeros stand before a document that is shorter than that, as the layer pads it itself.
             last = F.pad(inputs, (max(length - inputs.shape[-1], 0), 0))[..., -length:]
+            # `Tied` makes the backward pass of what was sent part of that of `inputs`.
             inputs = Tied.apply(inputs, self.context.hand_on(last, trains=self.trains))
+        # Behind the convolution's inputs: the rank before sends both in this order.
         if self.initial is not None:
             self.context.take_over(self.initial, trains=self.trains)
         return inputs
@@ -112,6 +114,7 @@ class CarriedState:
     @property
     def layers(self) -> dict[int, Any]:
         states = {"record_past": True, "conv_states": [None], "recurrent_states": [self.initial]}
+        # the same for each index, since a cache is made for one layer
         return defaultdict(lambda: SimpleNamespace(**states))
 
 
@@ -120,10 +123,9 @@ class ByDocument:
 
     documents: the block's arguments that describe the documents; empty if rows are padded.
     is_needed: whether the layer's own code mixes documents; None until the first batch of several
-    documents, for which
-        the layer runs twice to find out.
+        documents, for which the layer runs twice to find out.
     state_shape: of the layer's state, empty without one; None until its first document on several
-    ranks.
+        ranks.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -142,8 +144,11 @@ class ByDocument:
         lengths = self.documents["document_lengths"]
         has_shared = "places" in self.documents
         is_alone = len(lengths) == 1
+        # One document cannot be mixed with others, and tensors on the meta device have no values
+        # to compare.
         if self.is_needed is None and not (has_shared or is_alone or hidden_states.is_meta):
             self.is_needed = self._mixes_documents(hidden_states, *args, **kwargs)
+        # Documents that share their first tokens are no plain row, which kernels would need.
         if self.is_needed is False and not has_shared:
             return self.layer_forward(hidden_states, *args, **kwargs)
         return self._forward_apart(lengths, hidden_states, *args, **kwargs)
@@ -154,18 +159,23 @@ class ByDocument:
         """The tokens of one of the ranks that share a row."""
         assert "places" not in self.documents, "a state of several documents"
         lengths, before, after = context.pieces(self.documents["document_lengths"])
+        # The row is a piece that the rank before has begun, whole documents, and a piece that the
+        # next rank continues; a single piece may be both, and then counts as the first.
         whole = lengths[before : max(len(lengths) - after, before)]
-        sizes = [lengths[0] * before, sum(whole)]
-        first, inner, last = x.split([*sizes, x.shape[1] - sum(sizes)], dim=1)
+        first_size = lengths[0] if before else 0
+        inner_size = sum(whole)
+        last_size = x.shape[1] - first_size - inner_size
+        first, inner, last = x.split([first_size, inner_size, last_size], dim=1)
+        # Last to first: the next rank waits for the state of the last piece, and this rank may have
+        # to wait for that of the first.
         outputs: list[torch.Tensor] = []
-        if last.shape[1]:  # before the others, since the next rank waits for its state
-            outputs.append(
-                self._forward_piece(CarriedState(context, False, True), last, *args, **kwargs)
-            )
+        if last_size:
+            carried = CarriedState(context, before=False, after=True)
+            outputs.append(self._forward_piece(carried, last, *args, **kwargs))
         if whole:
             outputs.append(self._forward_apart(whole, inner, *args, **kwargs))
         if before:
-            carried = CarriedState(context, True, after and len(lengths) == 1)
+            carried = CarriedState(context, before=True, after=after and len(lengths) == 1)
             outputs.append(self._forward_piece(carried, first, *args, **kwargs))
         return torch.cat(outputs[::-1], dim=1)
 
@@ -175,6 +185,8 @@ class ByDocument:
         """A piece of a document of which the rank before or the next one has others."""
         forward = partial(self.layer_forward, **_without_documents(kwargs))
         if self.state_shape is None:
+            # A rank has to know how large the state is before it receives one. Its own first 64
+            # tokens tell, in a group of its own, which sends nothing.
             with torch.no_grad():
                 alone = CarriedState(ContextGroup(), before=False, after=True)
                 forward(x[:, :64], *args, **_cache_argument(self.layer, alone))
@@ -183,40 +195,46 @@ class ByDocument:
             carried.initial = x.new_empty(self.state_shape, dtype=torch.float32)
         trained = (tensor.requires_grad for tensor in (x, *self.layer.parameters()))
         carried.trains = torch.is_grad_enabled() and any(trained)
-        # A layer may compute a token alone as if it had been generated.
-        padded = F.pad(x, (0, 0, 0, 1)) if x.shape[1] == 1 and not carried.after else x
-        output: torch.Tensor = forward(padded, *args, **_cache_argument(self.layer, carried))[
-            :, : x.shape[1]
-        ]
+        # A layer may compute a token alone as if it had been generated. Padding behind the last
+        # token changes no output, and no rank gets the state.
+        is_single = x.shape[1] == 1 and not carried.after
+        padded = F.pad(x, (0, 0, 0, 1)) if is_single else x
+        padded_output = forward(padded, *args, **_cache_argument(self.layer, carried))
+        output: torch.Tensor = padded_output[:, : x.shape[1]]
         return output if carried.final is None else Tied.apply(output, carried.final)
 
     def _forward_apart(
         self, lengths: list[int], x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        """The layer's output [1, T, H], computed in batches of documents as separate rows."""
         kwargs = _without_documents(kwargs)
         places = self.documents.get("places")
+        # Documents that share their first tokens each get a copy of them.
         tokens = x[0] if places is None else x[0].index_select(0, places)
         grouped = list(groups(lengths))
+        parts = tokens.split([sum(group) for group in grouped])
         outputs: list[torch.Tensor] = []
-        for lengths, part in zip(grouped, tokens.split(list(map(sum, grouped))), strict=True):
-            rows = self.layer_forward(
-                pad_sequence(part.split(lengths), batch_first=True), *args, **kwargs
-            )
+        for group, part in zip(grouped, parts, strict=True):
+            batch = pad_sequence(part.split(group), batch_first=True)
+            rows = self.layer_forward(batch, *args, **kwargs)
             if not isinstance(rows, torch.Tensor):
                 raise NotImplementedError(
                     "a layer that mixes tokens returns more than hidden states"
                 )
-            # The layer is causal, so padding at the end changes no document.
-            sizes = [size for length in lengths for size in (length, max(lengths) - length)]
+            # The layer is causal, so padding at the end changes no document. One split, since the
+            # gradient of each slice would be as large as the whole tensor.
+            sizes: list[int] = []
+            for length in group:
+                sizes += [length, max(group) - length]
             outputs += rows.flatten(0, 1).split(sizes)[::2]
         joined = torch.cat(outputs)
-        return (joined if places is None else joined.index_select(0, self.documents["own_tokens"]))[
-            None
-        ]
+        if places is not None:
+            joined = joined.index_select(0, self.documents["own_tokens"])
+        return joined[None]
 
     @torch.no_grad()
     def _mixes_documents(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        """Whether in the layer's own code a document changes another one, or several are refused.
+        """Whether in the layer's own code documents affect each other, or several are refused.
 
         Raises:
             NotImplementedError: the layer cannot compute documents as separate rows either.
@@ -239,8 +257,10 @@ class ByDocument:
             raise NotImplementedError(
                 f"a layer with a convolution cannot separate documents: {error}"
             ) from error
+        # The largest difference of a token, since it may be only a few that documents change.
         difference = (together.float() - apart).norm(dim=-1).max() / apart.norm(dim=-1).mean()
-        return not difference <= _TOLERANCE[together.dtype]  # True for NaN
+        # `not <=` rather than `>`, so that NaN counts as a difference
+        return not difference <= _TOLERANCE[together.dtype]
 
 
 def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -248,16 +268,14 @@ def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cache_argument(layer: nn.Module, cache: CarriedState) -> dict[str, CarriedState]:
+    # transformers' names of the argument, which differ by model
+    names = ("cache", "cache_params", "past_key_values")
     parameters = inspect.signature(type(layer).forward).parameters
-    return {
-        name: cache for name in ("cache", "cache_params", "past_key_values") if name in parameters
-    }
+    return {name: cache for name in names if name in parameters}
 
 
 def groups(lengths: list[int]) -> Iterator[list[int]]:
-    """Group neighbouring documents of about equal length, so that a padded batch of a group has
-    little padding.
-    """
+    """Group neighbouring documents of about equal length, for batches with little padding."""
     group: list[int] = []
     for length in lengths:
         joined = [*group, length]
@@ -274,19 +292,17 @@ def has_convolution(module: nn.Module) -> bool:
 
 
 def keep_documents_apart(model: PreTrainedModel) -> None:
-    """Replace the forward methods of layers with a convolution over tokens in decoder blocks by
-    `ByDocument`.
-    """
+    """Replace the forward method of the blocks' layers that convolve tokens by `ByDocument`."""
     for block in find_blocks(model):
         layers = []
         for module in block.modules():
-            if (
-                has_convolution(module)
-                and "hidden_states" in inspect.signature(module.forward).parameters
-            ):
+            if not has_convolution(module):
+                continue
+            if "hidden_states" in inspect.signature(module.forward).parameters:
                 module.forward = ByDocument(module)
                 layers.append(module.forward)
-        if layers:  # a hook, since not every block passes its arguments on to them
+        # A hook, since not every block passes its arguments on to such layers.
+        if layers:
             block.register_forward_pre_hook(partial(pass_documents, layers), with_kwargs=True)
 
 
@@ -297,33 +313,35 @@ def pass_documents(
 
     Kernels get it as the argument `seq_idx`, int32 [1, T], the index of each token's document.
     """
-    documents = {
-        name: kwargs[name] for name in _DESCRIPTION & kwargs.keys() if "document_lengths" in kwargs
-    }
+    documents: dict[str, Any] = {}
+    if "document_lengths" in kwargs:
+        documents = {name: kwargs[name] for name in _DESCRIPTION & kwargs.keys()}
     for layer in layers:
         layer.documents = documents
     bounds = documents.get("cu_seq_lens_q")
     if bounds is not None:
-        starts = torch.zeros(
-            sum(documents["document_lengths"]), dtype=torch.int32, device=bounds.device
-        )
+        # The length from the host, and the bounds as they are: no value of the GPU is waited for.
+        num_tokens = sum(documents["document_lengths"])
+        starts = torch.zeros(num_tokens, dtype=torch.int32, device=bounds.device)
         starts[bounds[1:-1].long()] = 1
         kwargs = kwargs | {"seq_idx": starts.cumsum(0, dtype=torch.int32)[None]}
     return args, kwargs
 
 
 def can_continue(layer: nn.Module) -> bool:
-    """Whether a layer's source code goes on from a `CarriedState`, also with several tokens; a
-    probe finds the rest.
-    """
+    """Whether a layer can continue several tokens from a `CarriedState`; a probe finds the rest."""
+    # By the source code, since whether a layer asks a cache for its state depends on its arguments.
+    # `update_conv_state` is the call that exchanges states here. A layer with a recurrent state
+    # also has to start from it, which kernels of linear attention take as `initial_state`;
+    # otherwise the layer uses the state only when it generates a single token.
     source = inspect.getsource(type(layer))
-    return "update_conv_state" in source and (
-        "recurrent_state" not in source or "initial_state" in source
-    )
+    has_recurrent_state = "recurrent_state" in source
+    return "update_conv_state" in source and (not has_recurrent_state or "initial_state" in source)
 
 
 def missing_kernels(model: nn.Module) -> list[str]:
     """The packages that are not installed, whose kernels the layers of a model would use."""
+    # transformers' modules name in a string each package whose kernels they would import.
     mixers = {type(module).__module__ for module in model.modules() if has_convolution(module)}
     source = "".join(inspect.getsource(sys.modules[name]) for name in mixers)
     return [
@@ -335,10 +353,10 @@ def missing_kernels(model: nn.Module) -> list[str]:
 
 def layers_apart(model: nn.Module) -> list[str]:
     """The names of the layers for which `ByDocument` is needed, each name once."""
-    forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
-    needed = [
-        path
-        for path, layer in forwards.items()
-        if isinstance(layer, ByDocument) and layer.is_needed
-    ]
-    return [*dict.fromkeys(path.split(".")[-1] for path in needed)]
+    names: list[str] = []
+    for path, module in model.named_modules():
+        forward = vars(module).get("forward")
+        name = path.split(".")[-1]
+        if isinstance(forward, ByDocument) and forward.is_needed and name not in names:
+            names.append(name)
+    return names
