@@ -1,13 +1,12 @@
-"""Attention: torch's kernel on a GPU, chosen before a run, and attention within documents
-concatenated to a row.
+"""Attention: torch's kernel on a GPU, and attention within documents concatenated to a row.
 
-For documents a model calls functions that are registered with transformers by name, with what
-`data.micro_batch.describe_documents` says; transformers' own function for flash-attn takes that
-too. transformers makes masks only for the names that it has a mask function for, and so none here:
-nothing of size T x T is made, and no value of a GPU tensor is asked for.
+For documents a model calls functions that are registered with transformers by name. They get the
+arguments of `data.batches.micro_batch.describe_documents`, which transformers' own function for
+flash-attn takes, too. transformers makes masks only for names with a mask function, so none here:
+nothing of size T x T is made, and no value of a GPU tensor is waited for.
 
 Shapes: query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] as transformers has them, for H
-heads of queries and G of keys and values; what a kernel here returns is [T, H, V].
+heads of queries and G heads of keys and values. A kernel here returns [T, H, V].
 """
 
 import contextlib
@@ -40,11 +39,12 @@ from fsdp_qlora.model.architecture.shapes import any_layer_has, block_shapes
 REPEATED = "sdpa_repeated"
 FLASH = "flash_attention_2"
 # transformers' name of an implementation -> the name of the one that does the same for documents.
-SDPA, SDPA_REPEATED, VARLEN, EAGER = (
-    f"documents_{name}" for name in ("sdpa", REPEATED, "varlen", "eager")
-)
+SDPA = "documents_sdpa"
+SDPA_REPEATED = f"documents_{REPEATED}"
+VARLEN = "documents_varlen"
+EAGER = "documents_eager"
 _SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, FLASH: FLASH, "eager": EAGER}
-# numbers of a head that flash kernels take; gemma4 has 512 in each sixth block
+# The largest head_dim that flash kernels take; gemma4 has 512 in each sixth block.
 _MOST_OF_FLASH = 256
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
@@ -74,23 +74,27 @@ def find_kernel(
     repeated: bool,
     widest: int | None = None,
 ) -> str:
-    """The kernel that torch chooses for causal rows without a mask: flash, memory-efficient or
-    math.
+    """The kernel that torch chooses for causal rows without a mask.
 
-    Of the kernels of all blocks (with heads of at most `widest` numbers) the one that needs most
-    memory.
+    It is flash, memory-efficient or math. If blocks have several kernels, it is the one that needs
+    the most memory. Blocks with heads of more than `widest` numbers do not count.
     """
-    shapes = [shape for shape in block_shapes(config) if widest is None or shape.head_dim <= widest]
-    sizes = {
-        (shape.heads, shape.heads if repeated else shape.groups, shape.head_dim) for shape in shapes
-    }
-    found = {_kernel_of(*size, dtype, device) for size in sizes}
-    return next((name for name in ("math", "memory-efficient", "flash") if name in found), "math")
+    kernels: set[str] = set()
+    for shape in block_shapes(config):
+        if widest is None or shape.head_dim <= widest:
+            groups = shape.heads if repeated else shape.groups
+            kernels.add(_kernel_of(shape.heads, groups, shape.head_dim, dtype, device))
+    for name in ("math", "memory-efficient", "flash"):
+        if name in kernels:
+            return name
+    return "math"
 
 
 def _kernel_of(
     heads: int, groups: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> str:
+    # torch's own conditions, which look at sizes, dtype and device, not at values. With gradients,
+    # for which kernels take fewer sizes of heads.
     query = torch.empty(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     params = SDPAParams(query, key, key, None, 0.0, True, groups != heads)
@@ -107,11 +111,13 @@ def _sdpa_of_repeated(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA, of query [rows, heads, T, head_dim], key and value [rows, groups, T,
-    head_dim].
+    """transformers' SDPA, with each head of keys and values repeated for its heads of queries.
+
+    Shapes: query [rows, heads, T, head_dim], key and value [rows, groups, T, head_dim].
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    repeats = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(repeats, dim=1)
+    value = value.repeat_interleave(repeats, dim=1)
     # Replaces the module, whose attributes would make transformers repeat the keys again.
     alone = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -129,15 +135,14 @@ def choose(
     """Name the implementation for documents; None if there is none for the model's own.
 
     Args:
-        config: of a model that has been built. requested: the option attn_implementation; with
-        `auto` a kernel for lengths that vary replaces SDPA.
+        config: of a model that has been built.
+        requested: the option attn_implementation; with `auto` a kernel for lengths that vary
+            replaces SDPA.
     """
-    own = config._attn_implementation
-    name = _SAME.get(own)
-    replaces = (
-        requested == "auto" and device.type == "cuda" and name in (SDPA, SDPA_REPEATED, FLASH)
-    )
-    # Torch's kernel has neither.
+    name = _SAME.get(config._attn_implementation)
+    can_replace = name in (SDPA, SDPA_REPEATED, FLASH)
+    replaces = requested == "auto" and device.type == "cuda" and can_replace
+    # torch's kernel for lengths that vary has neither a soft cap nor dropout.
     if replaces and not any_layer_has(config, "attn_logit_softcapping", "attention_dropout"):
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
         takes_heads = all(shape.head_dim % 8 == 0 for shape in block_shapes(config))
@@ -147,53 +152,54 @@ def choose(
 
 
 def can_share(implementation: str | None) -> bool:
-    """Whether tokens with which two documents begin can be computed once for both, all but their
-    attention.
+    """Whether the first tokens that documents have in common can be computed once for all.
+
+    Only attention is then computed for each document.
     """
     return implementation in _KERNELS
 
 
 def packing_blocker(model: PreTrainedModel) -> str | None:
-    """The reason why documents cannot lie in one row, by a model's structure; None if none is
-    known.
+    """The reason in a model's structure why documents cannot share a row; None if unknown.
 
-    The rest is found by a probe (training/probes.py). Models that flash-attn can compute get
-    everything that a mask would say, such as sliding windows, as arguments of the attention
-    function.
+    A probe finds the rest (training/probes.py).
     """
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any or "position_ids" not in parameters:
         return "it takes no positions"
-    # Hybrids leave out the flag of the first, which is about serving; their other layers are not
-    # attention.
-    replaceable = getattr(model, "_supports_attention_backend", False) or any(
-        map(_looks_up, model.modules())
-    )
-    # A model for images may deny it for its masks of them alone, of which text has none.
-    is_told = getattr(model.get_decoder(), "_supports_flash_attn", False)
-    return None if replaceable and is_told else "its attention cannot be replaced"
+    # Hybrids do not set transformers' flag, which is about serving, since their other layers are
+    # not attention. So their modules are searched.
+    is_replaceable = getattr(model, "_supports_attention_backend", False)
+    is_replaceable = is_replaceable or any(map(_looks_up, model.modules()))
+    # A model that flash-attn can compute passes everything that a mask would say, such as sliding
+    # windows, as arguments of the attention function. The decoder is asked: a model for images may
+    # deny it only for masks of images, which text does not have.
+    passes_arguments = getattr(model.get_decoder(), "_supports_flash_attn", False)
+    return None if is_replaceable and passes_arguments else "its attention cannot be replaced"
 
 
 def _looks_up(module: nn.Module) -> bool:
     """Whether a module takes its attention function by name from transformers' table."""
+    # `co_names` are the global names that a function's bytecode reads.
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 @contextlib.contextmanager
 def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
-    """In this block the model computes attention by another implementation; None changes nothing.
+    """Let the model compute attention by another implementation in this block.
 
-    Outside of it a caller's padded rows and caches of keys and values have the model's own, which
-    takes masks.
+    None changes nothing. Outside of the block, padded rows and caches of keys and values use the
+    model's own implementation, which takes masks.
     """
-    own = model.config._attn_implementation
-    model.config._attn_implementation = implementation or own
+    # The modules read the name from the configuration in each forward pass.
+    before = model.config._attn_implementation
+    model.config._attn_implementation = implementation or before
     try:
         yield
     finally:
-        model.config._attn_implementation = own
+        model.config._attn_implementation = before
 
 
 def describe_kernel(
@@ -204,28 +210,27 @@ def describe_kernel(
     Args:
         implementation: from `choose`, None for padded rows.
     """
-    own = config._attn_implementation
     if implementation in (VARLEN, FLASH):
-        return (
-            f"Attention: {'torch' if implementation == VARLEN else 'flash-attn'}'s flash kernel "
-            "for rows of any lengths"
-        )
-    if device.type != "cuda" or own not in ("sdpa", REPEATED):
+        library = "torch" if implementation == VARLEN else "flash-attn"
+        return f"Attention: {library}'s flash kernel for rows of any lengths"
+    name = config._attn_implementation
+    if device.type != "cuda" or name not in ("sdpa", REPEATED):
         return None
-    kernel = find_kernel(config, dtype, device, repeated=own == REPEATED)
-    repeated = ", keys and values repeated for each head" if own == REPEATED else ""
-    return (
-        f"Attention: torch's {kernel} "
-        f"kernel{repeated}{', a row at a time' if implementation else ''}"
-    )
+    kernel = find_kernel(config, dtype, device, repeated=name == REPEATED)
+    text = f"Attention: torch's {kernel} kernel"
+    if name == REPEATED:
+        text += ", keys and values repeated for each head"
+    if implementation:
+        text += ", a row at a time"
+    return text
 
 
 class Call(NamedTuple):
     """Arguments of an attention function from the model, and from `describe_documents`.
 
-    ends: int32 [documents + 1]. lengths: of the documents. window: tokens that a token sees, itself
-    included, None for all before it. softcap: of the scores. sinks: a score for each head that
-    takes attention from all tokens.
+    ends: int32 [documents + 1], the first is 0. lengths: of the documents, on the host. window:
+    tokens that a token sees, itself included, None for all before it. softcap: of the scores.
+    sinks: a score for each head that takes attention from all tokens (gpt_oss).
     """
 
     ends: torch.Tensor
@@ -248,35 +253,43 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: None,
-    **told: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """A kernel as transformers calls it."""
-    if "document_lengths" not in told:
+    # Without them the kernel would compute the row as one document, and nobody would notice.
+    if "document_lengths" not in arguments:
         raise NotImplementedError("the model does not pass on where documents begin")
-    longest = max(told["document_lengths"])
-    window = told.get("sliding_window")
-    places = told.get("places")
-    sinks = told.get("s_aux")
-    context: ContextGroup | None = told.get("context_group")
+    longest = max(arguments["document_lengths"])
+    window = arguments.get("sliding_window")
+    places = arguments.get("places")
+    sinks = arguments.get("s_aux")
+    context: ContextGroup | None = arguments.get("context_group")
+    # With context parallelism a rank has some tokens of all heads before this, and all tokens of
+    # some heads after it. All ranks of the group come here in each block, so in the same order.
     if context:
         query, key, value = context.to_heads(query, key, value)
         sinks = None if sinks is None else sinks[context.own(len(sinks))]
     call = Call(
-        ends=told["cu_seq_lens_q" if places is None else "document_ends"],
+        ends=arguments["cu_seq_lens_q" if places is None else "document_ends"],
         longest=longest,
-        lengths=told["document_lengths"],
-        scaling=told.get("scaling"),
-        dropout=told.get("dropout", 0.0),
+        lengths=arguments["document_lengths"],
+        scaling=arguments.get("scaling"),
+        dropout=arguments.get("dropout", 0.0),
+        # a window that hides nothing would need a mask
         window=window if window and window < longest else None,
-        softcap=told.get("softcap"),
+        softcap=arguments.get("softcap"),
         sinks=sinks,
     )
     if places is None:
-        found = kernel(query, key, value, call)
-    else:  # kernels know no trees, so here documents have the tokens that they share each
+        output = kernel(query, key, value, call)
+    else:
+        # Documents may share their first tokens, as the branches of a tree. Kernels take only
+        # separate documents, so each document gets a copy of the shared tokens.
         query, key, value = (tensor.index_select(2, places) for tensor in (query, key, value))
-        found = kernel(query, key, value, call).index_select(0, told["own_tokens"])
-    return (context.to_tokens(found) if context else found)[None], None
+        output = kernel(query, key, value, call).index_select(0, arguments["own_tokens"])
+    if context:
+        output = context.to_tokens(output)
+    return output[None], None
 
 
 # --- documents of any lengths ---
@@ -285,28 +298,40 @@ def _attention(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """torch's flash kernel; 16 bits, Ampere and newer. SDPA for the blocks whose heads are too wide
-    for it.
-    """
+    """torch's flash kernel (16 bits, Ampere and newer), or SDPA for heads that are too wide."""
     if query.shape[-1] > _MOST_OF_FLASH and not query.is_meta:
         return _sdpa(query, key, value, call, repeat=True)
+    # autocast does not know this operator, and the kernel takes one 16-bit dtype: cast here.
     kind = autocast_kind(query)
-    missing = query.shape[-1] - value.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    padded = F.pad(value, (0, missing)) if missing else value  # V is filled up to D
-    # [T, H, D]
+    # The kernel wants values as wide as queries: zeros fill V up to D (deepseek).
+    missing = query.shape[-1] - value.shape[-1]
+    padded = F.pad(value, (0, missing)) if missing else value
+    # [1, H, T, D] -> [T, H, D]
     query, key, padded = (
         tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, padded)
     )
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not _TAKES_GROUPS:
-        key, padded = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, padded))
-    places = (call.ends, call.ends, call.longest, call.longest)
-    # tokens to the left and right; -1 for all
+    repeats = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {}
+    if _TAKES_GROUPS:
+        options["enable_gqa"] = repeats > 1
+    elif repeats > 1:
+        key = key.repeat_interleave(repeats, dim=1)
+        padded = padded.repeat_interleave(repeats, dim=1)
+    # Numbers of tokens to the left and to the right of a token that it sees; -1 for all.
     sides = (call.window - 1, 0) if call.window else (-1, 0)
-    options: dict[str, Any] = {"enable_gqa": groups > 1} if _TAKES_GROUPS else {}
     result = varlen_attn(
-        query, key, padded, *places, scale=call.scaling, window_size=sides, **options
+        query,
+        key,
+        padded,
+        # bounds and longest length of the queries' documents, then of the keys'
+        call.ends,
+        call.ends,
+        call.longest,
+        call.longest,
+        scale=call.scaling,
+        window_size=sides,
+        **options,
     )
     assert isinstance(result, torch.Tensor)
     return result[..., : value.shape[-1]]
@@ -322,49 +347,52 @@ def _each(
     value: torch.Tensor,
     call: Call,
 ) -> torch.Tensor:
-    """Call attend(query, key, value) -> [N, H, L, V] for each run of N neighbours of L
-    tokens each.
+    """Call attend(query, key, value) -> [N, H, L, V] for each run of N neighbours of equal length.
+
+    L is that length.
     """
+    # (number of documents, their length) of each run
     runs = [(len(list(group)), length) for length, group in itertools.groupby(call.lengths)]
     if len(runs) == 1:
-        apart = (
-            tensor.view(tensor.shape[1], *runs[0], tensor.shape[3])
+        # [1, H, T, D] -> [H, N, L, D] -> [N, H, L, D]: views, so nothing is copied
+        views = [
+            tensor.view(tensor.shape[1], *runs[0], tensor.shape[3]).transpose(0, 1)
             for tensor in (query, key, value)
-        )
-        return attend(*(tensor.transpose(0, 1) for tensor in apart)).transpose(1, 2).flatten(0, 1)
+        ]
+        return attend(*views).transpose(1, 2).flatten(0, 1)
     sizes = [count * length for count, length in runs]
-    # The gradient of `tensor[0]`, or of a part of it, would be copied into zeros as large as the
-    # whole tensor.
+    # One split of all: the gradient of `tensor[0]`, or of a part of it, would be copied into zeros
+    # as large as the whole tensor.
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    split = [tensor.split(sizes) for tensor in rows]
-    found = [
-        attend(*(tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors))
-        .transpose(1, 2)
-        .flatten(0, 1)
-        for run, *tensors in zip(runs, *split, strict=True)
-    ]
-    return torch.cat(found)
+    parts = [tensor.split(sizes) for tensor in rows]
+    outputs: list[torch.Tensor] = []
+    for run, *tensors in zip(runs, *parts, strict=True):
+        # [N * L, H, D] -> [N, H, L, D], and back
+        views = [tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors]
+        outputs.append(attend(*views).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def _sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, *, repeat: bool = False
 ) -> torch.Tensor:
-    """torch's SDPA. repeat: give each head of queries keys and values of its own, see
-    `choose_sdpa`.
+    """torch's SDPA.
+
+    repeat: give each head of queries keys and values of its own, see `choose_sdpa`.
     """
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         length = query.shape[2]
-        groups = query.shape[1] // key.shape[1]
-        mask = (
-            _visible(length, call.window, query.device)
-            if call.window and call.window < length
-            else None
-        )
+        repeats = query.shape[1] // key.shape[1]
+        mask = None
+        # A document within the window needs no mask, which the flash kernel does not take.
+        if call.window and call.window < length:
+            mask = _visible(length, call.window, query.device)
         # Kernels that take a mask take no groups of heads.
-        repeats = groups > 1 and (repeat or mask is not None)
-        if repeats:
-            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        must_repeat = repeats > 1 and (repeat or mask is not None)
+        if must_repeat:
+            key = key.repeat_interleave(repeats, dim=1)
+            value = value.repeat_interleave(repeats, dim=1)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -373,27 +401,30 @@ def _sdpa(
             call.dropout,
             is_causal=mask is None,
             scale=call.scaling,
-            enable_gqa=groups > 1 and not repeats,
+            enable_gqa=repeats > 1 and not must_repeat,
         )
 
     return _each(attend, query, key, value, call)
 
 
 def _eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """Scores, soft cap, mask, and softmax in float32, as the eager functions of transformers'
-    models.
-    """
+    """Scores, soft cap, mask, and softmax in float32, as transformers' eager functions."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         count, heads, length, size = query.shape
-        key, value = (
-            tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value)
-        )
-        scores = query @ key.mT * (size**-0.5 if call.scaling is None else call.scaling)
+        repeats = heads // key.shape[1]
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+        scaling = size**-0.5 if call.scaling is None else call.scaling
+        # [N, H, L, L]
+        scores = query @ key.mT * scaling
+        # before the mask, whose values it would change
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         hidden = ~_visible(length, call.window, query.device)
+        # The smallest number, as in transformers: softmax of a row of -inf would be NaN.
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        # A sink is one more column, which takes its share of the softmax and has no value.
         if call.sinks is not None:
             sinks = call.sinks.view(1, -1, 1, 1).expand(count, -1, length, 1)
             scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
@@ -404,7 +435,7 @@ def _eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [length, length]: whether the token of a row sees that of a column."""
+    """bool [length, length]: whether the row's token sees the column's token."""
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return visible.triu(1 - window) if window else visible
 

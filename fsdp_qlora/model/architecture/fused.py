@@ -1,5 +1,4 @@
-"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one
-function.
+"""RMS norms (Zhang and Sennrich 2019) and gated MLPs (Shazeer 2020), each by one function.
 
 A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate
 is down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (chunking.py).
@@ -38,21 +37,24 @@ def output_source(x: torch.Tensor) -> Any:
 
 
 def output_again(node: Any) -> torch.Tensor:
-    """The output of a node that `output_source` found, without gradient. Before the node's own
-    backward pass.
+    """The output of a node that `output_source` found, without gradient.
+
+    Call it before the node's own backward pass, which frees what the output is computed from.
     """
     output: torch.Tensor = node.output_again(node)
     return output
 
 
 class InputsOnlyFunction(torch.autograd.Function):
-    """y = function(x), differentiable in x alone. However often y is asked for again, it is
-    computed once.
+    """y = function(x), differentiable in x alone.
+
+    However often y is asked for again, it is computed once.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
         ctx.gives_output = True
+        # The node is an argument: if the function referred to ctx, the two would hold each other.
         ctx.output_again = lambda node: _once(node)[1].detach()
         ctx.function = function
         ctx.again = None
@@ -63,6 +65,7 @@ class InputsOnlyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, y = _once(ctx)
+        # Autograd frees saved tensors after this, but not attributes.
         ctx.again = None
         return torch.autograd.grad(y, x, grads)[0], None
 
@@ -96,6 +99,7 @@ def _gated_gradients(
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a * b in a's memory."""
+    # In place the result would have a's dtype; of two dtypes it has the wider one.
     return a.mul_(b) if a.dtype == b.dtype else a * b
 
 
@@ -103,8 +107,8 @@ class Gated(torch.autograd.Function):
     """activation(gate) * up, of which gate and up are kept.
 
     Args:
-        activation: returns a new tensor. inputs_only: let the next function ask for the output, and
-        not keep it.
+        activation: returns a new tensor, which is overwritten.
+        inputs_only: let the next function ask for the output, and not keep it.
     """
 
     @staticmethod
@@ -124,18 +128,23 @@ class Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if gate.numel() <= PIECE:
             return *_gated_gradients(ctx.activation, grad, gate, up), None, None
-        # In the memory of gate and up, which were made for their product alone.
+        # The gradients overwrite gate and up, which were made for their product alone. Detached,
+        # since autograd refuses to change saved tensors in place.
         gate = gate.detach()
         up = up.detach()
-        rows = max(1, PIECE // gate.shape[-1])
-        pieces = (
-            tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up)
+        width = gate.shape[-1]
+        rows = max(1, PIECE // width)
+        pieces = zip(
+            grad.contiguous().view(-1, width).split(rows),
+            gate.view(-1, width).split(rows),
+            up.view(-1, width).split(rows),
+            strict=True,
         )
-        for piece in zip(*pieces, strict=True):
-            for place, gradient in zip(
-                piece[1:], _gated_gradients(ctx.activation, *piece), strict=True
-            ):
-                place.copy_(gradient)
+        for grad_piece, gate_piece, up_piece in pieces:
+            # Both gradients are computed before either input is overwritten.
+            gradients = _gated_gradients(ctx.activation, grad_piece, gate_piece, up_piece)
+            gate_piece.copy_(gradients[0])
+            up_piece.copy_(gradients[1])
         return gate, up, None, None
 
 
@@ -147,20 +156,21 @@ def fuse_modules(model: nn.Module) -> None:
 
     Names and parameters stay.
     """
+    # A list, since modules are replaced in the loop.
     for path, module in list(model.named_modules()):
-        replaced = as_rms_norm(module) or as_gated_mlp(module) or as_own_mlp(module)
-        if isinstance(replaced, Mlp):
-            replaced.inner = max(linear.out_features for linear in _linears_alone(module).values())
-        if replaced is not None:
-            model.set_submodule(path, replaced)
+        replacement = as_rms_norm(module) or as_gated_mlp(module) or as_own_mlp(module)
+        if isinstance(replacement, Mlp):
+            linears = _linears_alone(module).values()
+            replacement.inner = max(linear.out_features for linear in linears)
+        if replacement is not None:
+            model.set_submodule(path, replacement)
 
 
 def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
-    """Let a block keep less for its backward pass: norms and products of gates are computed again
-    there.
+    """Choose whether a block keeps less: norms and products of gates are then computed again.
 
-    Without it long rows are computed in pieces, which a block with activation checkpointing does
-    not take longer for.
+    Otherwise long rows are computed in pieces, which takes no longer in a block with activation
+    checkpointing.
     """
     for module in block.modules():
         if isinstance(module, RmsNorm | Mlp):
@@ -169,9 +179,8 @@ def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
 
 def describe_fused(model: nn.Module) -> str:
     """Describe for the log how norms and gates are computed."""
-    norms, mlps = (
-        sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp)
-    )
+    norms = sum(isinstance(module, RmsNorm) for module in model.modules())
+    mlps = sum(isinstance(module, GatedMlp) for module in model.modules())
     return (
         f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the "
         "model's code"
@@ -179,12 +188,14 @@ def describe_fused(model: nn.Module) -> str:
 
 
 class _MetaRmsNorm(torch.autograd.Function):
-    """Takes the memory of a GPU's kernel, for the plan; torch would take the norm apart, with
-    copies in float32.
+    """Stands for a GPU's kernel on the meta device, with its memory, for the plan.
+
+    There torch would compute the norm in several operators, with copies in float32.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        # The kernel saves its input and a factor per token, in float32.
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
@@ -198,18 +209,26 @@ def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
     return y.to(x.dtype)
 
 
-# Where models round to 16 bits, and how their weight counts: functions of x, the weight and
-# epsilon.
+def _rounded_then_weighted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * _normalized(x, eps)
+
+
+def _weighted_then_rounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.is_meta:
+        return _normalized(x, eps) * weight
+    return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def _weighted_by_one_plus(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return (_normalized(x.float(), eps) * (1 + weight.float())).to(x.dtype)
+
+
+# Where models round to 16 bits, and how their weight counts: llama rounds before it multiplies by
+# the weight, gemma adds 1 to the weight and rounds at the end.
 FORMS: dict[str, Form] = {
-    "rounded, then weighted": lambda x, weight, eps: weight * _normalized(x, eps),
-    "weighted, then rounded": lambda x, weight, eps: (
-        _normalized(x, eps) * weight
-        if x.is_meta
-        else F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
-    ),
-    "weighted by 1 + weight": lambda x, weight, eps: (
-        _normalized(x.float(), eps) * (1 + weight.float())
-    ).to(x.dtype),
+    "rounded, then weighted": _rounded_then_weighted,
+    "weighted, then rounded": _weighted_then_rounded,
+    "weighted by 1 + weight": _weighted_by_one_plus,
 }
 
 
@@ -232,29 +251,27 @@ class RmsNorm(nn.Module):
         weight = self.weight
         eps = self.eps
         if not self.inputs_only or weight.requires_grad or not x.requires_grad:
-            # The gradients of x by its parts are added up before others' are, so that saving less
-            # changes no bit.
+            # `view_as` is a node of its own in autograd's graph: the gradients that x has through
+            # the norm are added up there, before those of other users of x are. It is the order
+            # that `InputsOnlyFunction` has, too, so that saving less changes no bit.
             return form(x.view_as(x), weight, eps)
         y: torch.Tensor = InputsOnlyFunction.apply(x, lambda x: form(x, weight, eps))
         return y
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
-    """Replace a norm by torch's function; None if the module, on the meta device, computes
-    something else.
-    """
+    """A norm with torch's function instead of this module; None if it computes something else."""
     weight = module._parameters.get("weight")
-    if (
-        weight is None
-        or weight.dim() != 1
-        or len([*module.parameters(), *module.buffers(), *module.children()]) != 1
-    ):
+    if weight is None or weight.dim() != 1:
+        return None
+    # A bias, a buffer or a child would be something else than a norm's weight.
+    if len([*module.parameters(), *module.buffers(), *module.children()]) != 1:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
-    for eps in {
-        value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1
-    }:
+    # Models name epsilon differently (eps, variance_epsilon, ...): any small number is tried.
+    numbers = (value for value in vars(module).values() if isinstance(value, float))
+    for eps in {number for number in numbers if 0 < number < 1}:
         for form in FORMS:
             if _is_rms_norm(module, form, eps):
                 return RmsNorm(weight, form, eps)
@@ -263,32 +280,33 @@ def as_rms_norm(module: nn.Module) -> RmsNorm | None:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
-    """Whether the module computes this, by random numbers of very different sizes, with the same
-    rounding.
+    """Whether the module computes this form of the norm, with the same rounding.
+
+    Tried with random numbers of very different sizes.
     """
     random = torch.Generator("cpu").manual_seed(0)
     width = module.weight.shape[0]  # type: ignore[index]
     weight = torch.rand(width, generator=random) + 0.5  # type: ignore[arg-type]
+    # From 1e-4 on, so that epsilon counts, to 1e2.
     x = torch.randn(8, width, generator=random) * torch.logspace(-4, 2, 8)[:, None]  # type: ignore[arg-type]
     for dtype in (torch.float32, torch.bfloat16):
         parameter = nn.Parameter(weight.to(dtype), requires_grad=False)
         try:
-            found = _clone_with(module, _parameters={"weight": parameter})(x.to(dtype))
+            y = _clone_with(module, _parameters={"weight": parameter})(x.to(dtype))
         except (RuntimeError, TypeError, AttributeError):
             return False
         expected = FORMS[form](x.to(dtype), parameter, eps)
-        if (
-            not isinstance(found, torch.Tensor)
-            or found.dtype != expected.dtype
-            or found.shape != expected.shape
-        ):
+        if not isinstance(y, torch.Tensor) or y.dtype != expected.dtype:
             return False
-        is_near = torch.allclose(
-            found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0
-        )
-        if not is_near or (found != expected).float().mean() > (
-            0.01 if dtype == torch.bfloat16 else 1
-        ):
+        if y.shape != expected.shape:
+            return False
+        rtol = 1e-5 if dtype == torch.float32 else 1e-2
+        if not torch.allclose(y, expected, rtol=rtol, atol=0):
+            return False
+        # bf16 is within that tolerance wherever a model rounds: rounding at another place changes
+        # many numbers by their last bit, sums in another order hardly any.
+        most_different = 0.01 if dtype == torch.bfloat16 else 1
+        if (y != expected).float().mean() > most_different:
             return False
     return True
 
@@ -296,8 +314,8 @@ def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
 class Mlp(nn.Module):
     """A model's own MLP, a function of each token alone: long rows are computed in pieces.
 
-    inputs_only: its block keeps its activations, and it computes all tokens at once. inner:
-    features of a token in it.
+    inputs_only: its block keeps its activations, and it computes all tokens at once. inner: the
+    largest number of features that a token has in it.
     """
 
     inputs_only = False
@@ -306,6 +324,7 @@ class Mlp(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        # Its children, parameters and attributes, which the model's own forward reads from `self`.
         vars(self).update(vars(module))
         self.compute = types.MethodType(type(module).forward, self)
 
@@ -332,6 +351,7 @@ class GatedMlp(Mlp):
         self.activation = activation
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
+        # By name at each call, since adapters and quantized layers have taken their places.
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
         if not torch.is_grad_enabled():
@@ -341,16 +361,14 @@ class GatedMlp(Mlp):
 
 
 def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """Replace an MLP's elementwise part by one function; None if the module computes something
-    else.
-    """
+    """An MLP with one function for its elementwise part; None if the module is no gated MLP."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     linears = _linears_alone(module)
+    # three linear layers, and at most an activation
     if len(linears) != 3 or len(children) > 4:
         return None
-    activations = [
-        each for each in (*children.values(), *vars(module).values()) if _is_activation(each)
-    ]
+    values = (*children.values(), *vars(module).values())
+    activations = [value for value in values if _is_activation(value)]
     for roles, activation in itertools.product(_possible_roles(linears), activations):
         if _is_gated_mlp(module, roles, activation):
             return GatedMlp(children, roles, activation)
@@ -358,21 +376,23 @@ def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
 
 
 def _linears_alone(module: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a module with a forward of one argument, if it has no other parameters;
-    else none.
-    """
+    """The linear layers of a module that has no other parameters and takes one argument."""
     linears = {
         name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)
     }
-    others = len([*module.parameters()]) - sum(
-        len([*linear.parameters()]) for linear in linears.values()
-    )
-    return {} if others or len(inspect.signature(module.forward).parameters) != 1 else linears
+    num_inside = sum(len([*linear.parameters()]) for linear in linears.values())
+    if len([*module.parameters()]) != num_inside:
+        return {}
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return {}
+    return linears
 
 
 def _possible_roles(linears: dict[str, nn.Linear]) -> Iterator[Roles]:
     for gate, up, down in itertools.permutations(linears):
         shapes = [linears[name].weight.shape for name in (gate, up, down)]
+        # gate and up are [inner, hidden], down is [hidden, inner]; where both sizes are equal,
+        # shapes do not tell them apart, and no role is taken
         if shapes[0] == shapes[1] == shapes[2][::-1] != shapes[2]:
             yield gate, up, down
 
@@ -386,6 +406,7 @@ def _is_activation(value: object) -> bool:
         y = value(x)
     except Exception:  # it may be anything
         return False
+    # A view of its input could not be overwritten (`_times`).
     return isinstance(y, torch.Tensor) and y.shape == x.shape and y.data_ptr() != x.data_ptr()
 
 
@@ -396,37 +417,37 @@ def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool
     gate, up, down = (small._modules[name] for name in roles)
     assert gate and up and down
     try:
-        found = small(x)
+        y = small(x)
     except (RuntimeError, TypeError, AttributeError):
         return False
     # To the bit: a tolerance would take gelu for its approximation by tanh, from which it differs
     # by up to 5e-4.
-    return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
+    return isinstance(y, torch.Tensor) and torch.equal(y, down(activation(gate(x)) * up(x)))
 
 
 @torch.no_grad()
 def as_own_mlp(module: nn.Module) -> Mlp | None:
-    """Wrap an MLP's own code; None if, with small random layers, its output for a token depends on
-    others.
+    """Wrap an MLP's own code; None if its output for a token depends on other tokens.
+
+    Tried with small random layers.
     """
     linears = _linears_alone(module)
     if len(linears) < 2:
         return None
-    small, x = _small_copy(module, next(iter(linears)))
+    first, *_ = linears
+    small, x = _small_copy(module, first)
     try:
-        tried = Mlp(small)
-        is_near = torch.allclose(
-            tried(x), torch.cat([tried(x[:, :2]), tried(x[:, 2:])], dim=1), atol=1e-5
-        )
+        mlp = Mlp(small)
+        # Two pieces must give what all tokens give at once.
+        in_two = torch.cat([mlp(x[:, :2]), mlp(x[:, 2:])], dim=1)
+        is_near = torch.allclose(mlp(x), in_two, atol=1e-5)
     except (RuntimeError, TypeError, AttributeError):
         return None
     return Mlp(module) if is_near else None
 
 
 def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]:
-    """The module with small random layers in the proportions of its own, and tokens for the first
-    of them.
-    """
+    """The module with small random layers of the same proportions, and tokens for layer `first`."""
     linears = _linears_alone(module)
     random = torch.Generator("cpu").manual_seed(0)
     # By their common divisor sizes shrink to a few numbers and stay different where they were, so
@@ -443,10 +464,9 @@ def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]
     return _clone_with(module, _modules=small), x
 
 
-def _clone_with(module: nn.Module, **own: Mapping[str, Any]) -> nn.Module:
-    """A shallow copy of the module, which shares its dicts but for these: its `_parameters` or
-    `_modules`.
-    """
+def _clone_with(module: nn.Module, **attributes: Mapping[str, Any]) -> nn.Module:
+    """A shallow copy of the module with other `_parameters` or `_modules`."""
+    # The copy shares all other dicts with the module, whose own stay as they are.
     copied = copy.copy(module)
-    vars(copied).update(own)
+    vars(copied).update(attributes)
     return copied

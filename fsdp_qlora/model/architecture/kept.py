@@ -4,16 +4,17 @@ from typing import Any
 
 import torch
 
-_ALWAYS = torch.empty(0, requires_grad=True)  # what is kept may need no gradient
+# An input that requires a gradient, without which autograd would make no node: the tensors that are
+# kept may not require any.
+_ALWAYS = torch.empty(0, requires_grad=True)
 
 
 class Kept:
-    """Tensors (or None) that a function needs in its backward pass, kept before it runs instead of
-    by itself.
+    """Tensors (or None) that a function needs in its backward pass, saved before it runs.
 
-    Activation checkpointing computes a block again until it has every tensor that the block keeps,
-    and what a function keeps is noted when that function is done. Kept by itself, a block's last
-    product would be computed again in vain.
+    Activation checkpointing computes a block again until it has every tensor that the block saves,
+    and tensors that a function saves itself are recorded when that function is done. So a block's
+    last product would be computed again in vain.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
@@ -23,6 +24,8 @@ class Kept:
 
     def take(self) -> tuple[Any, ...]:
         """The tensors, in a backward pass, once: their memory is then the caller's to free."""
+        # `saved_tensors` of the node unpacks: under activation checkpointing this starts the
+        # block's recomputation.
         assert self._output is not None and self._output.grad_fn is not None
         tensors: tuple[Any, ...] = self._output.grad_fn.saved_tensors  # type: ignore[attr-defined]
         self._output = None

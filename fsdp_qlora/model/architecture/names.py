@@ -11,8 +11,7 @@ from fsdp_qlora.model.architecture.structure import canonical_name
 
 
 class ModelNames:
-    """Finds the name in a model of each tensor in its files. Some renamings apply only after
-    others: keep the order.
+    """Finds the name in a model of each tensor in its files.
 
     Args:
         names: of the tensors that the model has.
@@ -20,15 +19,19 @@ class ModelNames:
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         steps = get_model_conversion_mapping(model)
+        # In transformers' order: some renamings apply only after others.
         self.converters = [step for step in steps if isinstance(step, WeightConverter)]
         self._renamings = [step for step in steps if isinstance(step, WeightRenaming)]
         self._names = dict.fromkeys(names)
         self._prefix = model.base_model_prefix
 
     def find(self, source: str) -> tuple[str, str | None]:
-        """The tensor's name in the model, and the pattern of the conversion of which it is a part,
-        if it is one.
+        """The tensor's name in the model, and the pattern of the conversion that it is a part of.
+
+        The pattern is None for a tensor that is not merged with others.
         """
+        # Files that were saved with the model's own names need no renaming, and a renaming might
+        # match such a name by chance.
         if source in self._names:
             return source, None
         return rename_source_key(
@@ -38,6 +41,7 @@ class ModelNames:
 
 def shared_names(model: nn.Module) -> dict[str, str]:
     """Further name of a parameter that several modules share -> its name in `named_parameters`."""
+    # Parameters hash by identity, so a parameter under two names is one key.
     first: dict[nn.Parameter, str] = {}
     shared: dict[str, str] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):

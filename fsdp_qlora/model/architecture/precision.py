@@ -45,18 +45,16 @@ PRECISIONS = {precision.name: precision for precision in _ALL}
 
 
 def autocast_kind(tensor: torch.Tensor) -> str:
-    """The device type whose autocast applies to a tensor. The meta device has none; the CPU's
-    applies.
-    """
+    """The device type whose autocast applies to a tensor."""
+    # torch has no autocast for the meta device: the plan runs under the CPU's.
     return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """Resolve `auto`: bf16 on GPUs that support it (Ampere and newer), fp16 on older ones, fp32 on
-    the CPU.
-    """
+    """Resolve `auto`: bf16 on Ampere GPUs and newer, fp16 on older GPUs, fp32 on the CPU."""
     if name != "auto":
         return name
     if device.type != "cuda":
         return "fp32"
+    # torch emulates bf16 on older GPUs, and without the argument calls that supported.
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

@@ -1,6 +1,4 @@
-"""The sizes of each decoder block, which may differ from block to block, from the configuration of
-its own layer.
-"""
+"""The sizes of each decoder block, from the configuration of its layer: blocks may differ."""
 
 from typing import Any, NamedTuple
 
@@ -35,9 +33,8 @@ class BlockShape(NamedTuple):
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """The text model's configuration as each of its layers has it: the global one refuses what
-    differs by layer.
-    """
+    """The text model's configuration as each of its layers has it."""
+    # The global configuration raises for a setting that differs by layer.
     text = config.get_text_config()
     return [*text.per_layer_config] if getattr(text, "num_hidden_layers", 0) else [text]
 
@@ -52,6 +49,7 @@ def any_layer_has(config: PretrainedConfig, *settings: str) -> bool:
 def block_shapes(config: PretrainedConfig) -> tuple[BlockShape, ...]:
     """The shapes of the text model's blocks. A model without attention counts as one head."""
     layers = layer_configs(config)
+    # The last blocks of gemma3n and gemma4 use keys and values of earlier ones.
     with_keys = len(layers) - (getattr(layers[0], "num_kv_shared_layers", None) or 0)
     return tuple(
         _shape(layer, index, has_keys=index < with_keys) for index, layer in enumerate(layers)
@@ -59,19 +57,32 @@ def block_shapes(config: PretrainedConfig) -> tuple[BlockShape, ...]:
 
 
 def _shape(layer: Any, index: int, *, has_keys: bool) -> BlockShape:
-    heads = _own(layer, "num_attention_heads", index) or 1
-    groups = _own(layer, "num_key_value_heads", index) or heads
-    head_dim = _own(layer, "head_dim", index) or layer.hidden_size // heads
-    inner = _own(layer, "intermediate_size", index) or 4 * layer.hidden_size
-    kind = (getattr(layer, "layer_types", None) or {index: "sliding"})[index]
-    window = _own(layer, "sliding_window", index) if "sliding" in kind else None
-    chosen = next(filter(None, (_own(layer, name, index) for name in _CHOSEN)), 0)
+    heads = _value(layer, "num_attention_heads", index) or 1
+    groups = _value(layer, "num_key_value_heads", index) or heads
+    head_dim = _value(layer, "head_dim", index) or layer.hidden_size // heads
+    # The sizes that transformers' models take where a configuration leaves them out.
+    inner = _value(layer, "intermediate_size", index) or 4 * layer.hidden_size
+    kinds = getattr(layer, "layer_types", None)
+    window = None
+    # Without kinds of layers a window is that of all of them (mistral).
+    if not kinds or "sliding" in kinds[index]:
+        window = _value(layer, "sliding_window", index)
+    chosen = 0
+    for name in _CHOSEN:
+        chosen = chosen or _value(layer, name, index) or 0
     return BlockShape(
-        layer.hidden_size, heads, groups, head_dim, inner, window or None, has_keys, chosen
+        hidden=layer.hidden_size,
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim,
+        inner=inner,
+        window=window or None,
+        has_keys=has_keys,
+        chosen=chosen,
     )
 
 
-def _own(layer: Any, name: str, index: int) -> Any:
+def _value(layer: Any, name: str, index: int) -> Any:
     """A layer's value, which some configurations give as a list of all layers."""
     value = getattr(layer, name, None)
     return value[min(index, len(value) - 1)] if isinstance(value, list | tuple) else value
