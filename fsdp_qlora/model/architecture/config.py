@@ -47,6 +47,7 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     if trust_remote_code:
         log.info("The model's own code may run (--trust_remote_code): %s.", _own_code(folder))
     try:
+        # trust_remote_code is always given: without it transformers asks at the terminal.
         with one_process_at_a_time(enabled=trust_remote_code):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except UserError:
@@ -74,13 +75,14 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
 
 
 def _has_decoder(config: PretrainedConfig) -> bool:
-    """Whether a configuration has one text model with one hidden size; blt has several models of
-    bytes and patches.
-    """
+    """Whether a configuration has one text model with one hidden size."""
+    # transformers raises for a configuration with several text models, such as blt's, which has
+    # models of bytes and of patches.
     try:
         text = config.get_text_config()
     except ValueError:
         return False
+    # Some configurations have the size under another name, which attribute_map translates.
     return isinstance(text, PretrainedConfig) and "hidden_size" in {
         *vars(text),
         *text.attribute_map,
@@ -88,43 +90,48 @@ def _has_decoder(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    """transformers' class that builds a model with its head from the configuration; None if there
-    is none.
+    """transformers' class that builds a model with its head; None if there is none.
 
     It builds the class that the checkpoint names, so that parameters have the same names; otherwise
     a class for text, or for images and text.
     """
+    # The model's own code, which is in no table of transformers.
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
-    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    built = {
-        auto._model_mapping[type(config)]: auto
-        for auto in classes
-        if type(config) in auto._model_mapping
-    }
+    # model class -> the auto class that builds it; text first
+    possible: dict[Any, Any] = {}
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            possible[auto._model_mapping[type(config)]] = auto
+    # A damaged file may have anything there.
     names = config.architectures if isinstance(config.architectures, list) else []
-    return next(
-        (auto for model, auto in built.items() if model.__name__ in names),
-        next(iter(built.values()), None),
-    )
+    for model, auto in possible.items():
+        if model.__name__ in names:
+            return auto
+    for auto in possible.values():
+        return auto
+    return None
 
 
 def _own_code(folder: Path) -> str:
-    return ", ".join(str(path) for path in sorted(folder.glob("*.py"))) or f"{folder} has none"
+    files = ", ".join(str(path) for path in sorted(folder.glob("*.py")))
+    return files or f"{folder} has none"
 
 
 def one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManager[object]:
-    """A lock around transformers' copying of a model's code, which several ranks must not do at
-    once.
-    """
+    """A lock for the time in which transformers copies and imports a model's own code."""
     if not enabled:
         return contextlib.nullcontext()
+    # All ranks of a machine copy the code to this one folder, and a rank must not import a file
+    # that another rank is writing.
     folder = Path(HF_MODULES_CACHE)
-    if not folder.is_dir() and (reason := why_not_writable(folder)):
-        raise UserError(
-            f"The model's code cannot be copied to {folder}: {reason}. Set HF_MODULES_CACHE to "
-            "another folder."
-        )
+    if not folder.is_dir():
+        reason = why_not_writable(folder)
+        if reason:
+            raise UserError(
+                f"The model's code cannot be copied to {folder}: {reason}. Set HF_MODULES_CACHE to "
+                "another folder."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / "fsdp_qlora.lock")
 
@@ -138,8 +145,9 @@ def needs_own_code(name: str, folder: Path) -> UserError:
 
 
 def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
-    """Refuse models for which transformers would guess the type from the folder's name, or ask at
-    the terminal.
+    """Refuse models for which transformers would guess the type, or ask at the terminal.
+
+    It guesses the type from the folder's name if config.json has none that it knows.
     """
     if not path.is_file():
         raise UserError(
@@ -173,9 +181,7 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """The largest number of tokens in a row that the model supports; None if its configuration has
-    no limit.
-    """
+    """The largest number of tokens in a row that the model supports; None without a limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 

@@ -1,6 +1,4 @@
-"""The decoder of a model, found by structure: its blocks, the parts that text does not pass, its
-tables of tokens.
-"""
+"""The decoder of a model, found by structure: blocks, parts without text, tables of tokens."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -14,13 +12,15 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.utils.errors import UserError
 
-# A batch's tokens, which are not positions, all different, and in every vocabulary.
+# Tokens of a batch for probes: all different, in every vocabulary, and in no order that positions
+# could have.
 TOKENS = torch.tensor([[7, 3, 5, 1], [6, 2, 4, 0]])
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    """The part through which all text passes. A module that transformers has not built is its own
-    decoder.
+    """The part through which all text passes.
+
+    A module that transformers has not built is its own decoder.
     """
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
@@ -32,14 +32,13 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     Without such a list, or among several, it is the one with the most parameters. Lists within a
     list are parts of its modules.
     """
-    named = _decoder(model).named_modules()
-    nested = [
-        (path, module)
-        for path, module in named
-        if isinstance(module, nn.ModuleList) and len(module)
-    ]
+    nested: list[tuple[str, nn.ModuleList]] = []
+    for path, module in _decoder(model).named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            nested.append((path, module))
+    # Lists inside of another list are parts of its modules, such as a block's experts.
     outer = tuple(f"{path}." for path, _ in nested)
-    lists = [(path, module) for path, module in nested if not path.startswith(outer)]
+    lists = [(path, blocks) for path, blocks in nested if not path.startswith(outer)]
     if not lists:
         raise UserError(
             f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by "
@@ -51,42 +50,36 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     def rank(named: tuple[str, nn.ModuleList]) -> tuple[bool, int, int]:
         path, blocks = named
         has_count = len(blocks) == count
-        return (
-            has_count,
-            -path.count(".") * has_count,
-            sum(parameter.numel() for parameter in blocks.parameters()),
-        )
+        # Depth counts only among lists with as many modules as the configuration says.
+        depth = path.count(".") if has_count else 0
+        num_parameters = sum(parameter.numel() for parameter in blocks.parameters())
+        return has_count, -depth, num_parameters
 
     return max(lists, key=rank)[1]
 
 
 def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Path -> part of the model through which text does not pass, such as vision towers and
-    projectors.
-    """
+    """Path -> part of the model that text does not pass, such as vision towers and projectors."""
     decoder = _decoder(model)
+    head = model.get_output_embeddings()
     towers = _inner_towers(model, decoder)
-    to_decoder = next(path for path, module in model.named_modules() if module is decoder).split(
-        "."
-    )
-    for depth, inner in enumerate(filter(None, to_decoder)):
-        parent = ".".join(to_decoder[:depth])
+    [decoder_path] = [path for path, module in model.named_modules() if module is decoder]
+    steps = decoder_path.split(".")
+    # Everything beside the way from the model to its decoder, but the head.
+    for depth, inner in enumerate(filter(None, steps)):
+        parent = ".".join(steps[:depth])
         for name, child in model.get_submodule(parent).named_children():
-            if (
-                name != inner
-                and child is not model.get_output_embeddings()
-                and any(True for _ in child.parameters())
-            ):
+            has_parameters = any(True for _ in child.parameters())
+            if name != inner and child is not head and has_parameters:
                 towers[f"{parent}.{name}".lstrip(".")] = child
     return towers
 
 
 def _inner_towers(model: PreTrainedModel, decoder: nn.Module) -> dict[str, nn.Module]:
-    """Path -> part of the decoder that holds a model of its own, such as an encoder with its
-    projector (phi4).
-    """
+    """Path -> part of the decoder with a model of its own: an encoder and its projector (phi4)."""
     paths = {module: path for path, module in model.named_modules()}
     blocks = find_blocks(model)
+    # the modules on the way to the blocks, through which text passes
     holds_blocks = {
         module for module in model.modules() if any(inner is blocks for inner in module.modules())
     }
@@ -94,20 +87,24 @@ def _inner_towers(model: PreTrainedModel, decoder: nn.Module) -> dict[str, nn.Mo
     for module in decoder.modules():
         path = paths[module]
         is_inside = any(path.startswith(f"{tower}.") for tower in towers)
-        if isinstance(module, PreTrainedModel) and module not in holds_blocks and not is_inside:
-            parent = path.rpartition(".")[0]
-            whole = path if model.get_submodule(parent) in holds_blocks else parent
-            towers[whole] = model.get_submodule(whole)
+        if not isinstance(module, PreTrainedModel) or module in holds_blocks or is_inside:
+            continue
+        # A parent that does not hold the blocks, either, holds the encoder with its projector.
+        parent = path.rpartition(".")[0]
+        whole = path if model.get_submodule(parent) in holds_blocks else parent
+        towers[whole] = model.get_submodule(whole)
     return towers
 
 
 class OnMeta(TorchDispatchMode):
-    """Computes on the meta device what has an argument there. What has none, such as positions,
-    keeps its values.
+    """Computes an operator on the meta device if one of its arguments is there.
+
+    Values without such an argument, such as positions, stay real.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = {tensor.is_meta for tensor in tensors_of((args, kwargs))}
+        # torch refuses an operator with tensors of both devices.
         if places == {True, False}:
             args, kwargs = on_meta((args, kwargs))
         return func(*args, **(kwargs or {}))
@@ -119,9 +116,8 @@ def on_meta(values: Any) -> Any:
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator's arguments or result. Ten times as fast as torch's pytree, for
-    10^5 small calls.
-    """
+    """The tensors in an operator's arguments or result."""
+    # Ten times as fast as torch's pytree, which counts in 10^5 small calls.
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, tuple | list):
@@ -137,20 +133,21 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def looked_up(model: PreTrainedModel, tables: Iterable[nn.Module]) -> dict[nn.Module, list[Any]]:
-    """Table -> what the model looks up in it for a batch of TOKENS before its blocks. Its code runs
-    on the meta device.
+    """Table -> the ids that the model looks up in it for a batch of TOKENS, before its blocks.
 
-    Ids that the model has moved to its weights' device have lost their values.
+    Its code runs on the meta device. Ids that the model has moved to its weights' device have lost
+    their values.
     """
-    asked: dict[nn.Module, list[Any]] = {}
+    lookups: dict[nn.Module, list[Any]] = {}
 
     def note(table: nn.Module, args: tuple[Any, ...]) -> None:
-        asked.setdefault(table, []).append(args[0])
+        lookups.setdefault(table, []).append(args[0])
 
     def end(*_: Any) -> None:
         raise _Reached
 
     handles = [table.register_forward_pre_hook(note) for table in tables]
+    # The first block ends the pass: all lookups that count are made before it.
     handles.append(find_blocks(model)[0].register_forward_pre_hook(end))
     try:
         # A model's own code may fail in any way on tensors without values.
@@ -159,4 +156,4 @@ def looked_up(model: PreTrainedModel, tables: Iterable[nn.Module]) -> dict[nn.Mo
     finally:
         for handle in handles:
             handle.remove()
-    return asked
+    return lookups

@@ -21,7 +21,8 @@ from fsdp_qlora.model.architecture.config import (
 from fsdp_qlora.model.architecture.shapes import any_layer_has
 from fsdp_qlora.utils.errors import UserError
 
-# elements of a tensor; smaller tensors cost little, and may become buffers, which must be real
+# Elements of a tensor from which on it is created on the meta device. Smaller ones cost little
+# memory, and may become buffers, which must be real.
 _LARGE = 2**24
 
 
@@ -40,15 +41,15 @@ def _attention_candidates(
     if requested == "sdpa":
         return [best_sdpa]
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    fits_flash = (
-        has_flash
-        and compute_dtype.itemsize == 2
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
-    flash = ["flash_attention_2"] if fits_flash else []
+    candidates: list[str] = []
+    # flash-attn 2 needs 16 bits and Ampere (8.0) or newer.
+    fits_flash = has_flash and compute_dtype.itemsize == 2
+    if fits_flash and torch.cuda.get_device_capability(device) >= (8, 0):
+        candidates.append("flash_attention_2")
     # SDPA has no soft cap on attention logits (gemma2): transformers would leave it out silently.
-    sdpa = [] if any_layer_has(config, "attn_logit_softcapping") else [best_sdpa]
-    return [*flash, *sdpa, "eager"]
+    if not any_layer_has(config, "attn_logit_softcapping"):
+        candidates.append(best_sdpa)
+    return [*candidates, "eager"]
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -61,6 +62,7 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            # The size may be given in many ways: a tensor without memory knows it.
             on_meta = func(*args, **(kwargs | {"device": "meta"}))
             if on_meta.numel() >= _LARGE:
                 return on_meta
@@ -81,9 +83,11 @@ def build_meta_model(
 
     Args:
         attn_implementation: a transformers name, or "auto" for the best one that the model and
-        device support. dtype: dtype of the parameters. compute_dtype, device: restrict "auto":
-        flash-attn needs 16 bits and an Ampere GPU. experts_implementation: a transformers name;
-        None for its default. trust_remote_code: run code from the model's folder.
+            device support.
+        dtype: dtype of the parameters.
+        compute_dtype, device: restrict "auto": flash-attn needs 16 bits and an Ampere GPU.
+        experts_implementation: a transformers name; None for its default.
+        trust_remote_code: run code from the model's folder.
     Raises:
         UserError: the requested attention implementation cannot be used, or the configuration is
         inconsistent.
@@ -106,6 +110,7 @@ def build_meta_model(
                 model = auto.from_config(
                     config, dtype=dtype, attn_implementation=candidate, **options
                 )
+        # transformers raises these for an implementation that the model does not support.
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
                 continue
@@ -132,7 +137,9 @@ def build_meta_model(
                 f"The {config.model_type} model described by config.json has weights of size "
                 f"{sizes[wrong[0]]}, such as {wrong[0]}. Download it again."
             )
+        # accelerate makes a new parameter whenever one is registered, which parts tied weights.
         model.tie_weights()
+        # Training reads no keys and values again, so none are stored.
         model.config.use_cache = False
         return model
     raise AssertionError("no attention candidate")

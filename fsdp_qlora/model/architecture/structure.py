@@ -1,6 +1,4 @@
-"""Which layers of a model multiply by their weight as nn.Linear does, found by structure, and the
-names of its parameters in weight files.
-"""
+"""The linear layers of a model, found by structure, and its parameters' names in weight files."""
 
 import ast
 import contextlib
@@ -40,13 +38,17 @@ def is_linear(module: nn.Module) -> bool:
     A forward method of its own, such as a product by groups (deepseek_v4), is tried on small random
     values.
     """
+    # A hook may change the layer's input or output.
     if not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
         return False
     if getattr(module.forward, "__func__", None) is nn.Linear.forward:
         return True
+    # 7 x 11: primes, so that a product by groups of features fails or differs. On the CPU, whatever
+    # torch's default device is.
     weight = torch.sin(torch.arange(77.0, device="cpu")).view(7, 11)
     x = torch.eye(11, device="cpu")[None]
     bias = None if module.bias is None else weight[:, 0]
+    # A shallow copy: only its dict of parameters is replaced.
     small = copy.copy(module)
     vars(small)["_parameters"] = module._parameters | {"weight": weight, "bias": bias}
     try:
@@ -56,65 +58,75 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def block_linears(model: nn.Module, *, by_class_alone: bool = False) -> list[str]:
-    """The paths of all linear layers inside the decoder blocks, in the order of the model; or of
-    what only looks so.
+    """The paths of all linear layers inside the decoder blocks, in the order of the model.
+
+    by_class_alone: instead the layers that have the class and compute something else.
     """
     inside = {*find_blocks(model).modules()}
-    linears = (
-        (path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)
-    )
-    return [
-        path for path, module in linears if module in inside and is_linear(module) != by_class_alone
-    ]
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module not in inside:
+            continue
+        if is_linear(module) != by_class_alone:
+            paths.append(path)
+    return paths
 
 
 def read_directly(model: nn.Module) -> list[str]:
-    """The paths of the blocks' linear layers whose weight or bias another module reads, as a Mamba
-    layer does.
+    """The paths of the blocks' linear layers whose weight or bias another module reads.
 
-    They are found in the modules' source code: a forward pass may read others with other kernels,
-    and an adapter must be the same on every machine.
+    A Mamba layer does so. They are found in the modules' source code: a forward pass may read
+    others with other kernels, and an adapter must be the same on every machine.
     """
     inside = {*find_blocks(model).modules()}
-    read = {
-        f"{path}.{child}"
-        for path, module in model.named_modules()
-        if module in inside
-        for child, switches in _reads(type(module))  # type: ignore[arg-type]
-        if all(getattr(module, switch, True) for switch in switches)
-    }
+    read: set[str] = set()
+    for path, module in model.named_modules():
+        if module not in inside:
+            continue
+        for child, switches in _reads(type(module)):  # type: ignore[arg-type]
+            # An attribute that the module does not have counts as true: rather one layer without
+            # an adapter than a weight that is read past it.
+            if all(getattr(module, switch, True) for switch in switches):
+                read.add(f"{path}.{child}")
     return [path for path in block_linears(model) if path in read]
 
 
 @functools.cache
 def _reads(kind: type[nn.Module]) -> set[tuple[str, frozenset[str]]]:
-    """(Path of a child, the module's attributes that must be true so that it reads the child's
-    weight or bias).
+    """The children whose weight or bias a module of this class reads, each with its conditions.
+
+    A pair is (path of the child, the module's attributes that must be true).
     """
     reads: set[tuple[str, frozenset[str]]] = set()
-    classes = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch.")]
-    for name, method in (item for attributes in classes for item in attributes.items()):
-        if inspect.isfunction(method) and not re.search("init|reset", name):
+    classes = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+    for base in classes:
+        for name, method in vars(base).items():
+            # Weights are read there, too, but only to set them.
+            if not inspect.isfunction(method) or re.search("init|reset", name):
+                continue
             with contextlib.suppress(OSError, SyntaxError):  # functions without a source file
+                # A method's source is indented: below an `if` it is valid by itself.
                 tree = ast.parse("if True:\n" + textwrap.indent(inspect.getsource(method), " "))
                 reads.update(_reads_below(tree, frozenset()))
     return reads
 
 
 def _reads_below(node: ast.AST, switches: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    if isinstance(node, ast.Attribute) and (read := _READ.fullmatch(ast.unparse(node))):
-        yield read[1], switches
+    if isinstance(node, ast.Attribute):
+        read = _READ.fullmatch(ast.unparse(node))
+        if read:
+            yield read[1], switches
     for child in ast.iter_child_nodes(node):
-        conditions = (
-            _SWITCH.findall(ast.unparse(node.test))
-            if isinstance(node, ast.If) and child in node.body
-            else ()
-        )
+        conditions: list[str] = []
+        # The conditions of an `if` hold in its body, not in its test or its `else`.
+        if isinstance(node, ast.If) and child in node.body:
+            conditions = _SWITCH.findall(ast.unparse(node.test))
         yield from _reads_below(child, switches.union(conditions))
 
 
 def has_tied_embeddings(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
+    # By identity, whatever the configuration says: this is what is sharded and saved.
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
@@ -122,5 +134,6 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(path, buffer) of the buffers that weight files contain."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
+            # torch has no public way to ask for this.
             if name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer

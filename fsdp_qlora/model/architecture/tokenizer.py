@@ -16,7 +16,7 @@ from fsdp_qlora.utils.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
 
-# A text of what tokenizers split differently: blanks, digits, case, signs, scripts.
+# A text with everything that tokenizers split differently: blanks, digits, case, signs, scripts.
 _PROBE = (
     "The  12 567\n\n\tisn't f(x_1) == 3.14e-5;  // ABCdef Grün «да» 東京は今 안녕하 "
     "नमस्ते مرحبا 🙂🏽 ①½ ﬁ\r\n    a  "
@@ -63,50 +63,51 @@ def load_tokenizer(
 
 
 def _as_in_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of tokenizer.json where its class rebuilds another: the model was trained with
-    that of the file.
+    """A tokenizer that splits text as tokenizer.json does, if there is one, else the given one.
+
+    Some classes of transformers build another tokenizer than the file has, with which the model was
+    trained.
     """
-    in_file = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    wanted = in_file.encode(_PROBE, add_special_tokens=False)
-    if tokenizer.encode(_PROBE, add_special_tokens=False) == wanted:
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    expected = reference.encode(_PROBE, add_special_tokens=False)
+    if tokenizer.encode(_PROBE, add_special_tokens=False) == expected:
         return tokenizer
+    # The general class with the folder's settings, such as the chat template and special tokens,
+    # which the file alone does not have.
     plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
-    is_plain = plain.encode(_PROBE, add_special_tokens=False) == wanted
-    taken = (
-        ("tokenizer.json is used")
-        if is_plain
-        else ("it is used, and other programs may use tokenizer.json")
-    )
+    is_plain = plain.encode(_PROBE, add_special_tokens=False) == expected
+    decision = "it is used, and other programs may use tokenizer.json"
+    if is_plain:
+        decision = "tokenizer.json is used"
     log.warning(
-        "%s splits some texts otherwise than tokenizer.json; %s.", type(tokenizer).__name__, taken
+        "%s splits some texts otherwise than tokenizer.json; %s.",
+        type(tokenizer).__name__,
+        decision,
     )
     return plain if is_plain else tokenizer
 
 
 def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes a token at which the model stops. Base models may have a
-    template too.
-    """
+    """Whether the chat template writes a token at which the model stops."""
+    # A template alone says nothing: base models may have one, too, whose turns end in a token at
+    # which the base does not stop.
+    template = str(tokenizer.chat_template or "")
     tokens = tokenizer.convert_ids_to_tokens(end_tokens(folder, tokenizer))
-    return any(
-        token in str(tokenizer.chat_template or "")
-        for token in ["eos_token", *filter(None, tokens)]
-    )
+    # Templates write the tokenizer's own token by the name of a variable.
+    return "eos_token" in template or any(token in template for token in tokens if token)
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens at which the model stops: the tokenizer's, and what the configurations of the
-    folder name.
-    """
+    """The tokens at which the model stops, by the tokenizer and the folder's configurations."""
     config = read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    generation_config = read_json(folder / "generation_config.json")
     stops = [tokenizer.eos_token_id]
-    for content in (
-        config,
-        config.get("text_config"),
-        read_json(folder / "generation_config.json"),
-    ):
-        named = content.get("eos_token_id") if isinstance(content, dict) else None
-        stops += named if isinstance(named, list) else [named]
+    for content in (config, text_config, generation_config):
+        # one token, or a list of tokens
+        ids = content.get("eos_token_id") if isinstance(content, dict) else None
+        stops += ids if isinstance(ids, list) else [ids]
+    # Each once, the tokenizer's first. `type`, since True is an int for isinstance.
     return list(dict.fromkeys(stop for stop in stops if type(stop) is int))
 
 
@@ -115,7 +116,6 @@ def generation_config_with(
 ) -> str:
     """The folder's generation_config.json, or a new one, that names these end tokens too."""
     stops = [*end_tokens(folder, tokenizer), *tokenizer.convert_tokens_to_ids(ends)]
-    content = read_json(folder / "generation_config.json") | {
-        "eos_token_id": list(dict.fromkeys(stops))
-    }
+    content = read_json(folder / "generation_config.json")
+    content["eos_token_id"] = list(dict.fromkeys(stops))
     return json.dumps(content, indent=2) + "\n"
