@@ -211,8 +211,10 @@ def _select_targets(
     lora: LoraOptions,
     config: PretrainedConfig,
 ) -> tuple[list[str], list[str]]:
-    """The linear layers and expert parameters that get an adapter. Raises UserError if the options
-    do not fit them.
+    """The linear layers and expert parameters that get an adapter.
+
+    Raises:
+        UserError: the options do not fit them.
     """
     if not train_type.adapter:
         return [], []

@@ -1,6 +1,4 @@
-"""The parts of a built model and its parameters by category, for sharding, the plan and the
-self-tests.
-"""
+"""The parts of a built model and its parameters by category, for sharding, plan and self-tests."""
 
 import functools
 import math
@@ -20,8 +18,9 @@ from fsdp_qlora.model.quantizers.base import QuantizedWeight
 
 
 class Offload(NamedTuple):
-    """The weights in host memory, except adapters. blocks: number of decoder blocks. embeddings:
-    all weights.
+    """The weights in host memory, except adapters.
+
+    blocks: number of decoder blocks. embeddings: all weights, those of the blocks included.
     """
 
     blocks: int = 0
@@ -67,9 +66,8 @@ class ModelParts:
         ]
 
     def kinds(self, module: nn.Module) -> "Counter[Kind]":
-        """The number of parameters of each kind in a part of the model. Cached, since a plan calls
-        it many times.
-        """
+        """The number of parameters of each kind in a part of the model."""
+        # Cached, since a plan asks many times.
         if module not in self._kinds:
             self._kinds[module] = kinds_of(module)
         return self._kinds[module]
@@ -94,9 +92,8 @@ class ModelParts:
 
     @functools.cached_property
     def looks_up(self) -> bool:
-        """Whether the embedding is a plain table of the batch's tokens. Cached before sharding: it
-        runs the model.
-        """
+        """Whether the embedding is a plain table of the batch's tokens."""
+        # Cached before sharding, since it runs the model.
         lookups = self._lookups.get(self.embedding, ())
         # Ids on the meta device have no values any more; then the shape has to do.
         has_tokens = all(
@@ -166,8 +163,9 @@ class CategoryBytes(NamedTuple):
 
 
 def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Every parameter of a model, sharded or on the meta device, and its kind. Tied parameters are
-    counted once.
+    """Every parameter of a model, sharded or on the meta device, and its kind.
+
+    Tied parameters are counted once.
     """
     adapters = {
         parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()
@@ -196,8 +194,9 @@ def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[st
 
 
 def count_parameters(parts: ModelParts) -> dict[str, int]:
-    """Numbers of parameters: total (in the base model), in_blocks (frozen ones in the blocks),
-    quantized, trainable.
+    """The numbers of parameters.
+
+    total: in the base model. in_blocks: frozen ones in the blocks. quantized. trainable.
     """
     in_blocks = {*parts.blocks.parameters()}
     counts = {"total": 0, "in_blocks": 0, "quantized": 0, "trainable": 0}
@@ -222,8 +221,9 @@ def kinds_of(module: nn.Module) -> Counter[Kind]:
 
 
 def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
-    """Bytes by category. kinds: number of parameters of each kind. num_shards: ranks that share
-    them.
+    """Bytes by category.
+
+    kinds: number of parameters of each kind. num_shards: ranks that share them.
     """
     counts: dict[str, CategoryBytes] = {}
     for kind, count in kinds.items():
@@ -236,9 +236,7 @@ def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, Categor
 
 
 def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of a module's matrices without adapters; of quantized ones the shape of the
-    decoded weight.
-    """
+    """The shapes of a module's matrices without adapters, as they are when decoded."""
     base = [kind for kind in each_parameter(module).values() if not kind.in_adapter]
     plain = [kind.shape for kind in base if kind.category in ("frozen", "trainable")]
     quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
@@ -247,10 +245,10 @@ def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
 
 @torch.no_grad()
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether a module's output for a token depends only on the token's row, such as the row times
-    a scale.
+    """Whether a module's output for a token depends only on the token's row.
 
-    Then the rows may be renumbered (see sharding/vocabulary.py). Probed with a few tokens.
+    It may be the row times a scale. Then the rows may be renumbered (see sharding/vocabulary.py).
+    Probed with a few tokens.
     """
     # With max_norm nn.Embedding rescales rows of its weight in place, in the forward pass.
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:

@@ -1,5 +1,4 @@
-"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the
-weight.
+"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each weight row.
 
 W' = m * (W + s B A) / ||W + s B A||, with a norm per output row that is constant in the backward
 pass (section 4.3); y = x W^T + b + x' (W' - W)^T, where x' is x after dropout.

@@ -1,5 +1,4 @@
-"""LoRA for linear layers, in one autograd function with the frozen layer, and for the 3-D
-parameters of experts.
+"""LoRA for linear layers, each with its frozen layer one autograd function, and for experts.
 
 Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank] for x'
 = x with parts dropped, y = x W^T + b + s B A x' [.., out]; for all experts together A [experts *
@@ -33,9 +32,8 @@ class Dropout(NamedTuple):
 
     @classmethod
     def draw(cls, share: float) -> "Dropout":
-        """Draw a seed per piece from the CPU's generator, which a recomputation finds in the same
-        state.
-        """
+        """Draw a seed from the CPU's generator, another one for each piece of tokens."""
+        # Activation checkpointing restores the generator's state: a recomputation draws the same.
         return cls(share, int(torch.randint(2**62, ()).item()) + piece_number.get())
 
     def factors(self, like: torch.Tensor) -> torch.Tensor:
@@ -164,8 +162,7 @@ def _adapted(
 
 
 class LoraAdapter(nn.Module):
-    """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank ->
-    out_features.
+    """The low-rank update B A of one linear layer (Hu et al. 2021).
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
     """
@@ -244,8 +241,7 @@ class LoraLinear(nn.Module):
 
 
 class ExpertsLora(nn.Module):
-    """The low-rank updates of all experts in one 3-D parameter, in the shapes of PEFT's
-    ParamWrapper.
+    """The low-rank updates of all experts in one 3-D parameter, shaped as PEFT's ParamWrapper.
 
     shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
     """

@@ -15,9 +15,7 @@ from fsdp_qlora.utils.errors import UserError
 
 
 def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
-    """Whether PEFT maps this linear layer's name to experts that had the name in
-    earlier versions.
-    """
+    """Whether PEFT maps this linear layer's name to experts, which had it in earlier versions."""
     renamed = LoraConfig(target_modules=[leaf])
     try:
         # PEFT calls this when it adds an adapter to a model. It changes the configuration in
@@ -29,12 +27,11 @@ def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
 
 
 def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
-    """The layers that PEFT must get as target_parameters, because it maps their names to other
-    modules.
+    """The layers that PEFT must get as target_parameters.
 
-    These are shared experts next to routed ones: PEFT maps names like up_proj to the routed
-    experts. With the shared expert's weight as a parameter, it does the same computation under the
-    same names in the file.
+    They are shared experts next to routed ones: PEFT maps names like up_proj to the routed experts.
+    With the shared expert's weight as a parameter, it does the same computation under the same
+    names in the file.
     """
     renamed = {
         leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)

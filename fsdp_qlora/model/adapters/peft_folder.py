@@ -1,7 +1,7 @@
-"""Reads an adapter's folder in PEFT's format. An adapter of this program has further information in
-training.json.
+"""Reads an adapter's folder in PEFT's format.
 
-Imports neither torch nor PEFT, so that options are checked quickly.
+An adapter of this program has further information in training.json. The file imports neither torch
+nor PEFT, so that options are checked quickly.
 """
 
 import json
@@ -69,9 +69,7 @@ class PretrainedAdapter:
         return self.folder / WEIGHTS
 
     def lineage(self) -> dict[str, Any]:
-        """The adapter's name, run and step, for the training record of a run that
-        starts from it.
-        """
+        """The adapter's name, run and step, for the record of a run that starts from it."""
         origin = {name: self.record[name] for name in ("run_id", "step") if name in self.record}
         return {"name": self.folder.resolve().name} | origin
 

@@ -1,8 +1,8 @@
-"""New tokens: rows of a frozen embedding and head that train alone, in PEFT's format
-(trainable_token_indices).
+"""New tokens: rows of a frozen embedding and head that train alone.
 
-The rows are a matrix [n, H] beside the frozen one [V, H]. An embedding's output has them at their
-tokens; to a head's frozen rows they are copied whenever it is used.
+PEFT's format is trainable_token_indices. The rows are a matrix [n, H] beside the frozen matrix
+[V, H]. They replace the embedding's output at their tokens, and the head's logits of their tokens;
+a head whose rows ranks share has copies of them in its own rows.
 """
 
 import bisect
@@ -81,8 +81,9 @@ def add_tokens(
 
 
 class TokenRows(nn.Module):
-    """The rows of new tokens, [n, H] under PEFT's name, a child of the embedding or head. indices:
-    int64 [n].
+    """The rows of new tokens, [n, H] under PEFT's name, a child of the embedding or head.
+
+    indices: the tokens' ids, int64 [n].
     """
 
     indices: torch.Tensor

@@ -50,8 +50,7 @@ _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # sin
 
 
 def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """transformers' name of the SDPA variant that needs the least memory: `sdpa`, or REPEATED if
-    that is better.
+    """transformers' name of the SDPA variant that needs the least memory: `sdpa` or REPEATED.
 
     Only the flash kernel (16 bits, Ampere and newer) supports grouped keys and values. Otherwise
     torch falls back to the math kernel, which stores T x T scores per head, unless keys and values

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     PretrainedConfig,
@@ -69,6 +70,17 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _check_sizes(model: nn.Module, config: PretrainedConfig) -> None:
+    # A damaged config.json gives sizes that cost nothing on the meta device, and fail only when
+    # memory is allocated.
+    for path, parameter in model.named_parameters():
+        if not 0 < parameter.numel() <= MOST_OF_A_WEIGHT:
+            raise UserError(
+                f"The {config.model_type} model described by config.json has weights of size "
+                f"{parameter.numel()}, such as {path}. Download it again."
+            )
+
+
 def build_meta_model(
     config: PretrainedConfig,
     *,
@@ -130,13 +142,7 @@ def build_meta_model(
                 f"The {config.model_type} model described by config.json cannot be built: "
                 f"{str(error).partition(chr(10))[0]}. Download it again."
             ) from error
-        sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
-        wrong = [path for path, size in sizes.items() if not 0 < size <= MOST_OF_A_WEIGHT]
-        if wrong:
-            raise UserError(
-                f"The {config.model_type} model described by config.json has weights of size "
-                f"{sizes[wrong[0]]}, such as {wrong[0]}. Download it again."
-            )
+        _check_sizes(model, config)
         # accelerate makes a new parameter whenever one is registered, which parts tied weights.
         model.tie_weights()
         # Training reads no keys and values again, so none are stored.

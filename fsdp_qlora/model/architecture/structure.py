@@ -32,11 +32,10 @@ def canonical_name(name: str) -> str:
 
 @torch.no_grad()
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by its weight as nn.Linear does, so that a quantized or adapted
-    layer may replace it.
+    """Whether a module multiplies by its weight as nn.Linear does.
 
-    A forward method of its own, such as a product by groups (deepseek_v4), is tried on small random
-    values.
+    Then a quantized or adapted layer may replace it. A forward method of its own, such as a product
+    by groups (deepseek_v4), is tried on small values.
     """
     # A hook may change the layer's input or output.
     if not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
