@@ -81,6 +81,22 @@ def _check_sizes(model: nn.Module, config: PretrainedConfig) -> None:
             )
 
 
+def _build_empty(
+    auto: Any, config: PretrainedConfig, *, trust_remote_code: bool, **options: Any
+) -> PreTrainedModel:
+    # Buffers stay real: rotary tables are computed at construction and are in no weight file.
+    with (
+        one_process_at_a_time(enabled=trust_remote_code),
+        init_empty_weights(include_buffers=False),
+        _LargeOnMeta(),
+        no_init_weights(),
+    ):
+        model: PreTrainedModel = auto.from_config(
+            config, trust_remote_code=trust_remote_code, **options
+        )
+    return model
+
+
 def build_meta_model(
     config: PretrainedConfig,
     *,
@@ -105,23 +121,13 @@ def build_meta_model(
         inconsistent.
     """
     candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if experts_implementation:
         options["experts_implementation"] = experts_implementation
     auto = auto_class(config, trust_remote_code=trust_remote_code)
     for candidate in candidates:
         try:
-            # Buffers stay real: rotary tables are computed at construction and are in no weight
-            # file.
-            with (
-                one_process_at_a_time(enabled=trust_remote_code),
-                init_empty_weights(include_buffers=False),
-                _LargeOnMeta(),
-                no_init_weights(),
-            ):
-                model = auto.from_config(
-                    config, dtype=dtype, attn_implementation=candidate, **options
-                )
+            model = _build_empty(auto, config, attn_implementation=candidate, **options)
         # transformers raises these for an implementation that the model does not support.
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
