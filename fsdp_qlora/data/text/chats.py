@@ -1,5 +1,6 @@
-"""Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a
-template sees them.
+"""Chat rows in OpenAI's and in ShareGPT's columns become the same messages.
+
+They are checked before a template sees them.
 """
 
 import json
@@ -39,7 +40,7 @@ KEPT = ("name", "tool_call_id")  # what chat templates know besides
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
-# of a call, as OpenAI, Anthropic, Llama and Gemini have them
+# Of a call, as OpenAI, Anthropic, Llama and Gemini have them.
 ARGUMENTS = ("arguments", "input", "parameters", "args")
 _USED = {
     "role",
@@ -54,15 +55,17 @@ _USED = {
 
 
 def read_turns(row: Row, column: str) -> Chat:
-    """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises
-    BadRow.
+    """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`.
+
+    Raises BadRow.
     """
     return read_chat(row, turns(row.get(column), column))
 
 
 def read_prompted(row: Row) -> Chat:
-    """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned.
-    Raises BadRow.
+    """Messages in `prompt`, if there are any, and in `completion`.
+
+    Those of the prompt are not learned. Raises BadRow.
     """
     prompt = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")
@@ -97,11 +100,9 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
                 for role, name in roles
                 if turn[name] is not None
             ]
-    return (
-        parts.without_results(turn)
-        if ROLES.get(str(_called(turn)).lower()) == "user"
-        else [dict(turn)]
-    )
+    if ROLES.get(str(_called(turn)).lower()) == "user":
+        return parts.without_results(turn)
+    return [dict(turn)]
 
 
 def _called(turn: Mapping[str, Any]) -> Any:
@@ -171,12 +172,12 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
 
 
 def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str, str]:
-    """The reasoning of an answer, from fields of its own or from parts of the content. Raises
-    BadRow.
+    """The reasoning of an answer, from fields of its own or from parts of the content.
+
+    Raises BadRow.
     """
-    given = {
-        name: turn[name] for name in REASONING if not isinstance(turn.get(name), bool | None)
-    }  # no text but a mark
+    # A bool is no text but a mark, as in Gemini's parts.
+    given = {name: turn[name] for name in REASONING if not isinstance(turn.get(name), bool | None)}
     thoughts = {name: parts.words_of(value, where) for name, value in given.items()}
     if not said.thought or said.thought in thoughts.values():
         return thoughts
@@ -211,6 +212,7 @@ def _weight(turn: Mapping[str, Any], turn_number: int) -> float | None:
                 "1 or another number"
             )
         if weight is not None:
+            # An int says that a mask is enough for the turn (chat_template.py).
             return int(weight) if weight in (0, 1) else float(weight)
     return None
 
@@ -220,18 +222,19 @@ def _all_calls(turn: Mapping[str, Any], said: parts.Said, turn_number: int) -> l
     calls = turn.get("tool_calls") or turn.get("function_call")
     called = _calls(calls, turn_number) if calls else []
     among_parts = _calls(list(said.calls), turn_number)
-    if (
-        called
-        and among_parts
-        and [call["function"] for call in called] != [call["function"] for call in among_parts]
-    ):
+    # The same calls may be in both, with ids in one of them alone.
+    functions, functions_among_parts = (
+        [call["function"] for call in calls] for calls in (called, among_parts)
+    )
+    if called and among_parts and functions != functions_among_parts:
         raise BadRow(f"turn {turn_number}: its tool calls are others than those in its content")
     return called or among_parts
 
 
 def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
-    """Calls of tools, each with a name; arguments as an object, which is what templates write out
-    again.
+    """Calls of tools, each with a name.
+
+    Arguments are an object, which is what templates write out again.
     """
     where = f"turn {turn_number}"
     tool_calls = []
@@ -251,18 +254,18 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
             arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}: the arguments of {function['name']} are not an object")
-        named = next(
-            (call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)), None
-        )
-        kept = {} if named is None else {"id": named}
-        called = {"name": function["name"], "arguments": plain_value(arguments)}
-        tool_calls.append(kept | {"type": "function", "function": called})
+        ids = [call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)]
+        tool_call: dict[str, Any] = {"id": ids[0]} if ids else {}
+        tool_call["type"] = "function"
+        tool_call["function"] = {"name": function["name"], "arguments": plain_value(arguments)}
+        tool_calls.append(tool_call)
     return tool_calls
 
 
 def needs_template(row: Row) -> bool:
-    """Whether a row has what only a chat template shows: a system prompt, tools or images. Raises
-    BadRow.
+    """Whether a row has what only a chat template shows: a system prompt, tools or images.
+
+    Raises BadRow.
     """
     return bool(row.get("system") or row.get("images") or _tools(row.get("tools")))
 
@@ -282,8 +285,9 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def _schema(value: Any) -> Any:
-    """A tool's description without nulls, which mean nothing in it but as values; a template would
-    write them out.
+    """A tool's description without nulls, which mean nothing in it but as values.
+
+    A template would write them out.
     """
     if isinstance(value, Mapping):
         return {

@@ -1,5 +1,6 @@
-"""Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or
-ratings.
+"""Rows of a prompt and given answers.
+
+They are a chosen and a rejected answer, or one or several with labels or ratings.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from fsdp_qlora.data.content import (
 from fsdp_qlora.data.text import chats
 
 SIDES = ("chosen", "rejected")
-# columns of what a teacher sees instead of the student's
+# Columns of what a teacher sees instead of the student's.
 TEACHERS = ("teacher_prompt", "teacher_system")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 # Prompts that are filled into a template, as where texts are rows.
@@ -55,8 +56,9 @@ _WITHIN_WORD = re.compile(rf"(?:{_LETTER}|{_MARKS})(?:{_LETTER})|.{_MARKS}", re.
 
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:
-    """Text; or messages, in one of the columns or beside a system prompt. The completion's are
-    learned.
+    """Text; or messages, in one of the columns or beside a system prompt.
+
+    The completion's are learned.
     """
     said = (row.get("prompt"), row.get("completion"))
     if chats.needs_template(row) or any(isinstance(value, list | Mapping) for value in said):
@@ -68,6 +70,7 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
 
 def read_pair(row: Row) -> PreferenceRow:
     """Two answers: text, messages, or whole conversations or texts that begin with the prompt.
+
     Raises BadRow.
     """
     name = _prompt_name(row)
@@ -85,7 +88,8 @@ def read_pair(row: Row) -> PreferenceRow:
         sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
     if sides[0] == sides[1]:
         raise BadRow("chosen and rejected are the same")
-    # the whole, and perhaps the prompt too
+    # Each side may be the whole conversation, beside the prompt or without it: then what both begin
+    # with is the prompt.
     if not prompt or any(_is_prompt(side[0]) for side in sides):
         prompt = sides[0][: num_common(*sides)]
         sides = [side[len(prompt) :] for side in sides]
@@ -111,7 +115,9 @@ def for_teacher(row: Row, asked: str) -> Row:
     prompt, system = (text_of(row, name, required=False) for name in TEACHERS)
     if not (prompt or system):
         raise BadRow(f"neither {' nor '.join(TEACHERS)} is filled")
-    other = dict(row) | ({"system": system} if system else {})
+    other = dict(row)
+    if system:
+        other["system"] = system
     if not isinstance(row.get(asked), str) or asked in CHATS:
         said = chats.turns(row.get(asked), asked)
         roles = [
@@ -119,7 +125,9 @@ def for_teacher(row: Row, asked: str) -> Row:
         ]
         if prompt and "user" in roles:
             last = len(roles) - 1 - roles[::-1].index("user")
+            # ShareGPT's turns have their text in value.
             said[last] |= {"value" if "value" in said[last] else "content": prompt}
+        # A system prompt among the turns would come before the teacher's, and take its place.
         is_kept = [not (system and role in ("system", "developer")) for role in roles]
         other[asked] = list(itertools.compress(said, is_kept))
     elif prompt:
@@ -128,25 +136,32 @@ def for_teacher(row: Row, asked: str) -> Row:
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
-    """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in
-    `Reading`.
+    """--columns and --dataset_format that may train on a pair's chosen answer alone.
+
+    Args:
+        names: as in `Reading`.
     """
     column_of = {ours: column for column, ours in names.items()}
     chosen = column_of["chosen"]
     name = _prompt_name({ours: row.get(column) for ours, column in column_of.items()})
-    if isinstance(turns := row[chosen], list) and any(map(_is_prompt, turns[:1])):
+    turns = row[chosen]
+    if isinstance(turns, list) and any(map(_is_prompt, turns[:1])):
         return [f"messages={chosen}"], "messages"
-    prompt, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
-    columns = [f"{prompt}={column_of[name]}"] if column_of.get(name, prompt) != prompt else []
-    return [
-        *columns,
-        f"{answer}={chosen}",
-    ], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
+    if name in INSTRUCTIONS:
+        prompt, answer, dataset_format = "instruction", "output", "alpaca"
+    else:
+        prompt, answer, dataset_format = "prompt", "completion", "prompt_completion"
+    columns = []
+    if column_of.get(name, prompt) != prompt:
+        columns.append(f"{prompt}={column_of[name]}")
+    columns.append(f"{answer}={chosen}")
+    return columns, dataset_format
 
 
 def read_ratings(row: Row, threshold: float) -> PreferenceRow:
-    """The best rated of `completions` and the worst, of equals the first; the threshold is between.
-    Raises BadRow.
+    """The best rated of `completions` and the worst, with the threshold between them.
+
+    Of equals it is the first. Raises BadRow.
     """
     answers = chats.turns(row.get("completions"), "completions")
     best = max(answers, key=rating_of)
@@ -154,22 +169,20 @@ def read_ratings(row: Row, threshold: float) -> PreferenceRow:
     if rating_of(best) == rating_of(worst):
         raise BadRow("no two answers have different ratings")
     if not rating_of(worst) < threshold <= rating_of(best):
-        raise BadRow(
-            "all answers are rated "
-            f"{'below' if rating_of(best) < threshold else 'at least'} {threshold:g}"
-        )
-    return read_pair(
-        dict(row) | {"chosen": best.get("response"), "rejected": worst.get("response")}
-    )
+        side = "below" if rating_of(best) < threshold else "at least"
+        raise BadRow(f"all answers are rated {side} {threshold:g}")
+    pair = {"chosen": best.get("response"), "rejected": worst.get("response")}
+    return read_pair(dict(row) | pair)
 
 
 def read_labeled(row: Row) -> PreferenceRow:
-    """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises
-    BadRow.
+    """A completion of a prompt, or `messages` with an answer at the end; with `label`.
+
+    Raises BadRow.
     """
-    label = {"true": True, "1": True, "false": False, "0": False}.get(
-        str(row.get("label")).lower().removesuffix(".0")
-    )
+    # CSV has texts, and a column of numbers with gaps becomes floats in pandas: 1.0.
+    labels = {"true": True, "1": True, "false": False, "0": False}
+    label = labels.get(str(row.get("label")).lower().removesuffix(".0"))
     if label is None:
         raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
     if row.get("messages") is not None:
@@ -181,8 +194,9 @@ def read_labeled(row: Row) -> PreferenceRow:
 
 
 def read_rating(row: Row, threshold: float) -> PreferenceRow:
-    """Read a rated answer, or a list of them: the label of one is rating >= threshold. Raises
-    BadRow.
+    """Read a rated answer, or a list of them: the label of one is rating >= threshold.
+
+    Raises BadRow.
     """
     if not isinstance(row["rating"], list):
         return read_labeled(dict(row) | {"label": rating_of(row) >= threshold})
@@ -194,7 +208,8 @@ def read_rating(row: Row, threshold: float) -> PreferenceRow:
 
 def rating_of(row: Row) -> float:
     """The number by which an answer is rated. Raises BadRow."""
-    value = next((row[name] for name in RATINGS if row.get(name) is not None), None)
+    values = [row[name] for name in RATINGS if row.get(name) is not None]
+    value = values[0] if values else None
     with contextlib.suppress(ValueError):
         rating = float(str(value))
         if math.isfinite(rating):
@@ -203,20 +218,19 @@ def rating_of(row: Row) -> float:
 
 
 def middle_rating(rows: Sequence[Row]) -> float:
-    """A threshold that about half of the answers reach whose ratings have their usual names; else
-    7.
-    """
-    ratings = re.findall(
-        rf'"(?:{"|".join(RATINGS)})": '
-        r'"?(-?\d+\.?\d*)',
-        json.dumps(rows, default=str),
-    )
-    return sorted(map(float, ratings))[len(ratings) // 2] if ratings else 7
+    """A threshold for advice, which about half of the answers reach; 7 where none is found."""
+    # In JSON, because ratings may be at any depth of a row.
+    pattern = rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)'
+    ratings = re.findall(pattern, json.dumps(rows, default=str))
+    if not ratings:
+        return 7
+    return sorted(map(float, ratings))[len(ratings) // 2]
 
 
 def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rendered | Fields:
     """An answer to the prompt, which is in the column `name`."""
     is_chat = name not in INSTRUCTIONS or not isinstance(answer, str)
+    # A prompt template has no place for tools, and a chat none for an input.
     unused = "input" if is_chat else "tools"
     if unused != name and str(row.get(unused) or "").strip() not in ("", "[]"):
         raise BadRow(
@@ -238,7 +252,10 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
 
 
 def _prompt_name(row: Row) -> str:
-    return next((name for name in PROMPTS if row.get(name)), "prompt")
+    for name in PROMPTS:
+        if row.get(name):
+            return name
+    return "prompt"
 
 
 def _is_prompt(turn: object) -> bool:
@@ -261,10 +278,12 @@ def _asked(row: Row, name: str) -> Any:
 
 
 def _continued(chosen: str, rejected: str) -> PreferenceRow:
-    """Two texts that begin with their prompt, which ends with the last word that both have; one may
-    end there, too.
+    """Two texts that begin with their prompt.
+
+    It ends with the last word that both have; one of them may end there, too.
     """
     num = num_common(chosen, rejected)
+    # Back to between two words: answers that begin with the same letters have them all.
     while any(
         _WITHIN_WORD.fullmatch(text[max(num - 1, 0) : num + 1]) for text in (chosen, rejected)
     ):
@@ -283,19 +302,20 @@ def _continued(chosen: str, rejected: str) -> PreferenceRow:
 
 
 def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The ids, the mask and the split of a row of two documents, whose first tokens have nothing to
-    predict them.
-    """
+    """The ids, the mask and the split of a row of two documents."""
+    # Nothing predicts the first token of a document.
     masks = [(mask != 0) & (np.arange(len(mask)) > 0) for mask in learned]
     return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
 
 
 def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
-    """Pair each answer with a second document, its prompt with an earlier row's answer: for KTO's
-    divergence.
+    """Pair each answer with a second document: its prompt with an earlier row's answer.
+
+    KTO measures the divergence from the reference on these (Ethayarajh et al. 2024).
     """
     starts = [int(row.learned.argmax()) for row in rows]
-    # a row may have several answers
+    # A row may have several answers, which are beside each other: as far back as no two of a row
+    # are.
     back = max(Counter(row.row_number for row in rows).values(), default=1)
     pairs = []
     for i, row in enumerate(rows):  # the row before the first is the last

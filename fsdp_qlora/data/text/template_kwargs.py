@@ -43,7 +43,7 @@ RESERVED = {
     "additional_special_tokens",
 }
 """Names that no row can set: they are the row's columns, the tokenizer's or the program's."""
-# how variables are called that are on or off
+# How variables are called that are on or off.
 _SWITCH = re.compile(r"(enable|preserve|keep|add|use|is|has)_|thinking$")
 
 
@@ -65,6 +65,7 @@ def columns_of(
         for column, name in named.items()
         if name not in RESERVED and _has_word(template, name)
     }
+    # A worker has to start for it, so it is asked only if the template has a column's name in it.
     variables = ask() if may_be.keys() - {COLUMN} else ()
     return {
         column: name
@@ -83,21 +84,24 @@ def _has_word(template: str, name: str) -> bool:
 
 
 def read_kwargs(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The variables of a row. columns: of `columns_of`. Raises BadRow if one is of a wrong type or
-    reserved.
+    """The variables of a row. Raises BadRow if one is of a wrong type or reserved.
+
+    Args:
+        columns: as of `columns_of`.
     """
     given: dict[str, Any] = {}
     for column, name in columns.items():
         value = row.get(column)
         if value is None or value == "":
             continue
-        found = _object(value, column) if name == COLUMN else {name: value}
-        for variable, inner in found.items():
-            _check(
-                variable,
-                inner,
-                "" if name == COLUMN else f"; --columns ignore={column} trains without it",
-            )
+        if name == COLUMN:
+            variables = _object(value, column)
+            advice = ""
+        else:
+            variables = {name: value}
+            advice = f"; --columns ignore={column} trains without it"
+        for variable, inner in variables.items():
+            _check(variable, inner, advice)
             if given.setdefault(variable, inner) != inner:
                 raise BadRow(
                     f"{variable} is {given[variable]!r} in one column and {inner!r} in another"
@@ -127,7 +131,7 @@ def _object(value: object, column: str) -> Mapping[str, Any]:
 def _check(name: str, value: object, advice: str) -> None:
     if name in RESERVED:
         raise BadRow(f"{COLUMN}: a row cannot set {name}")
-    # a template would take both for true
+    # A template would take both words for true: in jinja2 any text but the empty one is.
     is_word = isinstance(value, str) and value.lower() in ("true", "false")
     if is_word or (_SWITCH.match(name) and not isinstance(value, bool | None)):
         raise BadRow(f"{name} is {value!r:.40}, and can be true or false{advice}")
