@@ -61,6 +61,7 @@ def connect(
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks.is_rank_0 and not is_agents
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    listener = _listen_on_loopback(resolved, port) if is_master else None
     try:
         store = dist.TCPStore(
             address,
@@ -68,18 +69,11 @@ def connect(
             is_master=is_master,
             timeout=min(timeout, _ANSWER_TIMEOUT),
             wait_for_workers=False,
-            master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
+            master_listen_fd=listener,
         )
     except dist.DistError as error:
         where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
-        reason = str(error).partition("\n")[0]
-        if is_master:
-            raise UserError(
-                f"Rank 0 cannot open its store at {where}: {reason}. Choose a free port."
-            ) from error
-        raise LostRank(
-            f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}"
-        ) from error
+        raise _why_no_store(error, ranks, where, is_master=is_master) from error
     store.set_timeout(timeout)
     # torchrun keeps its store when it restarts the workers. Without a prefix they would read
     # addresses of the previous attempt (measured: 3 of 8 restarts worked, with the prefix 16 of
@@ -89,6 +83,18 @@ def connect(
     run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"{run}/attempt-{attempt if is_agents else 0}", store)
+
+
+def _why_no_store(
+    error: dist.DistError, ranks: Ranks, where: str, *, is_master: bool
+) -> UserError | LostRank:
+    """The error to raise where torch could not open the store, or connect to it."""
+    reason = str(error).partition("\n")[0]  # pages of C++ frames follow
+    if is_master:
+        return UserError(f"Rank 0 cannot open its store at {where}: {reason}. Choose a free port.")
+    return LostRank(
+        f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}"
+    )
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,64 +70,91 @@ def shard_model(
     """
     attach_token_rows(parts.model)
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
-    cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     ignored = _parameters_fsdp_ignores(
         parts, mesh, precision.param_dtype, offloads_all=parts.model in on_host
     )
-
-    def shard(
-        module: nn.Module,
-        *,
-        reshard: bool | None,
-        besides: Iterable[nn.Parameter] = (),
-        policy: Any = cast,
-    ) -> None:
-        where = offload if parts.model in on_host or module in on_host else OffloadPolicy()
-        besides = ignored.union(besides)
-        shard_aligned(
-            [module], mesh, policy, besides, reshard_after_forward=reshard, offload_policy=where
-        )
-
+    cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
+    groups = _Groups(mesh, cast, ignored, offload, on_host, parts.model in on_host)
     # From the inside out: a group takes the parameters that no group before it has, but for
     # `besides`. All ranks build the same groups, so their gathers come in the same order.
     for block in parts.blocks:
-        in_fp32 = magnitudes(block)
-        if in_fp32:
-            shard_aligned(in_fp32, mesh, _AS_STORED, reshard_after_forward=False)
-        adapters = {
-            parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()
-        }
-        trains = any(parameter.requires_grad for parameter in {*block.parameters()} - adapters)
-        shard(
-            block,
-            reshard=reshard_after_forward,
-            besides=adapters,
-            policy=cast if trains else _AS_STORED,
-        )
-        owners = adapter_owners(block)
-        if owners:
-            base = {*block.parameters()} - adapters
-            shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
+        _shard_block(block, groups, reshard_after_forward=reshard_after_forward)
     for tower in parts.towers.values():
         # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all
         # groups for gradients to accumulate, and fails at one that was never gathered.
-        shard(tower, reshard=True, policy=dataclasses.replace(cast, reduce_dtype=None))
+        groups.shard(tower, reshard=True, policy=dataclasses.replace(cast, reduce_dtype=None))
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:
-            shard(parts.embedding, reshard=reshard_after_forward)
+            groups.shard(parts.embedding, reshard=reshard_after_forward)
         if shared_head_of(model) is None:
             # Its backward pass directly follows its forward pass: a second gather would be waste.
-            shard(parts.head, reshard=False)
+            groups.shard(parts.head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
-    shard(model, reshard=None if reshard_after_forward else False)
+    groups.shard(model, reshard=None if reshard_after_forward else False)
     # Before the first gather, which would change bits on a GPU without a message.
     check_gathered_as_bytes(parts)
     _skip_backward_gathers(parts)
     # One rank gathers nothing. Offloaded weights need FSDP2's own stream (see `set_prefetch`).
     if shard_size(mesh) > 1 and not on_host:
         set_prefetch(parts)
+
+
+class _Groups(NamedTuple):
+    """How the groups of a model are made.
+
+    cast: the policy of groups that train. ignored: parameters of no group. offload: the policy of
+    modules whose shards are in host memory: those in `on_host`, or all if `offloads_all`.
+    """
+
+    mesh: DeviceMesh
+    cast: MixedPrecisionPolicy
+    ignored: set[nn.Parameter]
+    offload: OffloadPolicy
+    on_host: Sequence[nn.Module]
+    offloads_all: bool
+
+    def shard(
+        self,
+        module: nn.Module,
+        *,
+        reshard: bool | None,
+        besides: Iterable[nn.Parameter] = (),
+        policy: MixedPrecisionPolicy | None = None,
+    ) -> None:
+        """Make one group of a module, without the parameters `besides`."""
+        is_offloaded = self.offloads_all or module in self.on_host
+        shard_aligned(
+            [module],
+            self.mesh,
+            policy or self.cast,
+            self.ignored.union(besides),
+            reshard_after_forward=reshard,
+            offload_policy=self.offload if is_offloaded else OffloadPolicy(),
+        )
+
+
+def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bool) -> None:
+    """Make the groups of a decoder block: magnitudes, everything frozen, and adapters."""
+    in_fp32 = magnitudes(block)
+    if in_fp32:
+        shard_aligned(in_fp32, groups.mesh, _AS_STORED, reshard_after_forward=False)
+    adapters: set[nn.Parameter] = set()
+    for adapter in adapter_modules(block):
+        adapters.update(adapter.parameters())
+    trains = any(parameter.requires_grad for parameter in {*block.parameters()} - adapters)
+    groups.shard(
+        block,
+        reshard=reshard_after_forward,
+        besides=adapters,
+        policy=groups.cast if trains else _AS_STORED,
+    )
+    owners = adapter_owners(block)
+    if owners:
+        # By now the base's parameters are DTensors, other objects than before.
+        base = {*block.parameters()} - adapters
+        shard_aligned(owners, groups.mesh, groups.cast, base, reshard_after_forward=False)
 
 
 def shard_aligned(
