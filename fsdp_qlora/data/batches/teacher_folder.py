@@ -27,7 +27,7 @@ class TeacherFolder(NamedTuple):
     """The settings of a folder's files."""
 
     key: str
-    """As of `key_of`."""
+    """The text that `key_of` gives."""
     k: int
     """Likeliest tokens for each target."""
     teacher: str | None = None

@@ -202,11 +202,8 @@ _GENERATIONS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # also wha
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request.
-
-    Returns:
-        {"rows": [(text, spans)], "notes"}, {"text"} or {"names"}; or {"error"}, or {"fatal"} for
-        what every row meets.
+    """Answer with {"rows": [(text, spans)], "notes"}, {"text"} or {"names"}; or with {"error"}, or
+    {"fatal"} for what every row meets.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -100,7 +100,7 @@ class RequestedFormat(NamedTuple):
     name: str = "auto"
     """A key of FORMATS, or "auto" for the first that fits."""
     renames: Mapping[str, str] = {}
-    """As of `parse_columns`."""
+    """The result of `parse_columns`."""
 
     def find(self, columns: Sequence[str], first_rows: Sequence[Row], origin: str = "") -> Reading:
         """How rows with these columns are read.
