@@ -26,9 +26,9 @@ class Start:
     too_few: int | None = None
     """Blocks that computed their inputs again when a start last ran out of memory."""
     progress: dict[str, Any] = field(default_factory=dict)
-    """Of the checkpoint's state.json."""
+    """From the checkpoint's state.json."""
     tensors: dict[str, Any] = field(default_factory=dict)
-    """Of the checkpoint's state.json."""
+    """From the checkpoint's state.json."""
 
     @property
     def saved_step(self) -> int:

@@ -31,20 +31,18 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
     """The options by which the teacher is loaded: as the student, without its adapter, and without
     an optimizer.
     """
-    kinds = [name for name, kind in TRAIN_TYPES.items() if kind.adapter == "lora"]
-    train_type = next(
+    # A train type with LoRA, whose base is frozen and quantized as the student's.
+    [train_type, *_] = [
         name
-        for name in kinds
-        if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer
-    )
+        for name, kind in TRAIN_TYPES.items()
+        if kind.adapter == "lora" and kind.quantizer == config.kind.quantizer
+    ]
     options = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
     options |= {
         "model_name": config.teacher,
         "adapter": config.teacher_adapter,
         "train_type": train_type,
         "lora_rank": 1,
-    }
-    options |= {
         "objective": "sft",
         "teacher": None,
         "base_name": None,
@@ -70,8 +68,7 @@ def _refuse_other_settings(config: TrainConfig, student: ModelPlan, kept: Teache
     if differences:
         raise UserError(
             f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run "
-            "`fsdp-qlora teach` with "
-            "the options of this run."
+            "`fsdp-qlora teach` with the options of this run."
         )
 
 
@@ -92,21 +89,23 @@ def plan_teacher(
         raise UserError(
             "--teacher: rows with images can be learned as they are alone, with --objective sft."
         )
-    own = teacher_config(config)
+    teacher_options = teacher_config(config)
     store = dist.PrefixStore(TEACHER, store) if store else None
     log.info("%s", fit_line("Teacher: ", config.teacher or ""))
     folder = Path(config.teacher or "").expanduser()
-    if not config.teacher_url and (kept := TeacherFolder.read(folder, "teacher")):
-        _refuse_other_settings(config, student, kept)
+    # A folder that `teach` has written is read later: no model has to be planned.
+    said_before = None if config.teacher_url else TeacherFolder.read(folder, "teacher")
+    if said_before:
+        _refuse_other_settings(config, student, said_before)
         return None
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(
             f"--teacher {config.teacher} has no config.json, as the folder of a model, and no "
-            "teacher.json, as one "
-            "that `fsdp-qlora teach` has written."
+            "teacher.json, as one that `fsdp-qlora teach` has written."
         )
-    plan = None if config.teacher_url else plan_model(own, student.machine, store)
-    tokenizer = plan.tokenizer if plan else read_model(own)[2]
+    # A server's model is not planned: its tokenizer is all that has to fit.
+    plan = None if config.teacher_url else plan_model(teacher_options, student.machine, store)
+    tokenizer = plan.tokenizer if plan else read_model(teacher_options)[2]
     if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
         raise UserError(
             f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens "
@@ -115,7 +114,7 @@ def plan_teacher(
     if not plan:
         return None
     refuse_whole_logits(plan)
-    teacher = place(own, plan, longest, store)
+    teacher = place(teacher_options, plan, longest, store)
     count = int(data.train.num_targets.sum())
     size = bytes_per_token(config.top_k)
     log.info(

@@ -87,12 +87,14 @@ class LoadedModel:
         ranks = session.ranks
         self.ranks = ranks
         self.sampling = sampling
-        noted = None
+        trained_prompt = None
         if folder is not None and config.prompt_template is None:
-            noted = read_json(folder / "training.json").get("prompt")
+            trained_prompt = read_json(folder / "training.json").get("prompt")
         tokenizer = plan.tokenizer
         model = plan.meta.model
-        record = noted or chosen_format(config.dataset_format, config.prompt_template, tokenizer)
+        record = trained_prompt or chosen_format(
+            config.dataset_format, config.prompt_template, tokenizer
+        )
         self.format = PromptFormat(tokenizer, record)
         self.stops = Stops(tokenizer, model, self.format.stop_text)
         self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
@@ -108,16 +110,18 @@ class LoadedModel:
         def show(completion: Completion) -> None:
             nonlocal printed
             text = self.stops.text_of(completion.token_ids)
-            ready = (
-                len(text) if completion.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
-            )
+            # What may still change is held back: bytes of a character that is not complete, and as
+            # much as the text has that ends an answer.
+            ready = max(printed, len(text.rstrip("\ufffd")) - held)
+            if completion.is_done:
+                ready = len(text)
             print(text[printed:ready], end="", file=output, flush=True)
             printed = ready
 
-        made = self.generator.generate(prompts, show)
-        if not made:
+        completions = self.generator.generate(prompts, show)
+        if not completions:  # on the other ranks
             return ""
-        text = self.stops.text_of(made[index].token_ids)
+        text = self.stops.text_of(completions[index].token_ids)
         print(text[printed:], file=output, flush=True)
         return text
 
@@ -140,12 +144,11 @@ def answer_file(
     )
     if model.ranks.is_rank_0:
         with refusal_named("out", out), staged_file(out) as partial:
-            for (row, _), made in zip(rows, completions, strict=True):
-                text = model.stops.text_of(made.token_ids)
+            for (row, _), completion in zip(rows, completions, strict=True):
                 row |= {
-                    "completion": text,
-                    "num_tokens": len(made.token_ids),
-                    "finish": made.finish,
+                    "completion": model.stops.text_of(completion.token_ids),
+                    "num_tokens": len(completion.token_ids),
+                    "finish": completion.finish,
                 }
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row, _ in rows]
             partial.write_text("".join(lines), encoding="utf-8")
@@ -165,7 +168,10 @@ def chat(model: LoadedModel, system: str) -> None:
     turn = 0
     if model.ranks.is_rank_0 and is_terminal:
         print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
-    while (line := _read_line(model.ranks, is_terminal, waiting)) is not None:
+    while True:
+        line = _read_line(model.ranks, is_terminal, waiting)
+        if line is None:
+            return
         if not line:
             messages = first
             continue

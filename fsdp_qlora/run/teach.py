@@ -5,7 +5,7 @@ go to files.
 import dataclasses
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 
@@ -90,83 +90,127 @@ def taught_by_teacher(
     Raises:
         UserError: --teacher is such a folder, and lacks files of these rows or is of other options.
     """
-    own = teacher_config(config)
     vocabulary = plan.model.meta.model.get_input_embeddings().num_embeddings
-    wanted = Likeliest(min(config.top_k, vocabulary), vocabulary)
+    likeliest = Likeliest(min(config.top_k, vocabulary), vocabulary)
     if config.teacher_url:
         server = Server(config.teacher_url, [config.teacher], config.hang_seconds)
-        return ServerTeacher(server, *wanted, ranks, control)
-    given = Path(config.teacher or "").expanduser()
-    kept = TeacherFolder.read(given, "teacher") if config.teacher else None
-    root = output or cache_folder() / "taught"
-    if kept:
-        made = kept
-        root = given
+        return ServerTeacher(server, *likeliest, ranks, control)
+    if not config.teacher:
+        return None
+    given = Path(config.teacher).expanduser()
+    folder = TeacherFolder.read(given, "teacher")
+    if folder:
+        tables = _taught_rows(plan, given, folder, vocabulary)
+        # The folder must have all files: its teacher is not here to make one again.
+        _missing([*tables.values()], ranks, config.teacher)
+        _say_read(tables)
     elif plan.teacher:
-        of_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
-        wanted = wanted._replace(k=min(wanted.k, of_teacher))
-        [key, *_] = all_gather_strings(
-            _key(own, plan, vocabulary) if ranks.is_rank_0 else "", ranks.device
-        )
-        made = TeacherFolder(key, wanted.k, config.teacher)
+        in_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
+        likeliest = likeliest._replace(k=min(likeliest.k, in_teacher))
+        root = output or cache_folder() / "taught"
+        teacher_options = teacher_config(config)
+        # The key has hashes of all weights, which rank 0 computes for all.
+        own_key = _key(teacher_options, plan, vocabulary) if ranks.is_rank_0 else ""
+        [key, *_] = all_gather_strings(own_key, ranks.device)
+        folder = TeacherFolder(key, likeliest.k, config.teacher)
+        tables = _taught_rows(plan, root, folder, vocabulary)
+        missing = _begin(tables, root, folder, ranks, output)
+        if missing:
+            forward = _load(teacher_options, plan, ranks, control)
+            _compute(missing, forward, likeliest, ranks)
+            del forward
+            gc.collect()  # modules and hooks know each other
+            release_cached_memory(ranks.device)
+        else:
+            _say_read(tables)
     else:
         return None
-    filled = filter(len, (plan.data.train, plan.data.evaluation))
-    tables = {
-        table.digest: TaughtRows(table, root, made.key, made.k, vocabulary) for table in filled
-    }
-    if output:
-        with raise_on_all_ranks(UserError, ranks.device):
-            _refuse_another(output, made)
-    missing = _missing([*tables.values()], ranks, config.teacher if kept else None)
-    with raise_on_all_ranks(UserError, ranks.device):
-        if ranks.local_rank == 0:
-            _check_room(root, missing)
-            if output:
-                _enter(output, made)
-    if missing:
-        forward = _load(own, plan, ranks, control)
-        for taught, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
-            found = likeliest_of_rows(forward, taught.table, taught.files[number], wanted)
-            _keep(taught, number, rounded(found, wanted.k), ranks)
-        del forward
-        gc.collect()  # modules and hooks know each other
-        release_cached_memory(ranks.device)
-    else:
-        log.info("The teacher's probabilities are read from %s", next(iter(tables.values())).folder)
     return lambda table, rows: tables[table.digest].of_targets(table, rows)
 
 
-def _key(own: TrainConfig, plan: Plan, vocabulary: int) -> str:
-    """All that the teacher's probabilities depend on,
-    besides the rows. own: the teacher's options.
+def _taught_rows(
+    plan: Plan, root: Path, folder: TeacherFolder, vocabulary: int
+) -> dict[str, TaughtRows]:
+    """The teacher's files for each table of a run's rows, by the table's digest."""
+    return {
+        table.digest: TaughtRows(table, root, folder.key, folder.k, vocabulary)
+        for table in (plan.data.train, plan.data.evaluation)
+        if len(table)
+    }
+
+
+def _say_read(tables: Mapping[str, TaughtRows]) -> None:
+    [first, *_] = tables.values()
+    log.info("The teacher's probabilities are read from %s", first.folder)
+
+
+def _begin(
+    tables: Mapping[str, TaughtRows],
+    root: Path,
+    folder: TeacherFolder,
+    ranks: Ranks,
+    output: Path | None,
+) -> list[File]:
+    """Look for the files that are there, and make room for the others; returns these.
+
+    Raises:
+        UserError: the folder is another teacher's, or too small; the same on every rank.
     """
+    if output:
+        with raise_on_all_ranks(UserError, ranks.device):
+            _refuse_another(output, folder)
+    missing = _missing([*tables.values()], ranks, None)
+    with raise_on_all_ranks(UserError, ranks.device):
+        # Each machine has its own disk, and its files are written by one of its ranks.
+        if ranks.local_rank == 0:
+            _check_room(root, missing)
+            if output:
+                _enter(output, folder)
+    return missing
+
+
+def _compute(
+    missing: Sequence[File], forward: ForwardPass, likeliest: Likeliest, ranks: Ranks
+) -> None:
+    """Let the teacher go over the rows of the missing files. Each is kept before the next begins.
+
+    An interrupted pass so continues at the file that it was at.
+    """
+    for taught, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
+        arrays = likeliest_of_rows(forward, taught.table, taught.files[number], likeliest)
+        _keep(taught, number, rounded(arrays, likeliest.k), ranks)
+
+
+def _key(teacher_options: TrainConfig, plan: Plan, vocabulary: int) -> str:
+    """A hash of all that the teacher's probabilities depend on, besides the rows."""
     assert plan.teacher is not None
-    adapter = read_adapter(Path(own.adapter).expanduser()).weights if own.adapter else None
+    adapter = None
+    if teacher_options.adapter:
+        adapter = read_adapter(Path(teacher_options.adapter).expanduser()).weights
+    quantizer = teacher_options.kind.quantizer
+    quantization = {"quantizer": quantizer} | quantizer_options(teacher_options, quantizer)
     return key_of(
         {
             "weights": fingerprint_files(open_weights(plan.teacher.model).files.files.values()),
             "adapter": record_of(adapter).sha256 if adapter else None,
-            "quantization": (
-                {"quantizer": own.kind.quantizer} | quantizer_options(own, own.kind.quantizer)
-            ),
+            "quantization": quantization,
             "precision": plan.teacher.model.precision.name,
-            "temperature": own.temperature,
+            "temperature": teacher_options.temperature,
             "vocabulary": vocabulary,
         }
     )
 
 
-def _refuse_another(output: Path, made: TeacherFolder) -> None:
+def _refuse_another(output: Path, new: TeacherFolder) -> None:
     """Raise UserError if a folder has what another teacher said, or the same one with other
     settings.
     """
-    there = TeacherFolder.read(output, "output_dir")
-    if there and (differences := ", ".join(there.differences(made.settings))):
+    earlier = TeacherFolder.read(output, "output_dir")
+    differences = ", ".join(earlier.differences(new.settings)) if earlier else ""
+    if earlier and differences:
         raise UserError(
-            f"--output_dir {output} has what {there.teacher} said with other settings: "
-            f"{differences}. Nothing there is "
-            "replaced: give another folder, or remove this one."
+            f"--output_dir {output} has what {earlier.teacher} said with other settings: "
+            f"{differences}. Nothing there is replaced: give another folder, or remove this one."
         )
 
 
@@ -181,6 +225,7 @@ def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> l
     files = [(taught, number) for taught in tables for number in range(len(taught.files))]
     with raise_on_all_ranks(UserError, ranks.device):
         lacks = [not _read(taught, number, given) for taught, number in files]
+    # A file that one machine lacks is made again on all: the pass is a collective of all ranks.
     is_missing = gather_numbers(lacks, ranks.device).any(dim=0).tolist() if lacks else []
     missing = list(compress(files, is_missing))
     if given and missing:
@@ -232,11 +277,11 @@ def _no_room(root: Path, reason: str) -> str:
     return f"The teacher's probabilities cannot be written to {root}: {reason}. {advice}"
 
 
-def _enter(output: Path, made: TeacherFolder) -> None:
+def _enter(output: Path, folder: TeacherFolder) -> None:
     """Make the folder, and say in it what its files will be of. Raises UserError."""
     with refusal_named("output_dir", output):
         output.mkdir(parents=True, exist_ok=True)
-        made.write(output)
+        folder.write(output)
 
 
 def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None:
@@ -263,6 +308,7 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
                 raise UserError(
                     _no_room(taught.folder, f"{reason}, with {size} to write")
                 ) from error
+    # Read back at once, as the student will: a bad disk is found before hours have gone by.
     with raise_on_all_ranks(UserError, ranks.device):
         try:
             is_there = taught.read(number)
@@ -277,12 +323,12 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
             )
 
 
-def _load(own: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:
+def _load(options: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:
     """The teacher as it was planned, built once more: the plan's own would stay in memory."""
     assert plan.teacher is not None
-    model = build_plan(own, plan.teacher.model.machine, *read_model(own))
+    model = build_plan(options, plan.teacher.model.machine, *read_model(options))
     placed = dataclasses.replace(plan.teacher, model=model)
-    PlannedBase(own, placed).opened().load()
+    PlannedBase(options, placed).opened().load()
     return build_forward(
-        own, dataclasses.replace(plan, placed=placed), ranks, control, target_numbers
+        options, dataclasses.replace(plan, placed=placed), ranks, control, target_numbers
     )
