@@ -80,6 +80,7 @@ def main(argv: list[str]) -> int:
             config = parse_train_config(argv, notes=notes)
             refuse_early(config)
             refuse_names(config)
+            # A preview is one process, whatever it plans for.
             if not config.is_preview:
                 status_of_workers = relaunch_if_needed(config, argv)
                 if status_of_workers is not None:

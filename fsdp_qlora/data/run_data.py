@@ -100,8 +100,14 @@ class RunData:
     @property
     def identity(self) -> list[object]:
         """Distinguishes the rows from others."""
-        about = [derive_seed([prompt.columns for prompt in self.prompts])] if self.prompts else []
-        return [self.train.digest, self.evaluation.digest, len(self.eval_rows), *about]
+        identity: list[object] = [
+            self.train.digest,
+            self.evaluation.digest,
+            len(self.eval_rows),
+        ]
+        if self.prompts:  # rewards read their other columns
+            identity.append(derive_seed([prompt.columns for prompt in self.prompts]))
+        return identity
 
     @property
     def rejected(self) -> list[tuple[str, str]]:
@@ -113,14 +119,16 @@ class RunData:
         what follows them.
         """
         rows = [self.train[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
+        # The last token that is learned, not of the row: a template may write on after an answer.
         last = [
             int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()
         ]
         last = last or tokenizer(after_answer, add_special_tokens=False)["input_ids"][:1]
         added = tokenizer.added_tokens_decoder
-        own = (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        usual = (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        # In a tenth of the rows at least: answers that were cut end with any token.
         often = [token for token, count in Counter(last).items() if 10 * count >= len(last)]
-        return [str(added[token]) for token in often if token in added and token not in own]
+        return [str(added[token]) for token in often if token in added and token not in usual]
 
     def describe_left_out(self) -> list[str]:
         """A line for the end, if rows were left out: how many of those that were read before
@@ -316,7 +324,8 @@ def _choose_context_length(
         with _opened(tokenizer, one, source) as pipeline:
             reports.append(pipeline.measured())
     needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
-    chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
+    power_of_two = 2 ** max(1, (needed - 1).bit_length())
+    chosen = min(power_of_two, MOST_OF_AUTO, longest or MOST_OF_AUTO)
     used = sum(report.num_used for report in reports)
     total = sum(report.num_rows for report in reports)
     which = f"{used:,} of {total:,}" if used < total else f"{used:,}"
@@ -399,10 +408,10 @@ def prepare_rows(
         size = len(tokenizer)
         context = options.longest_row
         kind = options.text.row_kind
-        made = tokenization.dummy_rows(
+        rows_and_report = tokenization.dummy_rows(
             samples, size, kind, context_length=context, seed=options.seed
         )
-        prepared = Prepared(*made)
+        prepared = Prepared(*rows_and_report)
     else:
         with _opened(tokenizer, options, source) as pipeline:
             prepared = Prepared(*pipeline.all_rows(), pipeline.prompts)
@@ -414,10 +423,9 @@ def prepare_rows(
 def _opened(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None
 ) -> Iterator[DatasetPipeline]:
-    """The pipeline of the one `options.dataset`, with processes of its own for the
-    chat template.
-    """
-    num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
+    """The pipeline of the one `options.dataset`, with its own processes for the chat template."""
+    # The other ranks of the machine wait meanwhile, so their cores are free.
+    num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))
     pipeline = DatasetPipeline(
         tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source
     )

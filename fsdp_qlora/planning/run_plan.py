@@ -132,16 +132,17 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
 def _describe_link(placed: PlacedModel, *, num_nodes: int) -> str:
     """One line: about how much each of several nodes sends to the others in a step."""
     meta = placed.model.meta
-    (sharded_over, frees_blocks) = SHARDING_STRATEGIES[placed.placement.sharding_strategy]
-    sizes = {
-        name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()
-    }
+    sharded_over, frees_blocks = SHARDING_STRATEGIES[placed.placement.sharding_strategy]
+    counts = count_bytes(meta.parts.kinds(meta.model), 1)
+    sizes = {name: count.total for name, count in counts.items()}
+    # A ring's all-reduce sends nearly twice the size of the gradients.
     size = format_bytes(2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes)
     line = (
         f"Between {num_nodes} nodes: each sends about {size} per step, gradients of trainable "
         "weights"
     )
     if sharded_over == "all":
+        # Blocks that are freed after the forward pass are gathered once more for the backward pass.
         gathered = sum(sizes.values()) * (2 if frees_blocks else 1) * (num_nodes - 1) // num_nodes
         line += f", and {format_bytes(gathered)} per micro-batch, gathered weights"
     return line

@@ -78,20 +78,17 @@ def _of_answers(schedule: Schedule) -> Schedule:
     group = schedule.num_generations
     prompts, rest = divmod(rows, group)
     if rest:
-        divisors = (
-            ", ".join(str(divisor) for divisor in range(2, rows + 1) if rows % divisor == 0)
-            or "more rows"
-        )
+        divisors = ", ".join(str(size) for size in range(2, rows + 1) if rows % size == 0)
         raise UserError(
             f"num_generations: a step learns from {rows} answers (batch_size x "
             f"gradient_accumulation_steps x ranks), which are no whole groups of {group}. Give "
-            f"{divisors}, or a multiple of {group} answers."
+            f"{divisors or 'more rows'}, or a multiple of {group} answers."
         )
     if schedule.num_rows < prompts:
         raise UserError(
             f"dataset: an optimizer step needs {prompts} prompts ({rows} answers, {group} to "
-            "each), and there are "
-            f"{schedule.num_rows}. Give more prompts or a smaller --gradient_accumulation_steps."
+            f"each), and there are {schedule.num_rows}. Give more prompts or a smaller "
+            "--gradient_accumulation_steps."
         )
     return dataclasses.replace(
         schedule, num_rows=schedule.num_rows // prompts * rows * schedule.num_iterations
@@ -138,11 +135,8 @@ class RunRows:
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""
-        rounds = list(
-            itertools.chain(
-                *self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)
-            )
-        )
+        steps = self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)
+        rounds = list(itertools.chain.from_iterable(steps))
         # a round's longest micro-batch is its first
         longest = [self._lengths_of(first) for first, *_ in rounds]
         computed = sum(lengths.num_computed for lengths in longest)
@@ -160,15 +154,13 @@ class RunRows:
             - rows.document_offsets[learned]
             + self.data.completion_length
         )
+        # A plan may be for a shorter context than the rows were cut for.
         tokens = np.minimum(lengths, most).tolist()
         if self.schedule.padding:
             tokens = [max(tokens, default=0)] * len(tokens)
-        shared = (
-            np.minimum(rows.num_shared[micro_batch], most).tolist()
-            if self._shares_prompts
-            else None
-        )
-        return Lengths(tokens, shared)
+        if not self._shares_prompts:
+            return Lengths(tokens)
+        return Lengths(tokens, np.minimum(rows.num_shared[micro_batch], most).tolist())
 
 
 # --- rows that the model generates ---
@@ -197,20 +189,18 @@ class Generation(NamedTuple):
 
     def describe(self, num_prompts: int, num_generations: int, num_left: int) -> str:
         """One line for the plan. num_left: prompts of an epoch that fill no step."""
-        weights = (
-            (f"; weights stay gathered ({format_bytes(self.gathered)})") if self.gathered else ""
-        )
-        weights += (
-            ""
-            if self.seconds is None
-            else (f"; at most about {self.seconds:,.0f} s per generation")
-        )
-        left = f"; an epoch leaves out {num_left} prompts, which fill no step" if num_left else ""
-        return (
+        line = (
             f"Generation: {num_generations} answers to each of {num_prompts} prompts for a step, "
-            f"of {self.per_rank} on "
-            f"a rank {self.at_a_time} at a time (cache {format_bytes(self.cache)}){weights}{left}"
+            f"of {self.per_rank} on a rank {self.at_a_time} at a time "
+            f"(cache {format_bytes(self.cache)})"
         )
+        if self.gathered:
+            line += f"; weights stay gathered ({format_bytes(self.gathered)})"
+        if self.seconds is not None:
+            line += f"; at most about {self.seconds:,.0f} s per generation"
+        if num_left:
+            line += f"; an epoch leaves out {num_left} prompts, which fill no step"
+        return line
 
 
 def plan_generation(
@@ -233,8 +223,10 @@ def plan_generation(
     model = placed.model
     memory = placed.memory
     layout = placed.layout
+    # Generation comes between steps: it may have what the peak of a step takes and gives back.
     room = sum(memory.phases[memory.peak].values()) + memory.overhead
-    room = room if model.machine.device.type == "cuda" else max(room, _LEAST_ON_CPU)
+    if model.machine.device.type != "cuda":
+        room = max(room, _LEAST_ON_CPU)
     itemsize = model.precision.compute_dtype.itemsize
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
@@ -246,24 +238,23 @@ def plan_generation(
         needed = (
             sum(memory.resident.values()) + memory.overhead + at_a_time * answer_bytes + gathered
         )
-        fits = (
-            gathered + at_a_time * answer_bytes <= room
-            if free is None
-            else with_margin(needed) <= free
-        )
-        gathered *= fits
+        fits = gathered + at_a_time * answer_bytes <= room
+        if free is not None:
+            fits = with_margin(needed) <= free
+        if not fits:
+            gathered = 0
     if free is not None:
         room = max(
             room, without_margin(free) - sum(memory.resident.values()) - memory.overhead - gathered
         )
         at_a_time = min(per_rank, max(1, room // answer_bytes))
+    # Equal rounds: a small last one would take as long as a full one, token by token.
     rounds = -(-per_rank // at_a_time)
     at_a_time = -(-per_rank // rounds)
-    seconds = (
-        rounds * most_new * seconds_per_pass(placed, gpu, at_a_time, gathered=gathered > 0)
-        if gpu
-        else None
-    )
+    seconds = None
+    if gpu:
+        per_token = seconds_per_pass(placed, gpu, at_a_time, gathered=gathered > 0)
+        seconds = rounds * most_new * per_token
     return Generation(at_a_time, per_rank, at_a_time * answer_bytes, gathered, seconds)
 
 

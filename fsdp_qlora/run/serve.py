@@ -134,6 +134,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
     store = session.store
     desk = None
     with session.kept_until_all_connect():
+        # First of all: a port or a folder that is in use is no reason to plan for minutes.
         opened = _opened(address) if ranks.is_rank_0 else None
         planned = _plan(config, ranks, store, address)
         for base in planned:
@@ -141,6 +142,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
         bases = [base.fetch() for base in planned]
         if opened is not None:
             _check_identity(opened.records, address.folder, bases[0])
+    # The group owns the store from then on, so what else needs a part of it takes it before.
     failures = Failures(session.store_of("orders"), ranks)
     session.start_group(bases[0].placed.layout)
     control = Control(is_rank_0=ranks.is_rank_0, signals=session.signals)
@@ -149,7 +151,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
     free = least_free(Machine.of(config, ranks), "the memory for answers", store)
     for worker in workers:
         worker.free = free
-        # the same on every rank
+        # A request is refused by the limits of rank 0, so they must be those of the fullest rank.
         least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
         worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
     if opened is not None:
@@ -179,6 +181,7 @@ def _opened(address: Address) -> Opened:
     """Open the folder's records and the socket to listen at: they may be refused, so they come
     first.
     """
+    # Without a key, everybody who reaches the port could use the GPUs.
     has_no_key = address.api_key == NO_KEY
     if has_no_key and not is_of_this_machine(address.host):
         raise UserError(
@@ -222,6 +225,7 @@ def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
     identity = {name: options[name] for name in _IDENTITY}
     identity["precision"] = base.placed.model.precision.name
     identity["the base's weights"] = fingerprint_files(base.weights.files.files.values())
+    # As it comes back from the records: tuples are lists there.
     identity = json.loads(json.dumps(identity))
     named = {"model": base.config.base_name or base.config.model_name}
     known = records.get("service", "base") or named
@@ -266,6 +270,7 @@ def _plan(
     machine = Machine.of(config, ranks)
     bases = [_planned(config, machine, store)]
     placed = bases[0].placed
+    # Other adapters change more than A and B, which is all that a model's room keeps.
     plain = (
         config.kind.adapter,
         config.rank_pattern,
@@ -282,12 +287,15 @@ def _plan(
     log.info(line, config.lora_rank, address.most_models, size)
     if address.teacher:
         log.info("%s", fit_line("Teacher: ", address.teacher))
+        # Both are planned before either is loaded, so the base's memory still counts as free.
         if machine.gpu_memory:
             left = machine.gpu_memory[0] - placed.memory.reserved
             machine = dataclasses.replace(machine, free=max(0, left))
-        own = teacher_config(dataclasses.replace(config, teacher=address.teacher))
-        own = dataclasses.replace(own, optimizer="sgd")  # of the trainer, which has no work
-        bases.append(_planned(own, machine, dist.PrefixStore(TEACHER, store) if store else None))
+        teacher_options = teacher_config(dataclasses.replace(config, teacher=address.teacher))
+        # The trainer needs one, which has no work: nothing of the teacher trains.
+        teacher_options = dataclasses.replace(teacher_options, optimizer="sgd")
+        teacher_store = dist.PrefixStore(TEACHER, store) if store else None
+        bases.append(_planned(teacher_options, machine, teacher_store))
     return bases
 
 
@@ -328,6 +336,7 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
     trainer = build_trainer(
         config, Plan(placed, no_data, schedule, warmup_steps=0), ranks, control, targets
     )
+    # A pass of the largest request that is allowed: a lack of memory shows now, not in a request.
     if ranks.device.type == "cuda":
         row = np.zeros(config.longest_row, np.int32)
         table = join_completions([row[:1]] * size, [row[1:]] * size, np.arange(size))
@@ -410,6 +419,7 @@ def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, addres
 def _work(workers: list[Worker], desk: Desk | None, control: Control, failures: Failures) -> None:
     """Carry out the orders of rank 0 on all ranks, until they agree to stop."""
     while True:
+        # Rank 0 decides for all: the others have no queue, and wait in the collectives below.
         order = desk.take(_PAUSE_SECONDS) if desk is not None else None
         control.heartbeat.beat(0, "rows")
         control.agree(gather_numbers(control.flags(0), _BY_GLOO))
