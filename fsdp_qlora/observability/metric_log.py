@@ -69,6 +69,7 @@ class MetricLog:
         elif self._has_evaluated:
             self._evaluation_seconds = max(0.0, time.monotonic() - self._opened - seconds)
         save_steps, minutes = save_times(self._config.get("save_every", ()))
+        # At the end the run evaluates and saves in any case.
         evaluations, saves = (
             -(-self._total_steps // every) - record["step"] // every if every else 1
             for every in (self._config.get("eval_steps"), save_steps)
@@ -80,11 +81,15 @@ class MetricLog:
         eta_seconds = None if steps_seconds is None else steps_seconds + others
         for sink in self._sinks:
             sink.step(record, eta_seconds)
+        # Once, when two steps have shown the pace.
         if self._num_steps == 3 and steps_seconds and eta_seconds:
-            took = self._evaluation_seconds
-            save = self.save_seconds
-            more = f", {evaluations} evaluations of {took:.0f} s" if took else ""
-            more += f", {saves} saves of {save:.1f} s" if save else "; without saving"
+            more = ""
+            if self._evaluation_seconds:
+                more += f", {evaluations} evaluations of {self._evaluation_seconds:.0f} s"
+            if self.save_seconds:
+                more += f", {saves} saves of {self.save_seconds:.1f} s"
+            else:
+                more += "; without saving"
             log.info(
                 f"Estimated time: {_clock(time.monotonic() - self._opened + eta_seconds)} in "
                 f"total, {_clock(eta_seconds)} left ({num_left:,} steps of "
@@ -92,8 +97,10 @@ class MetricLog:
             )
 
     def evaluation(self, record: Record) -> None:
-        """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets,
-        eval_tasks by name.
+        """Log one evaluation.
+
+        record: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets and eval_tasks by
+        name.
         """
         if not self._sinks:
             return
@@ -129,7 +136,8 @@ class MetricLog:
 
 def refuse_sinks(names: Sequence[str]) -> None:
     """Raise UserError if a sink in `log_to` cannot be used here, before anything is loaded."""
-    problems = [problem for name in names if name in SINKS and (problem := SINKS[name].problem())]
+    problems = [SINKS[name].problem() for name in names if name in SINKS]
+    problems = [problem for problem in problems if problem]
     if problems:
         raise UserError(
             "\n".join(f"log_to: {problem}, or take it out of log_to." for problem in problems)
@@ -137,8 +145,7 @@ def refuse_sinks(names: Sequence[str]) -> None:
 
 
 def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bool) -> MetricLog:
-    """Open the sinks named in `sinks`, which `refuse_sinks` has passed, and metrics.jsonl in any
-    case.
+    """Open metrics.jsonl and the named sinks, which `refuse_sinks` has passed.
 
     Args:
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
@@ -146,11 +153,13 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     if not is_rank_0:
         return MetricLog([], options)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is
-    # alive.
     sinks = [word for word in sinks if word in SINKS]  # others are settings of wandb
-    names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
-    opened = [SINKS[sink](options) for sink in names]
+    # metrics.jsonl first, since it is the complete record, and each sink once.
+    names = ["jsonl", *sinks]
+    # A progress bar if nothing else shows that the run is alive.
+    if set(sinks) <= ELSEWHERE:
+        names.append("tqdm")
+    opened = [SINKS[name](options) for name in dict.fromkeys(names)]
     return MetricLog(opened, options)
 
 
@@ -210,6 +219,7 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, options: SinkOptions) -> None:
+        # Without a buffer, so that a kill loses no record; O_APPEND, so that no write overwrites.
         path = options.output_dir / METRICS_FILE
         self._descriptor = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
@@ -237,17 +247,17 @@ class JsonlSink(Sink):
     def _write_pending(self) -> str | None:
         """Write as many pending bytes as possible; returns the error that stopped it, if any."""
         try:
+            # A nearly full disk takes a part of what is written, so the rest is kept.
             while self._pending:
-                self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+                written = os.write(self._descriptor, self._pending)
+                self._pending = self._pending[written:]
         except OSError as error:
             return error.strerror
         return None
 
 
 def copy_records(source: Path, output_dir: Path) -> None:
-    """Start metrics.jsonl, samples.jsonl and rollouts.jsonl as copies of the parent run's, if there
-    are any.
-    """
+    """Start metrics.jsonl, samples.jsonl and rollouts.jsonl as copies of the parent run's files."""
     for name in (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE):
         if (source / name).is_file():
             with staged_file(output_dir / name) as partial:
@@ -255,32 +265,30 @@ def copy_records(source: Path, output_dir: Path) -> None:
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
-    """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them
-    again.
+    """Remove the records after a checkpoint from metrics.jsonl: the run will write them again.
 
-    Lines that are no records are removed too, with a message, and what a crash has left of the last
-    one.
+    Lines that are no records are removed too, with a message.
 
     Args:
-        step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was
-        saved.
+        step: of the checkpoint.
+        last_eval_step: of the last evaluation before the checkpoint was saved.
     """
     path = output_dir / METRICS_FILE
     if not path.exists():
         return
-    kept = []
+    kept_lines = []
     num_damaged = 0
-    # without a line that a crash has left unfinished
+    # Without what follows the last newline: a crash may have left a line unfinished.
     for line in read_named(path).split(b"\n")[:-1]:
         record = parse_record(line)
         if record is None:
             num_damaged += 1
         elif record["step"] <= (last_eval_step if "eval_loss" in record else step):
-            kept.append(line)
+            kept_lines.append(line)
     if num_damaged:
         log.info("%s: %d damaged line(s) were removed.", METRICS_FILE, num_damaged)
     with staged_file(path) as partial:
-        partial.write_bytes(b"".join(line + b"\n" for line in kept))
+        partial.write_bytes(b"".join(line + b"\n" for line in kept_lines))
 
 
 class _Lines:

@@ -1,5 +1,6 @@
-"""The base classes of sinks, and TensorBoard's and wandb's: neither library can stop or stall
-training.
+"""The base classes of sinks, and TensorBoard's and wandb's.
+
+Neither library can stop or stall training.
 """
 
 from __future__ import annotations
@@ -31,31 +32,32 @@ log = logging.getLogger("fsdp_qlora")
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Facts about the run for its sinks, which publish them: without secrets.
-
-    output_dir: for metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps:
-    optimizer steps of the whole run. config: the resolved options. run_id: the same for every start
-    of a run, so that wandb resumes it.
-    """
+    """Facts about the run for its sinks, which publish them: without secrets."""
 
     output_dir: Path
+    """For metrics.jsonl, which is appended to, and wandb's files in `wandb/`."""
     total_steps: int
+    """Optimizer steps of the whole run."""
     config: Mapping[str, Any]
+    """The resolved options."""
     run_id: str | None = None
+    """The same for every start of a run, so that wandb resumes it."""
 
 
 class Sink:
     """A destination of the run's numbers. A sink overrides the methods it needs."""
 
     def __init__(self, options: SinkOptions) -> None:
-        """Open it. The folder is there, and metrics.jsonl holds what earlier starts of the run have
-        logged.
+        """Open the sink.
+
+        The folder is there, and metrics.jsonl holds what earlier starts of the run have logged.
         """
 
     @classmethod
     def problem(cls) -> str | None:
-        """Why it cannot be used here, and the command that helps;
-        found out without a slow import.
+        """Why the sink cannot be used here, and the command that helps; None if it can.
+
+        It does not import the library, which may take seconds.
         """
         return None
 
@@ -81,11 +83,11 @@ class Sink:
 
 
 class QueuedSink(Sink):
-    """A sink whose library may block or fail: one thread makes all calls to it, with a time limit
-    at start and end.
+    """A sink whose library may block or fail.
 
-    The first failure is logged once and ends the sink. At the start it is sent the records of
-    earlier starts that it lacks.
+    One thread makes all calls to the library, with a time limit at start and end. The first failure
+    is logged once and ends the sink. At the start it is sent the records of earlier starts that it
+    lacks.
 
     Attributes:
         name: as --log_to gives it, which is that of the package.
@@ -105,6 +107,7 @@ class QueuedSink(Sink):
             self.client = within(self.start_seconds, partial(self.open, options))
         except Exception as error:
             self._fail(error)
+        # A daemon: a call that never returns does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"{self.name}-records", daemon=True)
         if self.client is not None:
             self._thread.start()
@@ -113,12 +116,9 @@ class QueuedSink(Sink):
 
     @classmethod
     def problem(cls) -> str | None:
-        name = cls.name
-        return (
-            None
-            if importlib.util.find_spec(name)
-            else (f"{name} is not installed. Run `pip install {name}`")
-        )
+        if importlib.util.find_spec(cls.name):
+            return None
+        return f"{cls.name} is not installed. Run `pip install {cls.name}`"
 
     def open(self, options: SinkOptions) -> Any:
         """Start the library's run, and return its object."""
@@ -172,8 +172,7 @@ class QueuedSink(Sink):
             self._has_failed = True
             log.info(
                 f"{self.name}: the run there is incomplete ({reason(error)}). Training is not "
-                "affected, all numbers "
-                f"are in {METRICS_FILE}. {self.advice()}".rstrip()
+                f"affected, all numbers are in {METRICS_FILE}. {self.advice()}".rstrip()
             )
 
 
@@ -189,15 +188,15 @@ class TensorBoardSink(QueuedSink):
     def open(self, options: SinkOptions) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard draws what all files of a folder have: an earlier start's would be a second
+        # curve.
         folder = options.output_dir / "tensorboard"
         for path in folder.glob("events.out.tfevents.*"):
             path.unlink()
         writer = SummaryWriter(str(folder))
-        writer.add_text(
-            "settings",
-            "\n".join(f"    {name}: {value}" for name, value in options.config.items()),
-            0,
-        )
+        # Indented lines are a code block in Markdown.
+        settings = "\n".join(f"    {name}: {value}" for name, value in options.config.items())
+        writer.add_text("settings", settings, 0)
         log.info("tensorboard: run `tensorboard --logdir %s` to see it", folder)
         return writer
 
@@ -219,12 +218,11 @@ def reason(error: Exception) -> str:
 
 
 def named_numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record by path. Those of an evaluation have names of their own: they share a
-    step's row.
-    """
+    """The numbers of a record by path."""
     numbers = numbers_in(record)
     if "eval_loss" not in record:
         return numbers
+    # An evaluation shares a step's row, so its numbers have names of their own.
     return {
         name if name.startswith("eval_") else f"eval_{name}": value
         for name, value in numbers.items()
@@ -273,23 +271,20 @@ class WandbSink(QueuedSink):
             problem = f" ({reason(error)})"
             _stop(1)  # it still holds the run's id and would refuse a second run with it
             run = _start(options, finish_timeout=limit, mode="offline")
-        log.info(
-            "wandb: %s",
-            f"offline{problem}. {_how_to_upload(run)}" if run.offline else run.url or "disabled",
-        )
+        place = run.url or "disabled"
+        if run.offline:
+            place = f"offline{problem}. {_how_to_upload(run)}"
+        log.info("wandb: %s", place)
         return run
 
     def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return (
-            []
-            if self.client.offline
-            else [one for one in earlier if one["step"] >= self.client.starting_step]
-        )
+        # An offline run has no server to ask what it has; `wandb sync` uploads earlier files.
+        if self.client.offline:
+            return []
+        return [record for record in earlier if record["step"] >= self.client.starting_step]
 
     def send(self, record: Record) -> None:
-        """Send a record; wandb drops one that is before its next row. An evaluation's numbers are
-        in its step's row.
-        """
+        """Send a record to its step's row; wandb drops one that is before its next row."""
         self.client.log(named_numbers(record), step=record["step"])
 
     def summary(self, values: Record) -> None:
@@ -307,8 +302,10 @@ class WandbSink(QueuedSink):
 
 
 def online_mode() -> Any:
-    """The mode of WANDB_MODE and `wandb offline`. Raises UserError if it is online and there is no
-    API key.
+    """The mode of WANDB_MODE and `wandb offline`.
+
+    Raises:
+        UserError: it is online and there is no API key.
     """
     import wandb
 
@@ -322,9 +319,9 @@ def online_mode() -> Any:
 def _start(options: SinkOptions, *, finish_timeout: float, mode: Any) -> Any:
     import wandb
 
-    named: dict[str, Any] = {"project": "fsdp_qlora"} | dict(
-        word.split("=", 1) for word in options.config["log_to"] if "=" in word
-    )
+    # Words of log_to such as project=NAME or entity=NAME are arguments of wandb.init.
+    given = dict(word.split("=", 1) for word in options.config["log_to"] if "=" in word)
+    named: dict[str, Any] = {"project": "fsdp_qlora", **given}
     settings = wandb.Settings(
         silent=True,  # we print the important line
         # capturing the terminal would break the progress bar and could upload secrets
