@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -51,6 +51,9 @@ log = logging.getLogger("fsdp_qlora")
 _MOST_MEASURED = 10_000
 # Names that reward functions know for something else.
 _OURS = {"prompt", "completion", "completion_ids"}
+
+# The format, the prompt, its text with the teacher's behind it, and the right answer.
+_ReadPrompt = tuple[str, PromptContent, list[Rendered], object]
 
 
 @dataclass(frozen=True)
@@ -307,27 +310,13 @@ class DatasetPipeline:
                 report.reject(row_number, str(reason))
         return named
 
-    def _collect_prompts(
-        self, rows: Sequence[tuple[int, Row, str]], report: DataReport
-    ) -> tuple[TokenizedRows, list[int]]:
-        """Add prompts, each with all columns, to `prompts`.
-
-        Returns:
-            Their tokens, and how many each has with the longest completion.
-        """
-        num_columns = len(self._columns)
-        self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
-        if len(self._columns) > num_columns:
-            self._find_kwargs(FORMATS["messages"])
-        if not num_columns:
-            self.requested.check(list(self._columns), report.origin)
+    def _prompt_reader(self) -> Callable[[Row, TemplateWorker], _ReadPrompt]:
+        """Make the function that reads and renders the prompt of a row."""
         renderers = dict[str, Renderer]()
         text = self.options.text
         may_be_taught = "teacher" in OBJECTIVES[text.objective].options
 
-        def read(
-            row: Row, worker: TemplateWorker
-        ) -> tuple[str, PromptContent, list[Rendered], object]:
+        def read(row: Row, worker: TemplateWorker) -> _ReadPrompt:
             name, content, said = self.requested.prompt(row)
             if name not in renderers:
                 of_format = FORMATS[name].template
@@ -346,9 +335,25 @@ class DatasetPipeline:
                 _right_answer(row, said),
             )
 
+        return read
+
+    def _collect_prompts(
+        self, rows: Sequence[tuple[int, Row, str]], report: DataReport
+    ) -> tuple[TokenizedRows, list[int]]:
+        """Add prompts, each with all columns, to `prompts`.
+
+        Returns:
+            Their tokens, and how many each has with the longest completion.
+        """
+        num_columns = len(self._columns)
+        self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
+        if len(self._columns) > num_columns:
+            self._find_kwargs(FORMATS["messages"])
+        if not num_columns:
+            self.requested.check(list(self._columns), report.origin)
         kept = list[Prompt]()
         lengths = list[int]()
-        prompts = over_workers([row for _, row, _ in rows], read, self.workers[:1])
+        prompts = over_workers([row for _, row, _ in rows], self._prompt_reader(), self.workers[:1])
         for (row_number, row, _), prompt in zip(rows, prompts, strict=True):
             if isinstance(prompt, BadRow):
                 report.reject(row_number, str(prompt))
@@ -360,7 +365,9 @@ class DatasetPipeline:
             ids, *of_teacher = (
                 tokenization.encode_prompt(each, self.tokenizer) for each in (rendered, *others)
             )
-            lengths.append(max(map(len, (ids, *of_teacher))) + text.max_completion_length)
+            lengths.append(
+                max(map(len, (ids, *of_teacher))) + self.options.text.max_completion_length
+            )
             if not ids:
                 report.reject(row_number, "the prompt has no tokens")
             elif lengths[-1] > self.options.longest_row:
