@@ -323,18 +323,13 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
             "the original model."
         )
     files = WeightFiles(folder, stored)
+    # Before the match, which adds the names of converted tensors.
     names = list(files.files)
     built = quantized if packed and quantized is not None else model
     weights = match_tensors(built, files, packed=packed is not None, grown=changes.new_rows)
     line = describe_left_out(weights, built, in_result="The merged model has them as they are.")
     if line:
         log.warning("%s", line)
-    # Copies of a tensor in the files would keep the values before the change.
-    if changes.changes_any(weights.copies.values()):
-        names = [name for name in names if name not in weights.copies]
-    plain_names = {name for name, _ in (*model.named_parameters(), *persistent_buffers(model))}
-    # Statistics of packed weights belong to no parameter of a plain model.
-    statistics = {source for name, source in weights.sources.items() if name not in plain_names}
     shapes = {
         name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
     }
@@ -342,12 +337,25 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         weights,
         changes,
         shapes,
-        [name for name in names if name not in statistics],
+        _tensors_to_merge(names, model, weights, changes),
         None,
         split_ends(model, changes),
     )
     layers = quantized_layers(quantized) if quantized is not None else {}
     return Merge(run, folder, adapter, merged, config, layers, in_files)
+
+
+def _tensors_to_merge(
+    names: list[str], model: PreTrainedModel, weights: Weights, changes: Changes
+) -> list[str]:
+    """The tensors, of these in the base's files, that belong to the merged model."""
+    # Copies of a tensor in the files would keep the values before the change.
+    if changes.changes_any(weights.copies.values()):
+        names = [name for name in names if name not in weights.copies]
+    plain_names = {name for name, _ in (*model.named_parameters(), *persistent_buffers(model))}
+    # Statistics of packed weights belong to no parameter of a plain model.
+    statistics = {source for name, source in weights.sources.items() if name not in plain_names}
+    return [name for name in names if name not in statistics]
 
 
 def _quantized_model(

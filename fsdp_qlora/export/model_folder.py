@@ -221,18 +221,29 @@ def quantize_model(
             "The experts are in 4 bits too, for which bitsandbytes has no format: training can "
             "load the saved model, transformers cannot."
         )
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quant_type,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=plain,
-    )
-    content["quantization_config"] = quantization.to_dict()
-    if has_experts:
-        content["quantization_config"][EXPERTS_KEY] = True
+    content["quantization_config"] = _bitsandbytes_config(options, plain, has_experts=has_experts)
     with new_model_folder(out, folder, content) as partial:
         _write_weights(partial, model, weights)
+
+
+def _bitsandbytes_config(
+    options: Mapping[str, Any], plain: Sequence[str], *, has_experts: bool
+) -> dict[str, Any]:
+    """The quantization_config of a model in bitsandbytes' format.
+
+    options: of the quantizer. plain: paths of linear layers that are not quantized.
+    """
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options["quant_type"],
+        bnb_4bit_use_double_quant=options["double_quant"],
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=list(plain),
+    )
+    content: dict[str, Any] = quantization.to_dict()
+    if has_experts:
+        content[EXPERTS_KEY] = True
+    return content
 
 
 def _write_published(
