@@ -145,6 +145,8 @@ class Gated(torch.autograd.Function):
             gradients = _gated_gradients(ctx.activation, grad_piece, gate_piece, up_piece)
             gate_piece.copy_(gradients[0])
             up_piece.copy_(gradients[1])
+            # Before the next piece's are made, which would be there at the same time.
+            del gradients
         return gate, up, None, None
 
 
