@@ -11,8 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,24 +20,24 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.progress import Progress
-from fsdp_qlora.checkpoint.result import cannot_save, publish_with_room, write_with_room
+from fsdp_qlora.checkpoint.result import publish_with_room
 from fsdp_qlora.checkpoint.saving import best_step
 from fsdp_qlora.checkpoint.train_state import StoredValues
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.card import BaseName, documents, training_record
+from fsdp_qlora.export.gathering import as_stored, gather_all
 from fsdp_qlora.export.values import LiveValues, Values, saved_parameters
+from fsdp_qlora.export.whole_model import save_model
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import PREFIX
-from fsdp_qlora.model.architecture.structure import canonical_name, persistent_buffers
+from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.architecture.tokenizer import generation_config_with
-from fsdp_qlora.model.experts import expert_parameters
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.heads import with_own_head
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
@@ -46,7 +45,6 @@ from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.result_files import record_result
 from fsdp_qlora.utils.run_files import BEST, CARD, CHECKPOINTS
-from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -78,37 +76,6 @@ def write_sidecar(
         (folder / name).write_text(text, encoding="utf-8")
 
 
-class _Writer:
-    """Writes on rank 0 while every rank takes part in gathering.
-
-    A failure is raised when all has been gathered: a rank that left earlier would let the others
-    wait in a collective.
-
-    writes: whether this rank is to write more.
-    """
-
-    def __init__(self, output_dir: Path, *, is_rank_0: bool) -> None:
-        self.staging = output_dir / ".saving_weights"
-        self.writes = is_rank_0
-        self._output_dir = output_dir
-        self._error: Exception | None = None
-        if is_rank_0:
-            shutil.rmtree(self.staging, ignore_errors=True)
-        self.write(partial(self.staging.mkdir, parents=True))
-
-    def write(self, write: Callable[[], object]) -> None:
-        """Call `write`, possibly several times, if this rank is to write."""
-        if self.writes:
-            self._error = write_with_room(self._output_dir, write)
-            self.writes = self._error is None
-
-    def check(self) -> None:
-        """Raise TrainingError, on rank 0, if something could not be written."""
-        if self._error:
-            shutil.rmtree(self.staging, ignore_errors=True)
-            raise cannot_save(self._output_dir, self._error) from self._error
-
-
 def save_adapter(
     model: PreTrainedModel,
     config: LoraConfig,
@@ -127,7 +94,7 @@ def save_adapter(
             of experts (`_as_served`).
     """
     # float32, as the adapter trains: a resumed or continued training loses nothing
-    state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
+    state = gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
     if for_server and values.keeps:
         state, config = _as_served(model, config, state)
 
@@ -188,14 +155,14 @@ def _split_experts(
     lora_A, lora_B = (state[key] for key in keys)
     # PEFT's file: A [experts * rank, in], B [out, rank * experts]
     all_B = lora_B.view(len(lora_B), -1, num_experts).permute(2, 0, 1).contiguous()
-    parts_B = _as_stored(model, parameter, all_B)
+    parts_B = as_stored(model, parameter, all_B)
     # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
     if len(parts_B) == 1:
         return None
     # A parameter may fuse matrices, such as gate and up: each has its own rows of B and all of A.
     all_A = lora_A.view(num_experts, -1, lora_A.shape[1])
     all_A = all_A.repeat(1, len(parts_B) // num_experts, 1)
-    parts_A = _as_stored(model, parameter, all_A)
+    parts_A = as_stored(model, parameter, all_A)
     return {
         part.removesuffix(".weight"): (parts_A[part], value_B) for part, value_B in parts_B.items()
     }
@@ -213,120 +180,6 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
         if isinstance(value, set):
             content[name] = sorted(value)
     path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def save_model(
-    model: PreTrainedModel,
-    config: PretrainedConfig,
-    sidecar: Callable[[Path], object],
-    output_dir: Path,
-    *,
-    base: WeightFiles | None,
-    dtype: torch.dtype,
-    values: Values,
-) -> None:
-    """Gather the model and save it in transformers' format, in files of bounded size.
-
-    Every rank calls it; rank 0 writes, one tensor at a time.
-
-    Args:
-        base: the model that was trained, from which what was not trained is taken as it is, and its
-            configuration; None saves all of the model, and `config`. dtype: of the model's floats.
-            sidecar: as for `save_adapter`.
-    Raises:
-        TrainingError: it could not be written, on rank 0.
-    """
-    # named_parameters gives tied ones once, and all ranks the same order, which the gathering needs
-    tensors = (*model.named_parameters(), *persistent_buffers(model))
-    gathered = [
-        (canonical_name(name), tensor)
-        for name, tensor in tensors
-        if tensor.requires_grad or base is None
-    ]
-    # The layout of the files is computed with meta tensors, so that each value can be written to
-    # its place as soon as it is gathered, and rank 0 never holds more than one.
-    empty = {
-        name: torch.empty(tensor.shape, dtype=_dtype_of(tensor, dtype), device="meta")
-        for name, tensor in gathered
-    }
-    stored = {name: _as_stored(model, name, tensor) for name, tensor in empty.items()}
-    counts = Counter(part for parts in stored.values() for part in parts)
-    # A tensor of the files that fuses several parameters would need them all at once; transformers
-    # reads these too.
-    fused = {name for name, parts in stored.items() if any(counts[part] > 1 for part in parts)}
-    stored |= {name: {name: empty[name]} for name in fused}
-    forms = {
-        part: TensorForm(value.dtype, tuple(value.shape))
-        for parts in stored.values()
-        for part, value in parts.items()
-    }
-    assert base is None or forms.keys() <= base.files.keys()
-    kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
-    result = _Writer(output_dir, is_rank_0=values.keeps)
-    files = PackedFiles(result.staging, forms | kept)
-    result.write(files.create)
-    for name in kept:
-        if base and result.writes:
-            original = base.read_flat(name, 0, base.shape(name).numel())
-            result.write(partial(files.write, name, 0, original))
-    for name, tensor in gathered:
-        whole = _gather_all([(name, values.whole(tensor))], dtype, keep=result.writes)
-        if not whole:
-            continue
-        parts = whole if name in fused else _as_stored(model, name, whole[name])
-        for part, value in parts.items():
-            result.write(partial(files.write, part, 0, value))
-    result.write(files.sync)
-    result.check()
-
-    def write(folder: Path) -> None:
-        sidecar(folder)
-        if base is None:
-            dtype_name = str(dtype).removeprefix("torch.")
-            saved = type(config).from_dict(config.to_dict() | {"dtype": dtype_name})
-            # fully_shard gives the model a class of its own, such as FSDPLlamaForCausalLM
-            saved.architectures = [type(model).__name__.removeprefix("FSDP")]
-            saved.save_pretrained(folder)
-        record_result(folder, result.staging.iterdir())
-        # last: this may be called again where there was no room, and what was moved is lost then
-        for path in result.staging.iterdir():
-            path.replace(folder / path.name)
-        result.staging.rmdir()
-
-    if values.keeps:
-        publish_with_room(output_dir, write)
-
-
-def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that a parameter is in the base's files, by their names there.
-
-    Merged parameters of experts are split, as transformers does on saving.
-    """
-    if not expert_parameters(model):
-        return {name: tensor}
-    return {
-        part: value.contiguous()
-        for part, value in revert_weight_conversion(model, {name: tensor}).items()
-    }
-
-
-def _gather_all(
-    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
-) -> dict[str, torch.Tensor]:
-    """Take whole tensors one at a time, floats in `dtype` on the CPU.
-
-    Without `keep` each is freed at once.
-    """
-    state = {}
-    # `named` gathers as it is iterated, so every rank has to consume all of it
-    for name, whole in named:
-        if keep:
-            state[name] = whole.to("cpu", _dtype_of(whole, dtype)).contiguous()
-    return state
 
 
 @dataclass(frozen=True)

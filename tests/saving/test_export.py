@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint import checkpoint
-from fsdp_qlora.export import save_results as saving
+from fsdp_qlora.export import whole_model
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import safetensors_files
@@ -134,7 +134,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
         make(output / "checkpoints", step)
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 100_000)
     gathered = []
-    gather = saving._gather_all
+    gather = whole_model.gather_all
     write = PackedFiles.write
 
     def gather_all(
@@ -150,7 +150,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
         options = {"base": WeightFiles(folder) if new_blocks else None, "dtype": torch.float32}
         values = LiveValues(keeps=True)
         companions = AutoTokenizer.from_pretrained(folder).save_pretrained
-        saving.save_model(model, model.config, companions, output, values=values, **options)  # type: ignore[arg-type]
+        whole_model.save_model(model, model.config, companions, output, values=values, **options)  # type: ignore[arg-type]
         return set(gathered)
 
     def write_while_there_is_room(*args: object, **kwargs: object) -> None:
@@ -158,7 +158,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving, "_gather_all", gather_all)
+    monkeypatch.setattr(whole_model, "gather_all", gather_all)
     monkeypatch.setattr(PackedFiles, "write", write_while_there_is_room)
     room_from = 1
     everything = save()
