@@ -356,12 +356,11 @@ Fine-tune a language model with a sharded, 4-bit quantized base on one or more d
 
   fsdp-qlora train --model_name Qwen/Qwen3-8B-Base --dataset rows.jsonl
   fsdp-qlora train --config qlora_8b_2x24gb --dataset alpaca --dry_run true
-  fsdp-qlora train --model_name ./my_model --dataset chats.jsonl --eval_fraction 0.05 \
-    --output_dir runs/1
+  fsdp-qlora train --model_name ./my_model --dataset chats.jsonl --eval_fraction 0.05 --output_dir runs/1
 
 --help GROUP shows the options of one group: %s.
 --config takes a YAML file of options, or a name that `fsdp-qlora configs` lists; flags win over it.
-"""
+"""  # noqa: E501
 
 
 def _split(argv: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
