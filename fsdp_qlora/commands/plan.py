@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     from published runs of other programs. The exit status is 1 if nothing fits.
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
-    config, searches = dataclasses.replace(config, auto=False), config.auto
+    searches = config.auto
+    config = dataclasses.replace(config, auto=False)
     for name in ("gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "price_per_hour"):
         value = getattr(args, name)
         if not PLANNABLE.accepts(value):

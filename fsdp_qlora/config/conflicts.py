@@ -210,7 +210,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
-    """What objectives refuse whose rows are more than texts: pairs, labels, prompts."""
+    """Conflicts with objectives whose rows are more than texts: pairs, labels and prompts."""
     # The reference, where there is one, is the model without its adapter: all else must stay.
     trained_too = _changed(c, "modules_to_save", "add_tokens")
     if trained_too or not c.kind.adapter:

@@ -161,7 +161,8 @@ def advise(name: str, value: str = "") -> Advice | None:
         if OLDER[option].reason:
             return Advice(reason=OLDER[option].reason)
         with contextlib.suppress(ValueError):
-            option, here = OLDER[option].option, OLDER[option].now(here or value)
+            here = OLDER[option].now(here or value)
+            option = OLDER[option].option
     if not option:
         return None
     return Advice(reason="that is the default here") if here == "" else Advice(option, here or "")

@@ -73,7 +73,7 @@ class CountedStorages(TorchDispatchMode):
         if func._schema.name == "torch_attn::_varlen_attn_backward":
             # Buffers inside the kernel, which no operator shows: queries' gradients in float32,
             # and keys' and values' for each head that shares them.
-            query, key = args[1], args[2]
+            query, key = args[1:3]
             inside = 4 * query.numel()
             if key.shape[1] < query.shape[1]:
                 inside += 2 * query.element_size() * query.numel()

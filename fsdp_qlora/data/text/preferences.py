@@ -147,10 +147,13 @@ def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
     turns = row[chosen]
     if isinstance(turns, list) and any(map(_is_prompt, turns[:1])):
         return [f"messages={chosen}"], "messages"
+    prompt = "prompt"
+    answer = "completion"
+    dataset_format = "prompt_completion"
     if name in INSTRUCTIONS:
-        prompt, answer, dataset_format = "instruction", "output", "alpaca"
-    else:
-        prompt, answer, dataset_format = "prompt", "completion", "prompt_completion"
+        prompt = "instruction"
+        answer = "output"
+        dataset_format = "alpaca"
     columns = []
     if column_of.get(name, prompt) != prompt:
         columns.append(f"{prompt}={column_of[name]}")
