@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.config.options import TrainConfig
+from tests.density import by_package, count, pressed_together, tokens_per_line
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick
@@ -47,6 +48,27 @@ MOST = {
     "mentions of world_size outside the layout": 83,
     "places that ask for the kind of rows": 23,
 }
+# Tokens per code line of a package, and of the whole library. In steps of a half: no file is
+# written for its last token.
+MOST_TOKENS_OF_A_LINE = {
+    "model": 9.5,
+    "sharding": 9.5,
+    "data": 9.5,
+    "service": 9.5,
+    "training": 9.5,
+    "export": 9.0,
+    "planning": 9.0,
+    "observability": 9.0,
+    "config": 8.5,
+    "run": 8.5,
+    "distributed": 8.5,
+    "checkpoint": 8.5,
+    "commands": 8.5,
+    "utils": 8.0,
+    ".": 8.0,
+    "all": 9.0,
+}
+MOST_WALRUSES = 3  # for each 1,000 lines
 MOST_CHARACTERS_OF_A_TESTS_NAME = 70
 LAUNCHER = (
     # comes before the run, whose processes it starts as the options say
@@ -169,6 +191,52 @@ def test_files_and_functions_are_short_and_functions_take_few_parameters() -> No
     assert not {(name, lines) for name, lines in lengths if lines > MOST_LINES_OF_A_FUNCTION}
     numbers = {(name, number_of_parameters(node.args)) for name, node in FUNCTIONS}
     assert {name for name, number in numbers if number > MOST_PARAMETERS} == MORE_PARAMETERS.keys()
+
+
+def test_lines_are_easy_to_read() -> None:
+    """`python -m tests.density` prints the table."""
+    counts = count('# why\na = f(1)\n\n\ndef g() -> str:\n    """Text."""\n    return \'b\'\n')
+    assert (counts["tokens"], counts["code lines"], counts["comments"]) == (15, 3, 1)
+    packages = by_package(ROOT / "fsdp_qlora")
+    now = {name: round(tokens_per_line(counts), 2) for name, counts in packages.items()}
+    assert now.keys() == MOST_TOKENS_OF_A_LINE.keys()
+    denser = {name: tokens for name, tokens in now.items() if tokens > MOST_TOKENS_OF_A_LINE[name]}
+    assert not denser, "Give each thing its line, and parts of an expression a name."
+    every = packages["all"]
+    assert 1000 * every["walruses"] / every["lines"] <= MOST_WALRUSES
+
+
+PRESSED = {
+    "a, b = x, y": "a tuple assignment of unrelated values",
+    "c = {**{'a': 1}, 'b': 2}": "a dict display that is spread into another",
+    "f(**{'a': 1, 'b': 2})": "a dict display that is spread into a call",
+    "f'rank{\"s\" * (n > 1)}'": "text or a list times a bool",
+    "a if b else c if d else e": "a conditional expression in another",
+}
+
+
+def test_no_line_presses_several_things_together() -> None:
+    for text, what in PRESSED.items():
+        assert [found for _, found in pressed_together(ast.parse(text))] == [what]
+    for text in ("a, b = b, a", "a, b = f()", "{**a, 'b': 1}", "f(**{'x-y': 1})", "'-' * (n + 1)"):
+        assert not [*pressed_together(ast.parse(text))]
+    pressed = [
+        f"{module}:{line}: {what}"
+        for module, tree in MODULES.items()
+        for line, what in pressed_together(tree)
+    ]
+    assert not pressed, "\n".join(pressed)
+
+
+def test_only_tables_are_formatted_by_hand() -> None:
+    """A table ends with a bracket at the beginning of a line."""
+    by_hand = [
+        (path, line)
+        for path, text in SOURCES.items()
+        for line in text.splitlines()
+        if "fmt: skip" in line and not re.match(r"[\])}]", line)
+    ]
+    assert not by_hand and not [path for path, text in SOURCES.items() if "fmt: off" in text]
 
 
 def test_classes_have_few_fields() -> None:
