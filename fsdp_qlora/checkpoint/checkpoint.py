@@ -106,7 +106,7 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
 
     Raises:
         OSError: a file is missing, the disk is full, or the step is published already: it is never
-        replaced.
+            replaced.
     """
     # As the file system has them: an incomplete file must not get a manifest.
     for name, record in files.items():
@@ -134,9 +134,10 @@ def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of a checkpoint; returns its state.json.
 
     Raises:
-        DamagedCheckpoint: names the file that has changed. UserError: a later version of this
-        program saved it. OSError: a file cannot be read at present, such as on a network disk that
-        is away; it may be undamaged.
+        DamagedCheckpoint: names the file that has changed.
+        UserError: a later version of this program saved it.
+        OSError: a file cannot be read at present, such as on a network disk that is away; it may be
+            undamaged.
     """
     check_files(folder, _read_manifest(folder))
     # Read after its hash was checked, so it is valid JSON.

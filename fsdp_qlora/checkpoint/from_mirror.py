@@ -58,7 +58,8 @@ def take_from_mirror(
     """Copy the newest checkpoint from the mirror, if the run got further on another machine.
 
     Args:
-        copied: from `copied_run`. facts: of this start's identity.
+        copied: from `copied_run`.
+        facts: of this start's identity.
     Raises:
         UserError: the mirror holds another run, or no checkpoint that passes verification.
     """

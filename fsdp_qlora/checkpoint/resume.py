@@ -168,8 +168,10 @@ class RunFolder:
 
         Args:
             identity: content of run.json, which is written first and marks the folder as this
-            run's. keep_run: remove nothing, since the run in the folder continues. all_write: each
-            rank will write its part of a checkpoint, so every machine must see the folder.
+                run's.
+            keep_run: remove nothing, since the run in the folder continues.
+            all_write: each rank will write its part of a checkpoint, so every machine must see the
+                folder.
         """
         with raise_on_all_ranks(UserError, self.ranks.device):
             if self.ranks.is_rank_0:

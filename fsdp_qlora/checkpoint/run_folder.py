@@ -76,8 +76,8 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
 
     Raises:
         RunStopped: they cannot be read or written at present, such as on a network disk that is
-        away: try again. UserError: they have been edited: values are missing, or have the wrong
-        type.
+            away: try again.
+        UserError: they have been edited: values are missing, or have the wrong type.
     """
     try:
         yield

@@ -228,7 +228,7 @@ class TrainState:
 
         Raises:
             UserError: it has other parameters, or requires another number of ranks; the same on
-            every rank.
+                every rank.
         """
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         _check_shapes(folder, description["shapes"], shapes)
@@ -325,8 +325,8 @@ class StoredValues:
     `values.Values`.
 
     Args:
-        description: returned by `TrainState.contents`. read_frozen: reads a tensor that does not
-        train, by its name.
+        description: returned by `TrainState.contents`.
+        read_frozen: reads a tensor that does not train, by its name.
     Raises:
         UserError: the checkpoint belongs to another model.
     """

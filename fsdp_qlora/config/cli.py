@@ -96,7 +96,7 @@ def options_of(
 
     Args:
         base: options that those in `options` replace: a YAML file, a name of `shipped_configs`, or
-        made before.
+            made before.
     Raises: as `parse_options`.
     """
     others = {name: str(value) for name, value in options.items() if name not in _KNOWN}
@@ -249,8 +249,8 @@ def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
     """The end of a sentence on an option that does not exist: what to give instead, if known.
 
     Args:
-        forms: how an option is written there, alone and with a value. value: the one that was
-        given; "" for none.
+        forms: how an option is written there, alone and with a value.
+        value: the one that was given; "" for none.
     """
     turned_off = name.removeprefix("no_")
     if turned_off != name and _is_switch(turned_off):

@@ -157,7 +157,7 @@ def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
 
     Raises:
         UserError: a file cannot be read or has no token, or a description has no token or another
-        one before it.
+            one before it.
     """
     listed = [_tokens_of_file(word) if word.endswith(".txt") else [word] for word in words]
     tokens = tuple(dict.fromkeys(itertools.chain(*listed)))

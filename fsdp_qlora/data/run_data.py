@@ -232,8 +232,8 @@ def prepare_data(
     prompts.
 
     Args:
-        vocab_size: the number of embeddings of the model. longest: the most tokens of a row that it
-        supports, if known.
+        vocab_size: the number of embeddings of the model.
+        longest: the most tokens of a row that it supports, if known.
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """

@@ -23,7 +23,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         requested: the option `device`: auto, cpu or cuda.
     Raises:
         UserError: torch cannot use the machine's GPU, no GPU is visible, or there are more ranks
-        than GPUs.
+            than GPUs.
     """
     if requested == "cpu":
         return torch.device("cpu")

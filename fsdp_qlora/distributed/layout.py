@@ -25,7 +25,7 @@ class Layout:
 
     Raises:
         UserError: a hybrid strategy on nodes with different numbers of ranks, or ranks not
-        divisible by context_size.
+            divisible by context_size.
     """
 
     world_size: int

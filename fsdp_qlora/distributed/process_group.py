@@ -32,10 +32,11 @@ def start_process_group(
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
-        store: returned by `connect`, which is called if None. The group owns it afterwards. layout:
-        of the run; None: all ranks share one model. NCCL's variables that the user has set stay.
+        store: returned by `connect`, which is called if None. The group owns it afterwards.
+        layout: of the run; None: all ranks share one model. NCCL's variables that the user has set
+            stay.
         backend: another backend, for tests: gloo lets several ranks share a GPU, fake is a group of
-        one rank.
+            one rank.
     """
     # torch's flight recorder is dumped when a collective hangs. It keeps the last collectives,
     # about 1 KiB each, and made a tiny run grow by 2 MiB on the CPU, where the Python stacks of a

@@ -173,7 +173,7 @@ def once_per_machine(ranks: Ranks, store: dist.Store, work: Callable[[], str], w
 
     Args:
         what: name of the work for messages, such as "the download of owner/model"; unique in this
-        start.
+            start.
     Raises:
         UserError: raised by `work` on local rank 0; the same on every rank of the machine.
         LostRank: local rank 0 failed in another way, has ended, or takes more than a day.

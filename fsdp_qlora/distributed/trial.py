@@ -19,7 +19,8 @@ def problem_of_two_ranks(device: str, **variables: str) -> str:
     """Start two ranks that exchange numbers; returns what went wrong, "" for nothing.
 
     Args:
-        device: cuda or cpu. variables: more environment variables for them.
+        device: cuda or cpu.
+        variables: more environment variables for them.
     """
     end = time.monotonic() + MAX_SECONDS
     problems = []

@@ -60,8 +60,8 @@ def training_record(
     """The content of training.json.
 
     Args:
-        about: the run's identity, as in its run.json and checkpoints. progress: of the step, as in
-        the checkpoint.
+        about: the run's identity, as in its run.json and checkpoints.
+        progress: of the step, as in the checkpoint.
     """
     step = progress["step"]
     losses = {"loss": progress.get("loss")}
@@ -118,8 +118,8 @@ def merged_documents(
 
     Args:
         earlier: the adapter's training.json; empty if it is not of this program, and `base` and
-        `settings` count then. merged: adapter, the name of its folder; kind, lora or dora; into,
-        original or dequantized.
+            `settings` count then.
+        merged: adapter, the name of its folder; kind, lora or dora; into, original or dequantized.
     """
     # Another program's folder may have a training.json, too, with other keys.
     if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():

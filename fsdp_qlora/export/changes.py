@@ -1,7 +1,7 @@
 """The changes of an adapter to the weights of its base, as PEFT's own layers describe them.
 
-Shapes: a weight is [.., rows, columns], where the first dims number the experts; A [rank, in], B
-[out, rank].
+Shapes: a weight is [.., rows, columns], where the first dims number the experts; A [rank, in],
+B [out, rank].
 """
 
 import warnings
@@ -132,8 +132,10 @@ class Changes:
         model: the base on the meta device; PEFT's layers are put into it.
     Attributes:
         layers: weight to which something is added -> path of PEFT's layer in the file, and that
-        layer. new_rows: the weights among them in which rows of new tokens are replaced. replaced:
-        weight -> the tensor that takes its place: of modules_to_save, biases, resized embeddings.
+            layer.
+        new_rows: the weights among them in which rows of new tokens are replaced.
+        replaced: weight -> the tensor that takes its place: of modules_to_save, biases, resized
+            embeddings.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:

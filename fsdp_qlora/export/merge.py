@@ -263,7 +263,8 @@ class Merge:
         """The merged model.
 
         Args:
-            base: original or dequantized. dtype: None for that of the base's files.
+            base: original or dequantized.
+            dtype: None for that of the base's files.
             mesh: of this one process.
         """
         if base == "original" or not self.layers:

@@ -58,8 +58,8 @@ def write_sidecar(
     """Write the files that are saved with the weights.
 
     Args:
-        texts: file name -> its text. base_folder: of the base, whose configuration goes with a
-        whole model.
+        texts: file name -> its text.
+        base_folder: of the base, whose configuration goes with a whole model.
     """
     try:
         tokenizer.save_pretrained(str(folder))
@@ -90,8 +90,8 @@ def save_adapter(
     Every rank calls it; rank 0 holds and writes it.
 
     Args:
-        sidecar: writes the files beside it into the folder. for_server: as vLLM reads the adapters
-            of experts (`_as_served`).
+        sidecar: writes the files beside it into the folder.
+        for_server: as vLLM reads the adapters of experts (`_as_served`).
     """
     # float32, as the adapter trains: a resumed or continued training loses nothing
     state = gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)

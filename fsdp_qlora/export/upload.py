@@ -85,7 +85,7 @@ def upload(folder: Path, target: str) -> str | None:
 
     Args:
         target: OWNER/NAME; with :public behind it a new repository is made public, and an existing
-        one may be public.
+            one may be public.
     Returns:
         None, or in a sentence why it could not be done.
     """

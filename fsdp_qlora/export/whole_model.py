@@ -64,9 +64,9 @@ def save_model(
     Every rank calls it; rank 0 writes, one tensor at a time.
 
     Args:
-        base: the model that was trained, from which what was not trained is taken as it is, and its
-            configuration; None saves all of the model, and `config`. dtype: of the model's floats.
-            sidecar: as for `save_adapter`.
+        base: gives what was not trained, and its configuration; None saves all, and `config`.
+        dtype: of the model's floats.
+        sidecar: as for `save_adapter`.
     Raises:
         TrainingError: it could not be written, on rank 0.
     """

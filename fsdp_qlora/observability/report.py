@@ -51,7 +51,8 @@ class Facts:
     failure to write is no reason to stop a run.
 
     Args:
-        started: when this start began, by control.clock. step: where it begins.
+        started: when this start began, by control.clock.
+        step: where it begins.
     """
 
     def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:

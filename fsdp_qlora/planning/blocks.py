@@ -49,7 +49,8 @@ class CountedStorages(TorchDispatchMode):
         uncounted: tensors whose storages are not counted: weights and inputs.
         on_operator: called for each operator.
     Attributes:
-        now: bytes that are alive. most: the most that were alive at once.
+        now: bytes that are alive.
+        most: the most that were alive at once.
     """
 
     def __init__(
@@ -245,7 +246,8 @@ def _measure(
     """Return a block's bytes and its output.
 
     Args:
-        hidden: the block's input [1, T, H]. args, kwargs: its other arguments.
+        hidden: the block's input [1, T, H].
+        args, kwargs: its other arguments.
     """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
     counts = {}

@@ -201,8 +201,9 @@ class _Estimate:
         """Transient memory at the loss, and in the head's backward pass.
 
         Args:
-            before: gradients and state that are there. last_block: memory in the backward pass of
-                the last block, for which activations are kept.
+            before: gradients and state that are there.
+            last_block: memory in the backward pass of the last block, for which activations are
+                kept.
         """
         step = self.step
         parts = self.parts

@@ -58,7 +58,8 @@ def first_that_fits(
     """The first setting that fits, the fastest first; the last if none does.
 
     Args:
-        memory: bytes that a setting needs. free: bytes that may be used.
+        memory: bytes that a setting needs.
+        free: bytes that may be used.
         falls: no setting needs more than the one before it, so that a bisection finds it.
     """
     if falls:

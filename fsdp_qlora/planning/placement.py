@@ -101,7 +101,8 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     """Bytes free on the GPU that has least of all ranks'; None if no GPU is known.
 
     Args:
-        what: unique in this start. store: None asks this rank alone.
+        what: unique in this start.
+        store: None asks this rank alone.
     """
     memory = machine.gpu_memory
     ranks = machine.ranks

@@ -215,10 +215,11 @@ def plan_generation(
     in equal rounds.
 
     Args:
-        num_answers: of a step on all ranks. longest: tokens of a prompt with its answer, of which
-            `most_new` are the answer's at most. free: bytes of the GPU that has least; without it
-            they get what a step needs. Weights stay gathered if they fit beside as many as a step
-            has room for. gpu: for the time.
+        num_answers: of a step on all ranks.
+        longest: tokens of a prompt with its answer, of which `most_new` are the answer's at most.
+        free: bytes of the GPU that has least; without it they get what a step needs. Weights stay
+            gathered if they fit beside as many as a step has room for.
+        gpu: for the time.
     """
     model = placed.model
     memory = placed.memory

@@ -437,7 +437,8 @@ def _search_settings(
     """Search the settings for this machine's GPUs.
 
     Args:
-        names: options to choose. free: bytes free on the GPU that has least.
+        names: options to choose.
+        free: bytes free on the GPU that has least.
     """
     machine = model.machine
     device = machine.ranks.device

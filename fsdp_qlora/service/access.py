@@ -56,9 +56,10 @@ class Access:
     """An ASGI application that reads and checks each request before the inner one gets it.
 
     Args:
-        api_key: that requests must have; None for none. host: where the service listens.
-        on_allowed: is told the address of each client whose request is let in. body_seconds: for a
-        body to come.
+        api_key: that requests must have; None for none.
+        host: where the service listens.
+        on_allowed: is told the address of each client whose request is let in.
+        body_seconds: for a body to come.
     """
 
     def __init__(

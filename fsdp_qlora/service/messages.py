@@ -57,7 +57,8 @@ class Limits:
         """Refuse a request for whose targets there is no memory, before any is taken.
 
         Args:
-            positions: tokens of all datums. width: the most targets of a token.
+            positions: tokens of all datums.
+            width: the most targets of a token.
         """
         at_once = min(positions, self.tokens_at_once)
         most = min(
@@ -212,8 +213,9 @@ def encode_samples(
     """The answer to a SampleRequest.
 
     Args:
-        answers: completions. prompt_logprobs: float32 [tokens], NaN at the first. top: ids and
-            log-probabilities of the likeliest tokens, [tokens, k].
+        answers: completions.
+        prompt_logprobs: float32 [tokens], NaN at the first.
+        top: ids and log-probabilities of the likeliest tokens, [tokens, k].
     """
     answer = pb.SampleResponse()
     for each in answers:

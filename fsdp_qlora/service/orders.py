@@ -67,7 +67,8 @@ class Orders:
     carried out.
 
     Args:
-        bases: the one whose adapters are trained, and others as they are. most_rank: of adapters.
+        bases: the one whose adapters are trained, and others as they are.
+        most_rank: of adapters.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Records:
 
     Raises:
         UserError: the folder cannot be written, another service uses it, or its file is damaged or
-        missing.
+            missing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -74,8 +74,8 @@ class Rooms:
     """Puts adapters into a loaded model, and saves and loads them. Every rank makes the same calls.
 
     Args:
-        form: of results, with the configuration of the widest adapter. identity: of the service,
-        for training.json.
+        form: of results, with the configuration of the widest adapter.
+        identity: of the service, for training.json.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class ShardedOptimizer:
 
     Args:
         lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many
-        times A's.
+            times A's.
     """
 
     def __init__(

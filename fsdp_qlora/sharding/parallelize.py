@@ -397,7 +397,7 @@ def check_gathered_as_bytes(parts: ModelParts) -> None:
 
     Raises:
         AssertionError: the parameters of a decoder block with quantized weights have one 16-bit
-        dtype.
+            dtype.
     """
     for block in parts.blocks:
         quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]

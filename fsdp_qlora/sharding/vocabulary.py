@@ -4,9 +4,13 @@ FSDP2 would gather the whole matrix on every rank in each micro-batch, 1.2 GB of
 tokens need few of an embedding's rows, and a head's outputs can be computed where its rows are
 (training/head_loss.py).
 
-Shapes, as suffixes of tensors' names: R ranks that share the rows; V tokens of the vocabulary, v of
-them this rank's, the rows that FSDP2 would give it; H hidden size; B rows of a batch, T their
-tokens; N tokens of all of a rank's rows; U rows that are sent or received.
+Shapes, as suffixes of tensors' names:
+    R ranks that share the rows;
+    V tokens of the vocabulary, v of them this rank's, the rows that FSDP2 would give it;
+    H hidden size;
+    B rows of a batch, T their tokens;
+    N tokens of all of a rank's rows;
+    U rows that are sent or received.
 """
 
 import contextlib
@@ -137,8 +141,9 @@ def tokens_known(
 
     Args:
         tokens: ids that each of `sharing_ranks` looks up in a forward pass, int64 on the CPU. None:
-        not known. first: how many of its own this rank's model uses; None for all. has_images:
-        further embeddings of the tokens are asked for others where a rank has images.
+            not known.
+        first: how many of its own this rank's model uses; None for all.
+        has_images: further embeddings of the tokens are asked for others where a rank has images.
     """
     for lookup in _lookups_of(model):
         # With images, models look up another id in their further tables where a patch is.
@@ -273,7 +278,8 @@ class Lookup(_RowExchange):
     unnoticed.
 
     Attributes:
-        stored: the weight, while the model's forward pass runs. tokens, first: from `tokens_known`.
+        stored: the weight, while the model's forward pass runs.
+        tokens, first: from `tokens_known`.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, model: PreTrainedModel) -> None:

@@ -118,7 +118,7 @@ def from_distribution(
 
     Args:
         student_CV, teacher_CV: logits of this rank's part of the vocabulary, float32; both are
-        overwritten.
+            overwritten.
     Returns:
         Divergences, [C]; agreements, 1 where the likeliest token is the same, [C]; and the gradient
         of the divergences' sum by the student's logits, [C, V].
@@ -152,8 +152,8 @@ def from_likeliest(
     """The divergence over k + 1 outcomes: the teacher's likeliest tokens, and any other token.
 
     Args:
-        logits_CV: the student's, float32, overwritten. ids_CK, logps_CL: as of `Teacher`; the
-        log-probabilities are normalized.
+        logits_CV: the student's, float32, overwritten.
+        ids_CK, logps_CL: as of `Teacher`; the log-probabilities are normalized.
     Returns:
         As `from_distribution`.
     """

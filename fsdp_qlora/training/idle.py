@@ -16,7 +16,8 @@ class IdleSteps:
     """Counts the last steps from which nothing was learned, and says so once in a run.
 
     Args:
-        total_steps: of the run. longest: tokens at which answers are cut, if the run samples any.
+        total_steps: of the run.
+        longest: tokens at which answers are cut, if the run samples any.
     """
 
     def __init__(self, total_steps: int, longest: int) -> None:

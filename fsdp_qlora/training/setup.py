@@ -53,7 +53,8 @@ def open_setup(options: SetupOptions, *, is_rank_0: bool) -> Setup:
     """Read and start what the options name. Called on every rank.
 
     Raises:
-        UserError: a file is missing or wrong. RankError: a reward's file cannot be run.
+        UserError: a file is missing or wrong.
+        RankError: a reward's file cannot be run.
     """
     scorer = Scorer(
         options.rewards,

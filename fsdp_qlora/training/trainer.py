@@ -126,7 +126,7 @@ class Trainer:
 
         Raises:
             NotFinite: the loss or the gradient is not finite and the run halts; the weights are
-            unchanged.
+                unchanged.
         """
         started = time.perf_counter()
         step = data.step

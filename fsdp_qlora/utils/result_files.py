@@ -76,7 +76,7 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
 
     Args:
         only: compare only these files, and only if result.json lists them. Without `only` a result
-        must exist.
+            must exist.
     Raises:
         OSError: a file cannot be read at present.
     """

@@ -183,7 +183,7 @@ def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> Micro
 
     Args:
         rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows
-        in this round.
+            in this round.
     """
     documents = table.learned_documents(rows)
     starts = table.document_offsets[documents]
@@ -214,9 +214,10 @@ def concatenate_rows(
     """Concatenate documents into one sequence (padding-free).
 
     Args:
-        rows, pad_token_id: as for `pad_rows`. shares_prompts: compute once what both documents of a
-        row begin with. num_parts: equal parts that the sequence can be divided into, with a
-        document of padding behind the others.
+        rows, pad_token_id: as for `pad_rows`.
+        shares_prompts: compute once what both documents of a row begin with.
+        num_parts: equal parts that the sequence can be divided into, with a document of padding
+            behind the others.
     """
     if not len(rows):
         # A rank without rows computes a document of padding, to gather weights with the others.

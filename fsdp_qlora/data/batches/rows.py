@@ -234,10 +234,10 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
 
     Args:
         renumber: whether the parts are datasets of their own: then row numbers continue from part
-        to part.
+            to part.
     Raises:
         ValueError: only some of the parts have an array. Rows without images may be beside rows
-        with some.
+            with some.
     """
     if len(parts) == 1:
         return parts[0]

@@ -307,9 +307,10 @@ def split_by_tokens(
     largest first, so that ranks hardly wait for each other.
 
     Args:
-        rows, lengths: as for `split_by_length`. batch_size: the most rows of a micro-batch.
+        rows, lengths: as for `split_by_length`.
+        batch_size: the most rows of a micro-batch.
         most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens
-        each.
+            each.
     Returns:
         Rounds of micro-batches with their longest row first. Some are empty if there are fewer rows
         than micro-batches.

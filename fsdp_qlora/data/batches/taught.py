@@ -64,8 +64,10 @@ class TaughtRows:
     """The files of a table.
 
     Args:
-        root: the folder that theirs is in. key: all that they depend on besides the table, as JSON.
-            k: likeliest tokens of each. vocabulary: ids are below it.
+        root: the folder that theirs is in.
+        key: all that they depend on besides the table, as JSON.
+        k: likeliest tokens of each.
+        vocabulary: ids are below it.
     """
 
     def __init__(self, table: TokenizedRows, root: Path, key: str, k: int, vocabulary: int) -> None:

@@ -39,7 +39,7 @@ class TeacherFolder(NamedTuple):
 
         Raises:
             UserError: it is there and cannot be used. The message names the folder, and the option
-            that names it.
+                that names it.
         """
         try:
             content = json.loads(read_named(folder / TEACHER, _MOST_BYTES))

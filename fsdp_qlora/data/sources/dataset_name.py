@@ -38,7 +38,7 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
         weighted: whether a weight may follow.
     Raises:
         UserError: what is in brackets is neither a split nor a slice, or the weight is not a number
-        above 0.
+            above 0.
     """
     name = text.removeprefix("file://")
     weight = None

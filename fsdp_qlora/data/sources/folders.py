@@ -46,7 +46,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
     Args:
         split: whose files; without it, in a folder with held-out files (test, validation) only the
-        others.
+            others.
     Raises:
         UserError: there is no file of a known kind, or none of the split.
     """

@@ -127,7 +127,7 @@ def find_source(dataset: str | DatasetName) -> Source:
             see `parse_name`.
     Raises:
         UserError: there is no such name, file, folder, configuration or split, or the hub cannot be
-        reached.
+            reached.
     """
     wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
     name = wanted.name
@@ -241,7 +241,7 @@ def hub_source(
         shuffled: in the order in which the 2024 program took the rows.
     Raises:
         UserError: neither the hub nor a copy can be read. The message names what works without a
-        network.
+            network.
     """
     import datasets  # slow to import and not needed for local files
 

@@ -84,7 +84,7 @@ class Conversation:
 
     Args:
         end_tokens: tokens after which a model stops; white space that the template writes after one
-        is not learned.
+            is not learned.
     """
 
     def __init__(self, render: Render, messages: list[Message], end_tokens: Sequence[str]) -> None:

@@ -52,7 +52,7 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
 
     Raises:
         BadRow: a question has such parts, or they are in an order in which no chat template writes
-        them.
+            them.
     """
     if not isinstance(content, list | tuple):
         return Said(content)

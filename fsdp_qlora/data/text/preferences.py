@@ -110,7 +110,7 @@ def for_teacher(row: Row, asked: str) -> Row:
 
     Args:
         asked: the column of the prompt, or of the turns, of whose last question the teacher's takes
-        the place.
+            the place.
     """
     prompt, system = (text_of(row, name, required=False) for name in TEACHERS)
     if not (prompt or system):

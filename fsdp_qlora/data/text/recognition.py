@@ -110,7 +110,7 @@ class RequestedFormat(NamedTuple):
             origin: the dataset's path or name, for the message.
         Raises:
             UserError: the format is unknown, a column to rename is not there, or columns that it
-            needs are missing.
+                needs are missing.
         """
         self.check(columns, origin)
         reading = self._told(columns, first_rows)

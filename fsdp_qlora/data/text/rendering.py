@@ -224,7 +224,7 @@ def prompt_record(
 
     Args:
         is_chat, is_filled: whether rows of it were filled into a chat or a prompt template, which
-        it does not tell.
+            it does not tell.
     Returns:
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template
         in `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.

@@ -85,8 +85,8 @@ class Worker:
     modules of the current folder, and does not end a call that takes too long.
 
     Args:
-        module: its function `work` answers each line of stdin with one on stdout. seconds: for an
-        answer, at most.
+        module: its function `work` answers each line of stdin with one on stdout.
+        seconds: for an answer, at most.
     """
 
     def __init__(self, module: str, seconds: float) -> None:

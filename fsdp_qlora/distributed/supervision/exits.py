@@ -103,7 +103,7 @@ def aborting_others(presence: Presence) -> Iterator[None]:
 
     Raises:
         LostRank: a collective or the store failed. If another rank reports the cause, the process
-        ends here.
+            ends here.
     """
     with presence.announced():
         try:

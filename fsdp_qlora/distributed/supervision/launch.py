@@ -93,7 +93,7 @@ def relaunch_if_needed(
         first failed worker's, the one in errors.ENDINGS if a signal ended the run, or 0.
     Raises:
         UserError: more processes are requested than GPUs are visible, or their number differs from
-        torchrun's.
+            torchrun's.
     """
     if not _is_single_by_default(argv):
         _check_torchrun_processes(config)

@@ -78,9 +78,11 @@ class Presence:
         store: shared by all ranks.
         hang_minutes: how long a rank may be missing before training begins: 5 at most, 0 means 5.
     Attributes:
-        is_starting: False from the first step on. on_end: called with a key of errors.ENDINGS and
-        the reason before this process ends by a failure or a stop. where: describes the point that
-        this rank has reached, for messages. watch: called twice a second by this object's thread.
+        is_starting: False from the first step on.
+        on_end: called with a key of errors.ENDINGS and the reason before this process ends by a
+            failure or a stop.
+        where: describes the point that this rank has reached, for messages.
+        watch: called twice a second by this object's thread.
     """
 
     def __init__(self, store: dist.Store, ranks: Ranks, *, hang_minutes: float) -> None:

@@ -60,11 +60,11 @@ class Signals:
 
     Args:
         ends_process: whether the process ends soon after the run. If so, repeated signals have no
-        effect after the run.
+            effect after the run.
     Attributes:
-        requested: the index in STOPS of the most urgent signal received, 0 for none. is_starting:
-        False from the first step on. Until then a signal ends the start at once; later it requests
-        a stop.
+        requested: the index in STOPS of the most urgent signal received, 0 for none.
+        is_starting: False from the first step on. Until then a signal ends the start at once; later
+            it requests a stop.
     """
 
     def __init__(self, *, ends_process: bool = False) -> None:
@@ -202,10 +202,11 @@ class Control:
         started: `clock.elapsed()` at the run's start.
         signals: this process's signals; None for none.
     Attributes:
-        heartbeat: the position of the training thread, for the watchdog. stop: the reason for which
-        all ranks stop after this step; None to continue. save: whether all ranks save after this
-        step. is_writing: tells whether this rank writes a checkpoint in the background. is_written:
-        whether no rank does.
+        heartbeat: the position of the training thread, for the watchdog.
+        stop: the reason for which all ranks stop after this step; None to continue.
+        save: whether all ranks save after this step.
+        is_writing: tells whether this rank writes a checkpoint in the background.
+        is_written: whether no rank does.
     """
 
     def __init__(

@@ -3,9 +3,16 @@
 W' = m * (W + s B A) / ||W + s B A||, with a norm per output row that is constant in the backward
 pass (section 4.3); y = x W^T + b + x' (W' - W)^T, where x' is x after dropout.
 
-Shapes: x [.., in] with N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A
-x' [N, rank] and y [.., out]. The backward pass needs x and u, as in lora.py, x' (W + s B A)^T and
-the norm.
+Shapes:
+    x: [.., in], of N tokens.
+    W: [out, in].
+    lora_A: [rank, in].
+    lora_B: [out, rank].
+    m: [out].
+    u = A x': [N, rank].
+    y: [.., out].
+
+The backward pass needs x and u, as in lora.py, x' (W + s B A)^T and the norm.
 """
 
 from typing import Any
@@ -117,7 +124,8 @@ def row_norms(
     needed only for its product with the few rows of A.
 
     Args:
-        product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
+        product: A W^T, [rank, out].
+        row_squares: ||W||^2, float32 [out].
     """
     # autocast would run these float32 products in 16 bits
     with torch.autocast(autocast_kind(product), enabled=False):

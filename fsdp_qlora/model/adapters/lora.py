@@ -1,8 +1,12 @@
 """LoRA for linear layers, each with its frozen layer one autograd function, and for experts.
 
-Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank] for x'
-= x with parts dropped, y = x W^T + b + s B A x' [.., out]; for all experts together A [experts *
-rank, in] and B [out, rank * experts], as in PEFT.
+Shapes:
+    x: [.., in], of N tokens; x' is x with parts dropped.
+    W: [out, in].
+    A: [rank, in]; for all experts together [experts * rank, in], as in PEFT.
+    B: [out, rank]; for all experts together [out, rank * experts].
+    u = A x': [N, rank].
+    y = x W^T + b + s B A x': [.., out].
 
 The product keeps x and u alone for the backward pass, and not x either where it can be computed
 again. The weights are read again then, W decoded again, and the dropped parts are found again from
@@ -182,7 +186,7 @@ class LoraAdapter(nn.Module):
 
         Args:
             source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of
-            it.
+                it.
         """
         base = frozen_product(base_layer, x)
         # The same without autograd's function: when one token is generated at a time, the time is

@@ -37,7 +37,7 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
         trust_remote_code: run code from the folder; the log names its files.
     Raises:
         UserError: config.json is missing or unreadable, or the model is not decoder-only or needs
-        its own code.
+            its own code.
     """
     _check_model_type(
         folder if folder.is_file() else folder / "config.json",

@@ -118,7 +118,7 @@ def build_meta_model(
         trust_remote_code: run code from the model's folder.
     Raises:
         UserError: the requested attention implementation cannot be used, or the configuration is
-        inconsistent.
+            inconsistent.
     """
     candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}

@@ -1,7 +1,7 @@
 """NF4 and FP4 weights in bitsandbytes' packing: linear layers and experts.
 
-Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts,
-in, out]; a block is `blocksize` consecutive weights of the row-major flattened weight.
+Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed,
+[experts, in, out]; a block is `blocksize` consecutive weights of the row-major flattened weight.
 
 In files they have the format in which bitsandbytes and transformers save 4-bit weights. For a
 weight X [out, in] with n = out * in elements in m blocks of 64:
@@ -61,10 +61,10 @@ _GPU_PIECE = 2**30
 class Bnb4bitWeight(QuantizedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
-    Parameters (frozen; quant_storage is the compute dtype): weight: two codes per byte, [blocks,
-        blocksize / 2 bytes] viewed as quant_storage. FSDP2 splits dim 0, so a row
-            is a whole block: each rank can quantize its shard alone, and no absmax belongs to two
-            ranks.
+    Parameters (frozen; quant_storage is the compute dtype):
+        weight: two codes per byte, [blocks, blocksize / 2 bytes] viewed as quant_storage. FSDP2
+            splits dim 0, so a row is a whole block: each rank can quantize its shard alone, and no
+            absmax belongs to two ranks.
         absmax: largest magnitude of each block; with double_quant one byte each, viewed as
             quant_storage (a float, since FSDP2 of older torch fails on integer parameters:
             pytorch#185239), otherwise float32 [blocks, 1].

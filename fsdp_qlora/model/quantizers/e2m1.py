@@ -51,9 +51,10 @@ _SCALE_OF_ZEROS = 0.125  # compressed-tensors' for a group without a magnitude
 class E2m1Weight(QuantizedWeight):
     """Weights as E2M1 codes with a scale of one byte for each group.
 
-    Parameters (frozen): weight: the codes of four groups per row, [rows, 2 * group_size bytes]
-        viewed as the compute dtype. scale: the groups' scales, four per row, [rows, 1] viewed as
-        float32.
+    Parameters (frozen):
+        weight: the codes of four groups per row, [rows, 2 * group_size bytes] viewed as the compute
+            dtype.
+        scale: the groups' scales, four per row, [rows, 1] viewed as float32.
     """
 
     selects_rows = True
@@ -167,12 +168,14 @@ class Mxfp4Weight(E2m1Weight):
 class Nvfp4Weight(E2m1Weight):
     """Weights in NVFP4: code * scale / global_scale.
 
-    Parameters beside those of `E2m1Weight`: global_scale: float32 [parts, 1], each of an equal part
-        of the flattened weight; one if it was quantized here.
+    Parameters beside those of `E2m1Weight`:
+        global_scale: float32 [parts, 1], each of an equal part of the flattened weight; one if it
+            was quantized here.
     Args:
         num_parts: equal parts of each matrix that have a global scale of their own; 0 if one is for
-        all matrices. multiplies: whether global scales are factors (modelopt) and not divisors
-        (compressed-tensors).
+            all matrices.
+        multiplies: whether global scales are factors (modelopt) and not divisors
+            (compressed-tensors).
     """
 
     label = "NVFP4"

@@ -28,12 +28,14 @@ _PIECE = 2**20  # bytes that are searched at a time
 class Fp8Weight(QuantizedWeight):
     """Matrices [.., out, in] in FP8: code * scale.
 
-    Parameters (frozen): weight: a row of a matrix per row, [.. * out, in bytes] viewed as the
-        compute dtype; padded to whole elements. scale: float32 [.. * out / rows of a block, in /
-        columns of a block], each rounded up.
+    Parameters (frozen):
+        weight: a row of a matrix per row, [.. * out, in bytes] viewed as the compute dtype; padded
+            to whole elements.
+        scale: float32 [.. * out / rows of a block, in / columns of a block], each rounded up.
     Args:
-        block: rows and columns that share a scale; by default a row. num_parts: else, if not 0,
-        equal parts of each matrix that have one scale. code_dtype: of the codes.
+        block: rows and columns that share a scale; by default a row.
+        num_parts: else, if not 0, equal parts of each matrix that have one scale.
+        code_dtype: of the codes.
     """
 
     selects_rows = True

@@ -43,9 +43,11 @@ _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 class HqqWeight(QuantizedWeight):
     """Weights as codes of n_bits, with a scale and a zero for each group.
 
-    Parameters (frozen): weight: one group of codes per row, [groups, group_size * n_bits / 8 bytes]
-        viewed as the compute dtype. scale_zero: float16 scale and zero of each group, [groups, 1]
-        viewed as float32 (see QuantizedWeight).
+    Parameters (frozen):
+        weight: one group of codes per row, [groups, group_size * n_bits / 8 bytes] viewed as the
+            compute dtype.
+        scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32 (see
+            QuantizedWeight).
     """
 
     selects_rows = True

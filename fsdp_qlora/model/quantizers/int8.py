@@ -29,7 +29,7 @@ class Int8Weight(QuantizedWeight):
         row_scale: float32 [out, 1], the largest magnitude of each row (bitsandbytes' SCB).
     Args:
         int8_threshold: activations of at least this magnitude are multiplied in the compute dtype;
-        0 means none.
+            0 means none.
     """
 
     statistics = ("row_scale",)

@@ -53,7 +53,8 @@ def find_decoded(
     """Find the tensors that must be decoded.
 
     Args:
-        stored: the format of the weights; None for plain ones. entries: all tensors of the files.
+        stored: the format of the weights; None for plain ones.
+        entries: all tensors of the files.
     Returns:
         Name in the model -> tensor decoded as it is read; and names of tensors that the model
         itself does not have.

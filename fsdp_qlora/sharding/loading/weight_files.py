@@ -62,15 +62,17 @@ class WeightFiles:
 
     Args:
         stored: the format of tensors that are decoded as they are read, under the model's names and
-        shapes. packed: the format of tensors that are presented as bytes, under the names that
-        quantized layers give them. as_bytes: present every tensor as bytes, not only those of
-        packed weights. file: use only this file of the folder.
+            shapes.
+        packed: the format of tensors that are presented as bytes, under the names that quantized
+            layers give them.
+        as_bytes: present every tensor as bytes, not only those of packed weights.
+        file: use only this file of the folder.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
         bytes_read: number of bytes of tensors that this process has read.
     Raises:
         UserError: there are no safetensors files, one is missing or damaged, or tensors do not fit
-        the format `stored`.
+            the format `stored`.
     """
 
     def __init__(

@@ -67,7 +67,8 @@ class Tasks:
         """The metrics of each task and group, on rank 0. Called on every rank.
 
         Args:
-            batch_size: requests that a rank takes at a time. beat: called for each forward pass.
+            batch_size: requests that a rank takes at a time.
+            beat: called for each forward pass.
             options: as for lm-eval.
         """
         from lm_eval.evaluator import simple_evaluate

@@ -48,7 +48,8 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
     Called on every rank. Meanwhile all ranks `check_stop`.
 
     Raises:
-        RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
+        RunStopped: on every rank.
+        RolloutError: of `work`; the same on every rank.
     """
     text = ""
     task = begun(work) if ranks.is_rank_0 else None
