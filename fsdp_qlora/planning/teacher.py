@@ -31,11 +31,14 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
     """The options by which the teacher is loaded: as the student, without its adapter, and without
     an optimizer.
     """
-    # A train type with LoRA, whose base is frozen and quantized as the student's.
+    # A train type with LoRA, whose base is frozen and quantized as the student's. The table's own
+    # quantizers are compared: `config.kind` has the one that --quant_type puts in place of
+    # bitsandbytes, which no row of the table has.
+    quantizer = TRAIN_TYPES[config.train_type].quantizer
     [train_type, *_] = [
         name
         for name, kind in TRAIN_TYPES.items()
-        if kind.adapter == "lora" and kind.quantizer == config.kind.quantizer
+        if kind.adapter == "lora" and kind.quantizer == quantizer
     ]
     options = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
     options |= {

@@ -17,9 +17,12 @@ from safetensors import safe_open
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.train_types import QUANT_TYPES, TRAIN_TYPES
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.planning.teacher import teacher_config
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.utils.errors import UserError
@@ -292,3 +295,13 @@ def test_a_full_disk_ends_a_teachers_pass_in_a_sentence(
         assert not [*disk.rglob("*.safetensors*"), *disk.rglob("*.partial")]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_a_teacher_is_quantized_as_its_student(quant_type: str) -> None:
+    for train_type in TRAIN_TYPES:
+        config = TrainConfig(train_type=train_type, quant_type=quant_type, teacher="teacher")
+        teacher = teacher_config(config)
+        assert teacher.kind.quantizer == config.kind.quantizer
+        assert teacher.kind.adapter == "lora"
