@@ -89,7 +89,8 @@ class EarlierRun:
         if self.folder is None:
             return {}
         record = read_json(self.folder / RUN) or read_json(self.folder / STATE).get("about", {})
-        if not record and self.continues_folder and self.mirror:
+        is_open = self.context_length == "auto" or not self.is_preview
+        if not record and self.continues_folder and self.mirror and is_open:
             # A mirror that cannot be reached is an error only when the run resumes.
             with contextlib.suppress(OSError):
                 record = open_store(self.mirror).run()
