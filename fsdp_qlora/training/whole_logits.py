@@ -50,6 +50,8 @@ def loss_of_logits(
     # A reference beside the policy adds copies to the batch.
     copies = len(logits) // len(inputs["input_ids"])
     logits_NV = logits.flatten(0, 1)
+    # The model's [B, T, V] must not outlive the selection: it would lie beside the loss's pieces.
+    del logits
     if not skips:
         logits_NV = logits_NV.index_select(0, rows_of_copies(rows, inputs, copies))
     targets_N = targets.repeat(copies)

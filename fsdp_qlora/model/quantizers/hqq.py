@@ -82,6 +82,8 @@ class HqqWeight(QuantizedWeight):
             # In float32 until the product is written: q - zero in 16 bits would lose digits.
             centered = torch.sub(_unpack(packed[groups], self.n_bits), zero)
             torch.mul(centered, scale, out=decoded[groups])
+            # Before the next step's is made: plans count one (`_DECODING_BYTES`).
+            del centered
         return decoded.view(-1)[:num_weights].view(part.shape)
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -149,5 +149,6 @@ def _multiply(
         columns = outliers.any(dim=0).nonzero().view(-1)
         chosen_codes = codes[:, columns].contiguous()
         weight = bnb.int8_vectorwise_dequant(chosen_codes, row_scale).to(y.dtype)
+        del chosen_codes
         y.addmm_(tokens.masked_fill(~outliers, 0.0)[:, columns], weight.T)
     return y.view(*x.shape[:-1], -1)
