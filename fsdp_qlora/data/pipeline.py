@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -52,8 +52,18 @@ _MOST_MEASURED = 10_000
 # Names that reward functions know for something else.
 _OURS = {"prompt", "completion", "completion_ids"}
 
-# The format, the prompt, its text with the teacher's behind it, and the right answer.
-_ReadPrompt = tuple[str, PromptContent, list[Rendered], object]
+
+class _ReadPrompt(NamedTuple):
+    """A row's prompt as it was read.
+
+    for_teacher: the text that the teacher sees instead, if it is another one.
+    """
+
+    format_name: str
+    content: PromptContent
+    rendered: Rendered
+    for_teacher: Rendered | None
+    answer: object
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ class DatasetPipeline:
         [dataset] = map(parse_name, options.dataset)
         self.source = source or sources.find_source(dataset)
         self.samples = options.dataset_samples or sources.DEFAULT_SAMPLES.get(dataset.name)
-        # of all rows so far: those of one batch may lack one that others have
+        # Of all rows so far: those of one batch may lack one that others have.
         self._columns: dict[str, None] = {}
         self._reading: Reading | None = None  # known from the first rows on
         self._kwargs: dict[str, str] = {}  # of `_find_kwargs`
@@ -118,7 +128,7 @@ class DatasetPipeline:
     def _find_kwargs(self, row_format: Format, used: Collection[str] = ()) -> None:
         """Find the columns that set variables of the chat template.
 
-        There are none if rows of this format can be no chats.
+        There are none if rows of this format cannot be chats.
         """
         if not (row_format.may_be_chat or self.template.is_chat):
             self._kwargs = {}
@@ -150,7 +160,7 @@ class DatasetPipeline:
             return tokenized
 
         rows, report = through_cache(self._key, make)
-        # the same content may be at another path now
+        # The same content may be at another path now.
         return rows, dataclasses.replace(report, origin=source.origin)
 
     @property
@@ -323,17 +333,16 @@ class DatasetPipeline:
                 renderers[name] = Renderer(
                     self.tokenizer, self.template, "assistant", of_format, self.workers
                 )
-            contents = [content]
+            taught = None
             if text.has_teacher or (may_be_taught and any(map(row.get, preferences.TEACHERS))):
-                contents.append(self.requested.prompt(row, for_teacher=True)[1])
+                taught = self.requested.prompt(row, for_teacher=True)[1]
             kwargs = read_kwargs(row, self._kwargs)
-            contents = [with_template_kwargs(each, kwargs) for each in contents]
-            return (
-                name,
-                content,
-                [renderers[name].prompt(each, worker) for each in contents],
-                _right_answer(row, said),
-            )
+            renderer = renderers[name]
+            rendered = renderer.prompt(with_template_kwargs(content, kwargs), worker)
+            for_teacher = None
+            if taught is not None:
+                for_teacher = renderer.prompt(with_template_kwargs(taught, kwargs), worker)
+            return _ReadPrompt(name, content, rendered, for_teacher, _right_answer(row, said))
 
         return read
 
@@ -358,16 +367,16 @@ class DatasetPipeline:
             if isinstance(prompt, BadRow):
                 report.reject(row_number, str(prompt))
                 continue
-            name, content, (rendered, *others), right = prompt
-            report.dataset_format = report.dataset_format or name
+            rendered = prompt.rendered
+            report.dataset_format = report.dataset_format or prompt.format_name
             report.is_chat |= rendered.kind == "chat"
             report.is_filled |= rendered.kind == "template"
-            ids, *of_teacher = (
-                tokenization.encode_prompt(each, self.tokenizer) for each in (rendered, *others)
-            )
-            lengths.append(
-                max(map(len, (ids, *of_teacher))) + self.options.text.max_completion_length
-            )
+            ids = tokenization.encode_prompt(rendered, self.tokenizer)
+            teacher_ids = None
+            if prompt.for_teacher is not None:
+                teacher_ids = tokenization.encode_prompt(prompt.for_teacher, self.tokenizer)
+            longest = max(len(ids), len(teacher_ids or ()))
+            lengths.append(longest + self.options.text.max_completion_length)
             if not ids:
                 report.reject(row_number, "the prompt has no tokens")
             elif lengths[-1] > self.options.longest_row:
@@ -377,10 +386,10 @@ class DatasetPipeline:
                     Prompt(
                         row_number,
                         ids,
-                        _shown(content, rendered),
+                        _shown(prompt.content, rendered),
                         self._beside(row),
-                        right,
-                        *of_teacher,
+                        prompt.answer,
+                        teacher_ids,
                     )
                 )
         self.prompts += kept
