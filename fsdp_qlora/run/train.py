@@ -86,24 +86,24 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
     with session.kept_until_all_connect():
         if ranks.is_rank_0:
             check_services(config, folder.path)
-        run = prepare_run(config, ranks, session.store)
-        plan = run.plan
+        prepared = prepare_run(config, ranks, session.store)
+        plan = prepared.plan
         folder.check_contents(known_facts(plan), plan.model.folder)
-        check_resources(run.config, plan.placed)
-        base = PlannedBase(run.config, plan.placed, session.store).fetch()
+        check_resources(prepared.config, plan.placed)
+        base = PlannedBase(prepared.config, plan.placed, session.store).fetch()
         if plan.teacher:
-            teacher_base(run.config, plan.teacher, session).fetch()
-        warn_left_out(run.config, plan.model, base.weights)
+            teacher_base(prepared.config, plan.teacher, session).fetch()
+        warn_left_out(prepared.config, plan.model, base.weights)
     session.start_group(plan.placed.layout)
-    identity = agree(run, ranks, base.weights)
+    identity = agree(prepared, ranks, base.weights)
     start = folder.choose_start(identity)
     if start.is_finished:
         log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         return
     identity |= {"run_id": start.run_id}
-    less_memory = memory_settings(run.config, plan.placed.placement, ranks)
-    guard = Guard(run.config, folder, start, session, memory_settings=less_memory)
-    train_and_export(run, base, identity, guard)
+    less_memory = memory_settings(prepared.config, plan.placed.placement, ranks)
+    guard = Guard(prepared.config, folder, start, session, memory_settings=less_memory)
+    train_and_export(prepared, base, identity, guard)
 
 
 def train_and_export(

@@ -42,9 +42,8 @@ _REASONS: dict[type[Exception], str] = {
 
 def is_hub_name(name: str) -> bool:
     """Whether a name has the form owner/name and does not look like a path to a file."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not re.search(
-        r"\.[A-Za-z]\w*$", name
-    )
+    looks_like_file = re.search(r"\.[A-Za-z]\w*$", name) is not None
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not looks_like_file
 
 
 def is_here(model: str) -> bool:
@@ -62,7 +61,7 @@ def ask_hub(name: str, repo_type: str) -> Exception | None:
     # behind a firewall that drops packets.
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
-    # the hub's client or its HTTP library, which differs between versions
+    # The hub's client or its HTTP library, which differs between versions.
     except Exception as error:
         return error
     return None

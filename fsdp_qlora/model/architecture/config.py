@@ -23,7 +23,7 @@ from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 
-# Llama 3.1 405B has 126; a damaged configuration may have so many that building would not end
+# Llama 3.1 405B has 126; a damaged configuration may have so many that building would not end.
 _MAX_BLOCKS = 1000
 MOST_OF_A_WEIGHT = 2**35  # elements; all experts of a layer of Kimi K2 have 2**33
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
@@ -82,11 +82,10 @@ def _has_decoder(config: PretrainedConfig) -> bool:
         text = config.get_text_config()
     except ValueError:
         return False
+    if not isinstance(text, PretrainedConfig):
+        return False
     # Some configurations have the size under another name, which attribute_map translates.
-    return isinstance(text, PretrainedConfig) and "hidden_size" in {
-        *vars(text),
-        *text.attribute_map,
-    }
+    return "hidden_size" in vars(text) or "hidden_size" in text.attribute_map
 
 
 def auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
@@ -98,7 +97,7 @@ def auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
     # The model's own code, which is in no table of transformers.
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
-    # model class -> the auto class that builds it; text first
+    # From a model class to the auto class that builds it, text first.
     possible: dict[Any, Any] = {}
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
