@@ -35,7 +35,7 @@ log = logging.getLogger("fsdp_qlora")
 PROGRAM = "fsdp-qlora"
 _ALIKE = 0.7  # of difflib: how much of an option's name a wrong one must have
 _FLAG = re.compile("^--[^=]+")
-# other programs' names of commands
+# Other programs' names of commands.
 _SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}
 
 
@@ -104,10 +104,10 @@ def main(argv: list[str]) -> int:
         status = how_it_ends(error).exit_code
     except KeyboardInterrupt:
         status = ENDINGS["interrupted"].exit_code
-    # now, so that a full disk or a closed pipe is noticed here and not when Python ends
+    # Now, so that a full disk or a closed pipe is noticed here and not when Python ends.
     sys.stdout.flush()
     lost = lost_output()
-    # a run's results are in its folder
+    # A run's results are in its folder.
     if status or lost is None or lost.errno == errno.EPIPE or argv[0] == "train":
         return status
     print(f"error: The output could not be written: {lost.strerror}.", file=sys.stderr)
@@ -159,7 +159,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     parser = _Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
     command.add_options(parser)
     quiet_libraries()
-    # --batch-size and --batch_size are the same option
+    # --batch-size and --batch_size are the same option.
     spelled = [_FLAG.sub(lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
     own, others = _split(spelled, parser.flags)
     _refuse_unknown(name, parser.flags, others)
@@ -169,7 +169,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     args.commands = list(COMMANDS)
     if unexpected and name not in _TAKE_TRAINING_OPTIONS:
         raise UserError(f"Unexpected argument {unexpected[0]!r}. See --help.")
-    # with --json stdout has the JSON alone
+    # With --json stdout has the JSON alone.
     handler = LineHandler(sys.stderr if getattr(args, "json", False) else sys.stdout)
     log.addHandler(handler)
     log.setLevel(logging.INFO)

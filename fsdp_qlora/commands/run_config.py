@@ -138,7 +138,7 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
     """
     if config.adapter is None:
         return dataclasses.replace(config, add_tokens=named_tokens(config.add_tokens))
-    # axolotl's name for it
+    # This is axolotl's name for the option.
     if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():
         raise UserError(
             "--adapter is a folder to start from; did you mean --train_type "

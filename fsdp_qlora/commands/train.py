@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
                     return status_of_workers
             sys.argv = redact_values(sys.argv)  # wandb keeps a copy
             quiet_libraries()
-            # a crash in a library shows where Python was
+            # A crash in a library shows where Python was.
             if sys.__stderr__ and not faulthandler.is_enabled():
                 faulthandler.enable(sys.__stderr__)
             # Imported here so that --help and wrong options answer at once.
@@ -156,7 +156,7 @@ def refuse_names(config: TrainConfig) -> None:
     Raises:
         UserError: as the run would say it, some imports later.
     """
-    # the hub's client takes a while to import
+    # The hub's client takes a while to import.
     from fsdp_qlora.data.sources import source as sources
     from fsdp_qlora.data.text import recognition
     from fsdp_qlora.utils import hub

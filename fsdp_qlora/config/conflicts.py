@@ -39,7 +39,7 @@ def _changed(config: TrainConfig, *names: str) -> list[str]:
 
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
-    # auto and off are for every base: a cache that nothing fills does no harm
+    # The values auto and off are for every base: a cache that nothing fills does no harm.
     options = _changed(c, "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
         options.append("quant_cache")
@@ -50,7 +50,7 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
         options = _changed(c, *names_marked(of_quantizer(quantizer)))
-        # by the table and not by `kind`, whose quantizer is already what --quant_type made of it
+        # By the table and not by `kind`, whose quantizer is already what --quant_type made of it.
         if options and TRAIN_TYPES[c.train_type].quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield (
@@ -82,7 +82,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave "
             "out --lora_target_parameters."
         )
-    # modules_to_save trains copies of the modules whose rows add_tokens would change
+    # modules_to_save trains copies of the modules whose rows add_tokens would change.
     if c.add_tokens and c.modules_to_save:
         yield (
             "--add_tokens trains the rows of some tokens, and --modules_to_save those of all: "
@@ -242,7 +242,7 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--objective {c.objective} needs --rewards: functions that score the completions, "
             "such as exact_match."
         )
-    # an address without user and password
+    # An address without user and password.
     for name in _changed(c, "rollout_url", "teacher_url"):
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
             yield f"--{name} is {getattr(c, name)!r}; give one such as http://localhost:8000."

@@ -49,7 +49,7 @@ class BaseName(NamedTuple):
     def of(cls, model_name: str, published: str | None = None) -> "BaseName":
         """The name for a --model_name. published: its name on the hub, if it was given."""
         name = published or public_name(model_name)
-        # without a slash it is a name such as gpt2 of the hub, or that of a local folder
+        # Without a slash it is a name such as gpt2 of the hub, or that of a local folder.
         is_local = "/" not in name and Path(model_name).expanduser().is_dir()
         return cls(name, is_on_hub=not is_local)
 
@@ -65,7 +65,7 @@ def training_record(
     """
     step = progress["step"]
     losses = {"loss": progress.get("loss")}
-    # eval_loss only if these weights were evaluated: an earlier step's would praise other ones
+    # The eval_loss only if these weights were evaluated: an earlier step's would praise others.
     if progress.get("first_eval_loss") is not None:
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:

@@ -140,7 +140,7 @@ class Changes:
 
     def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:
         self.adapter = adapter
-        # tied weights under all of their names: the adapter may name either one
+        # Tied weights under all of their names: the adapter may name either one.
         weights = {
             canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
         }
@@ -218,7 +218,7 @@ def _lora_layers(
 ) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
     """(weight that is changed, (path of PEFT's layer in the file, that layer))."""
     for path, layer in wrapped.named_modules():
-        # a tied head has a layer without values of its own: the embedding's are in the file
+        # A tied head has a layer without values of its own: the embedding's are in the file.
         if isinstance(layer, TrainableTokensLayer) and not layer.tied_adapter:
             module = canonical_name(path).removeprefix(PREFIX).removesuffix(".token_adapter")
             yield f"{module}.weight", (path, layer)

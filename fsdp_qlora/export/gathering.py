@@ -34,7 +34,7 @@ def gather_all(
     Without `keep` each is freed at once.
     """
     state = {}
-    # `named` gathers as it is iterated, so every rank has to consume all of it
+    # `named` gathers as it is iterated, so every rank has to consume all of it.
     for name, whole in named:
         if keep:
             state[name] = whole.to("cpu", dtype_of(whole, dtype)).contiguous()

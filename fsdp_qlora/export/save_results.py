@@ -93,7 +93,7 @@ def save_adapter(
         sidecar: writes the files beside it into the folder.
         for_server: as vLLM reads the adapters of experts (`_as_served`).
     """
-    # float32, as the adapter trains: a resumed or continued training loses nothing
+    # float32, as the adapter trains: a resumed or continued training loses nothing.
     state = gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
     if for_server and values.keeps:
         state, config = _as_served(model, config, state)
@@ -121,7 +121,7 @@ def _as_served(
         if not isinstance(module, LoraExperts):
             continue
         prefix = canonical_name(path)
-        # PEFT wraps one parameter after the other, so the last one is outermost in its file
+        # PEFT wraps one parameter after the other, so the last one is outermost in its file.
         for index, (name, lora) in enumerate(reversed([*module.lora.items()])):
             assert isinstance(lora, ExpertsLora)
             wrapper = f"{PREFIX}{prefix}{'.base_layer' * index}"
@@ -153,10 +153,10 @@ def _split_experts(
         keys: the names of A and B in `state`.
     """
     lora_A, lora_B = (state[key] for key in keys)
-    # PEFT's file: A [experts * rank, in], B [out, rank * experts]
+    # PEFT's file: A [experts * rank, in], B [out, rank * experts].
     all_B = lora_B.view(len(lora_B), -1, num_experts).permute(2, 0, 1).contiguous()
     parts_B = as_stored(model, parameter, all_B)
-    # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
+    # The files hold all experts in one tensor, and vLLM reads PEFT's adapters of both.
     if len(parts_B) == 1:
         return None
     # A parameter may fuse matrices, such as gate and up: each has its own rows of B and all of A.
@@ -184,10 +184,10 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ResultForm:
-    """The form of a run's results at any step: an adapter, or a whole model without its `adapter`.
+    """The form of a run's results at any step: an adapter or a whole model.
 
-    adapter: its configuration. open_base: opens the base's weights, for what does not train.
-    for_server: write an adapter as vLLM reads it.
+    adapter: the adapter's configuration; None for a whole model. open_base: opens the base's
+    weights, for what does not train. for_server: write an adapter as vLLM reads it.
     """
 
     plan: ModelPlan
@@ -219,7 +219,7 @@ class ResultForm:
         record = training_record(about, progress, self.base, self.kind)
         texts = documents(record, kind=self.kind.adapter)
         prompt = record["prompt"] or {}
-        # the template that was trained with: a chat that another one writes is another text
+        # The template that was trained with: a chat that another one writes is another text.
         if prompt.get("chat_template"):
             plan.tokenizer.chat_template = prompt["chat_template"]
         if prompt.get("ends"):
@@ -231,7 +231,7 @@ class ResultForm:
             content = with_own_head(base_config, plan.config)
             if content != base_config:
                 texts["config.json"] = json.dumps(content, indent=2) + "\n"
-        # a whole model needs the base's configuration; an adapter's folder has PEFT's own
+        # A whole model needs the base's configuration; an adapter's folder has PEFT's own.
         base_folder = None if self.adapter is not None else plan.folder
         sidecar = partial(write_sidecar, plan.tokenizer, texts, base_folder)
         if self.adapter is not None:

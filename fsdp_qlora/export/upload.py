@@ -91,10 +91,10 @@ def upload(folder: Path, target: str) -> str | None:
     """
     repo = target.removesuffix(PUBLIC)
     try:
-        # once more: the repository may have been made public since the start of the run
+        # Once more: the repository may have been made public since the start of the run.
         check_repository("--push_to_hub", target)
         HfApi().create_repo(repo, private=repo == target, exist_ok=True)
-        # one commit, so that nobody can load an adapter of one run with the tokenizer of another
+        # One commit, so that nobody can load an adapter of one run with the tokenizer of another.
         operations = [CommitOperationAdd(name, path) for name, path in _files(folder)]
         HfApi().create_commit(repo, operations, commit_message="Add the result of a training run")
     except Exception as error:  # of the HTTP library, the hub's client or the file system
@@ -114,7 +114,7 @@ def push_result(folder: Path, target: str | None, ranks: Ranks) -> None:
     """
     if target is None:
         return
-    # the others wait here: torchrun ends all ranks when one has ended
+    # The others wait here: torchrun ends all ranks when one has ended.
     with raise_on_all_ranks(TrainingError, ranks.device):
         if ranks.is_rank_0:
             failure = upload(folder, target)

@@ -70,7 +70,7 @@ def save_model(
     Raises:
         TrainingError: it could not be written, on rank 0.
     """
-    # named_parameters gives tied ones once, and all ranks the same order, which the gathering needs
+    # named_parameters gives tied ones once, and all ranks the same order: the gathering needs it.
     tensors = (*model.named_parameters(), *persistent_buffers(model))
     gathered = [
         (canonical_name(name), tensor)
@@ -102,7 +102,7 @@ def save_model(
         if base is None:
             _save_config(model, config, dtype, folder)
         record_result(folder, result.staging.iterdir())
-        # last: this may be called again where there was no room, and what was moved is lost then
+        # Last: this may be called again where there was no room; what was moved is lost then.
         for path in result.staging.iterdir():
             path.replace(folder / path.name)
         result.staging.rmdir()
@@ -142,6 +142,6 @@ def _save_config(
 ) -> None:
     dtype_name = str(dtype).removeprefix("torch.")
     saved = type(config).from_dict(config.to_dict() | {"dtype": dtype_name})
-    # fully_shard gives the model a class of its own, such as FSDPLlamaForCausalLM
+    # fully_shard gives the model a class of its own, such as FSDPLlamaForCausalLM.
     saved.architectures = [type(model).__name__.removeprefix("FSDP")]
     saved.save_pretrained(folder)

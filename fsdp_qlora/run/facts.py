@@ -24,7 +24,7 @@ from fsdp_qlora.utils.text import GIB, format_count
 log = logging.getLogger("fsdp_qlora")
 
 _MOST_BARS = 40  # of the histogram of lengths
-# of what is planned, and at least: what a small model reserves is mostly rounding
+# Of what is planned, and at least: what a small model reserves is mostly rounding.
 _FAR = 0.05
 _FAR_GIB = 0.25
 

@@ -75,7 +75,7 @@ def load_model(
             from the same layer computed unsharded.
     """
     plan = placed.model
-    # on the meta device, already quantized and adapted: model/build_model.py
+    # On the meta device, already quantized and adapted: model/build_model.py.
     model = plan.meta.model
     # Every block gets a wrapper before it is sharded, as others may be chosen between steps.
     wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.recompute == "offload")

@@ -1,5 +1,6 @@
-"""One rank's service from start to end: plan, load, then one order after the other, until it is
-asked to stop.
+"""One rank's service from start to end.
+
+It plans, loads, and then carries out one order after the other until it is asked to stop.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ _IDENTITY = (
     "lora_target_modules",
     "lora_target_parameters",
 )
-# of a token's hidden state, for each of its targets: chosen, in the compute dtype, its gradient
+# Of a token's hidden state, for each of its targets: chosen, in the compute dtype, its gradient.
 _HIDDEN_COPIES = 3
 _PAUSE_SECONDS = 0.5  # between two signs of life while nothing is to do
 _BY_GLOO = torch.device("cpu")  # a GPU would be busy while ranks wait
@@ -168,8 +169,9 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
 
 
 class Opened(NamedTuple):
-    """Records, socket and key, which rank 0 opens before the model is loaded. key:
-    None for none.
+    """Records, socket and key, which rank 0 opens before the model is loaded.
+
+    key: None if requests need none.
     """
 
     records: Records
@@ -178,8 +180,9 @@ class Opened(NamedTuple):
 
 
 def _opened(address: Address) -> Opened:
-    """Open the folder's records and the socket to listen at: they may be refused, so they come
-    first.
+    """Open the folder's records and the socket to listen at.
+
+    They come first, since either may be refused.
     """
     # Without a key, everybody who reaches the port could use the GPUs.
     has_no_key = address.api_key == NO_KEY
@@ -201,8 +204,9 @@ def _opened(address: Address) -> Opened:
 
 
 def _key_of(folder: Path) -> str:
-    """The key that is kept in the folder. How clients get it is printed past the filter that hides
-    secrets.
+    """The key that is kept in the folder.
+
+    How clients get it is printed past the filter that hides secrets.
     """
     key, is_new = kept_key(folder)
     value = key if is_new else f'"$(cat {shlex.quote(str(folder / KEY_FILE))})"'
@@ -215,8 +219,9 @@ def _key_of(folder: Path) -> str:
 
 
 def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
-    """Refuse a folder whose adapters were made in another way; they would compute something else
-    here.
+    """Refuse a folder whose adapters were made in another way.
+
+    They would compute something else here.
 
     Raises:
         UserError: names what differs, with both values.
@@ -249,8 +254,9 @@ def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
 
 
 def _note_options(config: TrainConfig, folder: Path) -> None:
-    """Write config.yaml, by which `generate`, `evaluate` and `merge` find the base of a saved
-    adapter.
+    """Write config.yaml into the folder.
+
+    `generate`, `evaluate` and `merge` find the base of a saved adapter by it.
     """
     here = Path(config.model_name).expanduser()
     if here.is_dir():
@@ -264,9 +270,7 @@ def _note_options(config: TrainConfig, folder: Path) -> None:
 def _plan(
     config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address
 ) -> list[PlannedBase]:
-    """Plan the base, with the memory of each adapter, and the teacher in what the base leaves of a
-    GPU.
-    """
+    """Plan the base, and the teacher in the memory that the base leaves of a GPU."""
     machine = Machine.of(config, ranks)
     bases = [_planned(config, machine, store)]
     placed = bases[0].placed
@@ -356,8 +360,9 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
 
 
 def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
-    """Limits of a request, with as many targets at once as fit into half of what the loaded model
-    leaves.
+    """The limits of a request.
+
+    It may have as many targets at once as fit into half of what the loaded model leaves.
     """
     plan = placed.model
     machine = plan.machine

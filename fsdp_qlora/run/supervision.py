@@ -37,7 +37,7 @@ from fsdp_qlora.run.session import SupervisedSession
 from fsdp_qlora.utils.errors import RankError
 from fsdp_qlora.utils.run_files import CHECKPOINTS
 
-# how long saving may fail before the run ends; 3 times --save_every if that is longer
+# How long saving may fail before the run ends; 3 times --save_every if that is longer.
 _MIN_FAILING_MINUTES = 30.0
 
 
@@ -89,7 +89,7 @@ class Guard:
             signals=session.signals,
         )
         self.control.heartbeat.step = start.step
-        # An earlier start's, kept so that a later one, too, begins with more blocks than ran out.
+        # Blocks that recomputed when a start ran out of memory: later ones, too, begin with more.
         out_of_memory = {} if start.too_few is None else {"too_few": start.too_few}
         self.status = Status(
             folder.path,
@@ -239,7 +239,7 @@ class Recorder:
         if samples:
             samples.write(progress.step, beat)
         if samples or tasks:
-            # what answers took is not the next step's
+            # What answers took is not the next step's.
             release_cached_memory(self.guard.ranks.device)
         self.facts.mark("evaluation")
 

@@ -89,8 +89,8 @@ class Access:
             self.on_allowed(scope.get("client"))
             most = _MOST_OF.get(scope["path"].rpartition("/")[2], _MOST_OF_OTHERS)
             body = await self._read_body(headers, receive, most)
-            # The client has gone.
             if body is None:
+                # The client has gone.
                 return
             await self.inner(scope, _once(body, receive), answer.send)
         except Refused as refusal:

@@ -1,10 +1,8 @@
 """The web application of a service: Tinker's protocol over HTTP.
 
-It is the protocol of the client tinker 0.38.
-
-It answers what needs no model itself, hands the rest to the desk, and holds a client's question for
-a result until the result is there. `access.py` is around it: what comes here is from an allowed
-client, whole and of bounded size.
+The protocol is that of the client tinker 0.38. The application answers what needs no model itself,
+hands the rest to the desk, and holds a client's question for a result until the result is there.
+`access.py` is around it: what comes here is from an allowed client, whole and of bounded size.
 """
 
 import asyncio

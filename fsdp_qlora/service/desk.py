@@ -121,15 +121,15 @@ class Desk:
 
     def take(self, seconds: float) -> Order | None:
         """The next order; None if there is none within these seconds."""
-        # Nothing can be recorded, so nothing is begun.
+        # If nothing can be recorded, nothing is begun.
         if not self._write_failures():
             time.sleep(seconds)
             return None
         self._sweep()
         if not self._coming:
             self._begin_next(seconds)
-        # There is none, or it has failed: the ranks give a sign of life between two requests.
         if not self._coming:
+            # There is none, or it has failed: ranks give a sign of life between two requests.
             return None
         self._order = self._coming.popleft()
         with self._failing("read"):
@@ -261,9 +261,8 @@ class Desk:
     def _uncertain(self, order: Order | None, pieces: Sequence[Piece]) -> set[str]:
         """The models that may not be in memory, or not where they were.
 
-        The ranks have failed at this order.
-
-        Their next piece brings them back from what is recorded.
+        The ranks have failed at this order. Each model's next piece brings it back from what is
+        recorded.
         """
         if order is None or order["kind"] == "asample":
             return set()
@@ -393,8 +392,8 @@ class Desk:
                 break
             if not beside.is_alike(wanted) or not group.has_room_for(beside.request):
                 continue
-            # It has been cancelled.
             if self.queue.remove_sample(other.id) is None:
+                # It has been cancelled.
                 continue
             self._in_work.append(other)
             self.records.begin(other.id)

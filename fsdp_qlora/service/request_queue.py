@@ -47,9 +47,9 @@ class RequestQueue:
         self._first_number = first_number
         self._changed = threading.Condition()
         self._of_models: dict[str, dict[int, Piece]] = {}  # model -> number -> request
-        # turn -> id -> request, the oldest first
+        # From turn to id to request, the oldest first.
         self._of_samplers: dict[str, dict[str, Piece]] = {}
-        # of those with requests; the next one is the first whose request can be done
+        # Of those with requests; the next one is the first whose request can be done.
         self._turns = deque[str]()
         self._next: dict[str, int] = {}  # the number whose turn it is, of models with requests
         self._missing_since: dict[str, float] = {}  # models that wait for a number

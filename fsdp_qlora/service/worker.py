@@ -208,10 +208,7 @@ class Worker:
     def _loss(
         self, request: TrainRequest, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A micro-batch's loss, and its targets' log-probabilities.
-
-        With their places in the request.
-        """
+        """A micro-batch's loss; its targets' log-probabilities, and their places in the request."""
         forward = self.rooms.trainer.forward
         losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
         is_target = on_device.targets != IGNORE_INDEX
@@ -305,7 +302,7 @@ class Worker:
     def _scores(self, requests: Sequence[Order]) -> dict[int, tuple[Any, ...]]:
         """Number of a request -> what it asks for about its prompt's tokens.
 
-        Their log-probabilities, and the likeliest tokens.
+        These are their log-probabilities, and the likeliest tokens.
         """
         wanted = [(number, each) for number, each in enumerate(requests) if each["scores"]]
         if not wanted:

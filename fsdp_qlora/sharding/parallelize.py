@@ -136,7 +136,10 @@ class _Groups(NamedTuple):
 
 
 def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bool) -> None:
-    """Make the groups of a decoder block: magnitudes, everything frozen, and adapters."""
+    """Make the groups of a decoder block: magnitudes, the block's own weights, and adapters.
+
+    Its own weights are frozen, but for train type full and for new blocks.
+    """
     in_fp32 = magnitudes(block)
     if in_fp32:
         shard_aligned(in_fp32, groups.mesh, _AS_STORED, reshard_after_forward=False)

@@ -240,8 +240,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
-        # The graph may live on. Its gradients are handed over, changed in place, and no longer
-        # kept.
+        # The loss may outlive this pass and keep `ctx`, and with it the gradients, in memory. They
+        # are changed in place and returned below, so nothing here needs them again.
         ctx.gradients = None
         grads_N = grads[0] / gradients.scale
         # Each token's gradient by its hidden state has a row of its own. Those by weight, bias and

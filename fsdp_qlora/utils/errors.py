@@ -86,7 +86,7 @@ ENDINGS = {
 class RunStopped(Exception):
     """The run was asked to stop, or it cannot start at present.
 
-    All ranks have stopped after the same step, so that their checkpoint is whole.
+    If it was asked to, all ranks have stopped after the same step: their checkpoint is whole.
 
     Args:
         state: a key of ENDINGS.
@@ -123,7 +123,7 @@ def paths_refused() -> Iterator[None]:
         raise
 
 
-# environment variable: a caller in Python raises the error with which the run ends
+# Environment variable: a caller in Python raises the error with which the run ends.
 RAISED = "FSDP_QLORA_RAISED"
 
 
@@ -165,7 +165,7 @@ def note_reason(message: str) -> None:
     # The format of torch.distributed.elastic's `record`, which would import torch.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # torchrun prints it as the traceback
+        # torchrun prints this text as the traceback.
         about = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))

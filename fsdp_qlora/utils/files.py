@@ -54,7 +54,7 @@ def files_difference(folder: Path, expected: Mapping[str, FileRecord]) -> str | 
     """The first file of a folder that is missing, or whose size or content differs; None if all are
     as expected.
     """
-    # all sizes first: they cost nothing, and hashing many gigabytes takes minutes
+    # All sizes first: they cost nothing, and hashing many gigabytes takes minutes.
     for name, record in expected.items():
         path = folder / name
         if not path.is_file():
@@ -165,7 +165,7 @@ def staged_file(path: Path) -> Iterator[Path]:
     Readers see the old file or the new one. After a failure the partial file is deleted. If several
     processes write the same file, each has its own partial file, and the last one wins.
     """
-    # Partial files of killed processes: a writer of an hour later deletes them.
+    # Killed processes leave partial files: a later writer deletes those older than an hour.
     oldest = time.time() - _STALE_SECONDS
     with contextlib.suppress(OSError):
         for entry in path.parent.iterdir():
@@ -174,7 +174,7 @@ def staged_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
-        # before the rename: file systems may write the new name to disk before the content
+        # Before the rename: file systems may write the new name to disk before the content.
         flush(partial)
         partial.replace(path)
     except BaseException:

@@ -24,7 +24,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    # numpy and torch, scalars and arrays; numpy's float64 is a float, too
+    # Of numpy and torch, scalars and arrays; numpy's float64 is a float, too.
     if not isinstance(value, float) and hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float):

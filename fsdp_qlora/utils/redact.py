@@ -22,11 +22,11 @@ _SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 _PATTERNS = {
-    # Tokens of Hugging Face, AWS and GitHub
+    # Tokens of Hugging Face, AWS and GitHub.
     re.compile(r"\bhf_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{16,}"): HIDDEN,
-    # user:password@ in a URL, also with one slash, as a URL has after pathlib has parsed it
+    # The user:password@ of a URL, also with one slash, as it has after pathlib has parsed it.
     re.compile(r"(:/{1,2})[^\s/@]+@"): rf"\1{HIDDEN}@",
-    # name=value in a URL's query or in an rclone remote
+    # Values of name=value in a URL's query or in an rclone remote.
     re.compile(
         r"((?:(?:secret|passw(?:or)?d|passphrase|credential|(?:api|access|private|account|customer)[_-]?key)[\w-]*"
         r"|(?<![a-z])(?:token|pass|pwd|sig|signature)|(?<=,)key)=)(?:\"[^\"]*\"|'[^']*'|[^\s,:;&'\"]+)",

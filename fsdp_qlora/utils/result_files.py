@@ -32,11 +32,11 @@ def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
     Readers see each file complete or not at all.
     """
     staging = output_dir / STAGING
-    # what a killed process has left
+    # A killed process may have left some.
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     write(staging)
-    # before the renames: after a power cut a file may otherwise be there by name and empty
+    # Before the renames: after a power cut a file may otherwise be there by name and empty.
     flush_files(staging)
     # Weights first: programs look for the configuration to decide whether a model is there.
     # result.json has the hashes of all files, so it comes last: a kill in between leaves a result
@@ -87,7 +87,7 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         return None if only is not None else f"{RESULT} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotAFile) as error:
         return f"{RESULT} cannot be read ({error})"
-    # the file may be a stranger's: its names must not lead out of the folder
+    # The file may be a stranger's: its names must not lead out of the folder.
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} lists no files of the folder"
     files = {

@@ -127,7 +127,7 @@ def write_tensors(
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, without a copy."""
     # As bytes, since numpy has no bfloat16 and no float8.
-    # Any: numpy before 2.5 does not declare a buffer
+    # Any: numpy before 2.5 does not declare a buffer.
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -142,7 +142,7 @@ class PackedFiles:
     def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
-        # tensor -> its file, and the offset of its bytes
+        # From tensor to its file, and the offset of its bytes.
         self._places: dict[str, tuple[Path, int]] = {}
         self.folder = folder
         self.forms = forms

@@ -113,7 +113,7 @@ def quiet_libraries() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
         lambda record: "Failed to load CPU gemm_4bit_forward" not in record.msg
     )
-    # it warns of a model that it has not loaded itself
+    # It warns of a model that it has not loaded itself.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 

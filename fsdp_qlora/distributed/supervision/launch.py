@@ -34,7 +34,7 @@ from fsdp_qlora.distributed.supervision.restarts import (
 from fsdp_qlora.utils.errors import ENDINGS, RAISED, UserError, note_reason, write_line
 from fsdp_qlora.utils.text import plural
 
-# torch is imported where it is needed, so that --help and wrong options are quick
+# torch is imported where it is needed, so that --help and wrong options are quick.
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
@@ -208,7 +208,7 @@ def _visible_gpus() -> int:
 def importing() -> Iterator[None]:
     """Import torch in the block without garbage collection.
 
-    It takes a sixth of the time and frees nothing.
+    Collections would take a sixth of the import's time, and free nothing.
     """
     gc.disable()
     try:
@@ -271,7 +271,10 @@ def _run_workers(
 
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
-    """Prepare the workers' environment; at the end restore it, and forward a final ending."""
+    """Prepare the workers' environment; at the end restore it.
+
+    A final ending is forwarded to an outer torchrun.
+    """
     before = dict(os.environ)
     note = Path(folder) / "end.json"
     try:

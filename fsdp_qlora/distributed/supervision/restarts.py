@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_qlora.utils.errors import Ending
 
-# torch is imported where it is needed, so that wrong options are reported quickly
+# torch is imported where it is needed, so that wrong options are reported quickly.
 if TYPE_CHECKING:
     from torch.distributed import Store
 

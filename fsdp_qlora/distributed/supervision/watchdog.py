@@ -52,7 +52,7 @@ class Watchdog:
         self.heartbeat.beat(self.heartbeat.step, PHASES[0])
         self._looked_at = time.monotonic()
         self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}", self._check)
-        # whether all ranks end their training; if not, this rank's silence must end the others
+        # Whether all ranks end their training; if not, this rank's silence must end the others.
         is_agreed = False
         try:
             yield
