@@ -186,8 +186,9 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
 class ResultForm:
     """The form of a run's results at any step: an adapter or a whole model.
 
-    adapter: the adapter's configuration; None for a whole model. open_base: opens the base's
-    weights, for what does not train. for_server: write an adapter as vLLM reads it.
+    adapter: the adapter's configuration; None for a whole model.
+    open_base: opens the base's weights, for what does not train.
+    for_server: write an adapter as vLLM reads it.
     """
 
     plan: ModelPlan
