@@ -79,6 +79,7 @@ def generate(args: argparse.Namespace) -> int | None:
         raise UserError("--prompts FILE and --out FILE go together.")
     if args.prompt is not None and args.prompts:
         raise UserError("Give --prompt or --prompts, not both.")
+    # Answers may have taken hours: they are never overwritten.
     if args.out and Path(args.out).exists():
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
@@ -206,6 +207,7 @@ def evaluate(args: argparse.Namespace) -> int | None:
 
 def describe(results: dict[str, Any]) -> str:
     """A table with a line for each name; metrics that a name lacks are left empty."""
+    # Imported here: --json does not need it.
     import pandas
 
     table = pandas.DataFrame.from_dict(results, orient="index").convert_dtypes()

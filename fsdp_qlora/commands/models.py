@@ -62,6 +62,7 @@ def export(args: argparse.Namespace) -> None:
     check_is_new(out)
     folder = find_checkpoint(source, best=args.best)
     try:
+        # Hashed again: it may have been on a disk for months, or copied.
         state = checkpoint.verify(folder)
     except checkpoint.DamagedCheckpoint as error:
         raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
@@ -73,12 +74,14 @@ def export(args: argparse.Namespace) -> None:
     config = parse_train_config(["--device", "cpu", *args.training_options], stored)
     form = replace(result_form(config, _plan(config)), for_server=args.reader == "vllm")
     try:
+        # A folder that was cut off would look like a complete result.
         with staged_folder(out) as partial:
             form.save_checkpoint(folder, state, partial)
     except (OSError, TrainingError) as error:
         raise UserError(f"--out {out} cannot be written: {error}.") from error
     log.info("Step %d of %s: %s", state["progress"]["step"], source, out)
     form.log_how_to_load(out)
+    # Last: without a network the folder is here all the same.
     if config.push_to_hub and (failure := upload(out, config.push_to_hub)):
         raise UserError(failure)
 
@@ -132,6 +135,7 @@ def merge(args: argparse.Namespace) -> None:
     refuse_bad_folder("out", args.out)
     folder = adapter_folder(adapter)
     config = run_options(folder, args.training_options)
+    # Imported here, so that --help and wrong options answer at once.
     import torch
 
     from fsdp_qlora.distributed.ranks import read_ranks

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name} must be {PLANNABLE.allowed}, but is {value}.")
     tokens = args.million_tokens and args.million_tokens * 1e6
     gpu = _gpu(args)
+    # Imported here, so that --help and wrong options answer at once.
     with importing():
         from tqdm import tqdm
 

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int | None:
     --lora_rank (32) is the largest of an adapter, --context_length (4096, or the model's) that of a
     row, and --batch_size times it are the tokens of a pass.
     """
+    # They come with an extra, which training does not need.
     libraries = ("tinker", "fastapi", "uvicorn")
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int | None:
     if args.max_models < 1:
         raise UserError("--max_models is 1 or more.")
     if args.api_key not in (None, NO_KEY):
+        # The processes that are started inherit it without showing it.
         os.environ[_KEY_VARIABLE] = args.api_key
         _hide_key(args.words)
     given = {word.partition("=")[0] for word in args.training_options}
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int | None:
         status = relaunch_if_needed(config, args.words, _MODULE)
         if status is not None:
             return status
+    # Imported here, so that --help and wrong options answer at once.
     with importing():
         from fsdp_qlora.run.serve import Address, serve
 

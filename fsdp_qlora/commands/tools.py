@@ -78,6 +78,7 @@ def doctor(args: argparse.Namespace) -> int:
     """
     is_all_fine = True
     for name, sentence, is_fine in check_machine():
+        # Flushed: a check may take a minute, and the lines before it say how far it is.
         print(f"{'ok' if is_fine else 'FIX':4}  {name:14}  {sentence}", flush=True)
         is_all_fine &= is_fine
     return 0 if is_all_fine else 1

@@ -121,6 +121,7 @@ def teach(args: argparse.Namespace) -> int:
     status = relaunch_if_needed(config, args.words, (*WORKER[:-1], "teach"))
     if status is not None:
         return status
+    # Imported here, so that --help and wrong options answer at once.
     from fsdp_qlora.run.teach import teach as run
 
     run(config)
@@ -140,6 +141,7 @@ def refuse_early(config: TrainConfig) -> None:
     """
     missing = list(_missing(config))
     if missing:
+        # All at once: a user who mends one path at a time would start again for each.
         raise UserError("\n  ".join(missing))
     folder = Path(config.output_dir).expanduser()
     # The number of ranks is not known before the launch.

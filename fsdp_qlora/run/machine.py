@@ -132,6 +132,7 @@ def _pinned_memory() -> str:
 
     if not torch.cuda.is_available():
         return "none is needed without a GPU"
+    # A limit of locked memory shows here, not in a run that offloads.
     split_arena([_PINNED_BYTES], pinned=True, what="a trial")
     return f"{format_bytes(_PINNED_BYTES)} can be pinned"
 
@@ -139,6 +140,7 @@ def _pinned_memory() -> str:
 def _disk() -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    # They may be on three disks, and the fullest decides.
     free = min(map(free_disk, (Path.cwd(), cache_folder(), Path(HF_HUB_CACHE))))
     remedy = "FSDP_QLORA_CACHE, HF_HOME and --output_dir choose other disks"
     return f"{_enough(free, 10 * GIB, remedy)} free"

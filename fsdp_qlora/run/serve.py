@@ -140,6 +140,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
         planned = _plan(config, ranks, store, address)
         for base in planned:
             check_resources(base.config, base.placed)
+        # Only when all fit: a download may take an hour.
         bases = [base.fetch() for base in planned]
         if opened is not None:
             _check_identity(opened.records, address.folder, bases[0])
@@ -260,6 +261,7 @@ def _note_options(config: TrainConfig, folder: Path) -> None:
     """
     here = Path(config.model_name).expanduser()
     if here.is_dir():
+        # Other commands may be started in another folder, where a relative path means nothing.
         config = dataclasses.replace(config, model_name=str(here.resolve()))
     named = RESULT_OPTIONS - {"lora_rank"}  # each adapter has its own
     options = {name: value for name, value in resolved_options(config).items() if name in named}
