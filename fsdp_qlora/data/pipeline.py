@@ -478,9 +478,7 @@ def _shown(content: PromptContent, rendered: Rendered) -> Any:
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:
-    """Log what became of the rows, and raise UserError if none is left or too many
-    were rejected.
-    """
+    """Log what became of the rows. Raises UserError if none is left or too many were rejected."""
     allowed = options.max_bad_rows
     num_bad = report.num_rejected
     advice = report.describe_cut(options.longest_row)
