@@ -28,6 +28,7 @@ from fsdp_qlora.training.generation.generator import TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
+from fsdp_qlora.utils.text import plural
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -68,7 +69,7 @@ def load_trained(
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)
     adapter = f" with {folder}" if folder and config.adapter else ""
-    processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
+    processes = plural(ranks.world_size, "process", ending="es")
     log.info("%s%s (%s, %s)", config.model_name, adapter, config.train_type, processes)
     return placed
 

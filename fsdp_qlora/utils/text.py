@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 def plural(count: int, noun: str, *, ending: str = "s") -> str:
     """A number and its noun: "1 rank", "2 ranks"; ending: "es" for "processes"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{ending}"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
 def shown(value: Any) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import plural
 
 Round = list[np.ndarray]
 """The rows of the micro-batches that all ranks compute at the same time, one for each rank."""
@@ -93,12 +94,12 @@ class Schedule:
     def describe(self, warmup_steps: int) -> str:
         """One line: rows, batch and steps."""
         micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.data_size)
-        ranks = "rank" if self.data_size == 1 else "ranks"
-        pieces = "micro-batches" if micro_batches > 1 else "micro-batch"
+        ranks = plural(self.data_size, "rank")
+        pieces = plural(micro_batches, "micro-batch", ending="es")
         return (
-            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.data_size} {ranks} "
-            f"x {self.batch_size} rows x {micro_batches} {pieces}), {self.steps_per_epoch} per "
-            f"epoch, {warmup_steps} of warm-up"
+            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({ranks} x "
+            f"{self.batch_size} rows x {pieces}), {self.steps_per_epoch} per epoch, "
+            f"{warmup_steps} of warm-up"
         )
 
     def rows_of_steps(
