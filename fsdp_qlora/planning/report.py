@@ -41,6 +41,12 @@ class PlanReport:
     gpu_bytes: float | None = None
     beside_torch: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, placed: PlacedModel) -> "PlanReport":
+        """The report for the machine that the model is placed on."""
+        gpu_memory = placed.model.machine.gpu_memory
+        return cls(placed, gpu_memory[1] if gpu_memory else None)
+
     @property
     def needed(self) -> int:
         """Bytes of a GPU."""

@@ -120,8 +120,7 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
         log.info(
             "%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left)
         )
-    report = PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1])
-    log_plan(config, *report.lines(), placed.reason)
+    log_plan(config, *PlanReport.of(placed).lines(), placed.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
     num_nodes = machine.ranks.world_size // machine.ranks.local_world_size

@@ -126,8 +126,5 @@ def plan_teacher(
         size,
         format_bytes(count * size),
     )
-    log_plan(
-        config,
-        *PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines(),
-    )
+    log_plan(config, *PlanReport.of(teacher).lines())
     return teacher

@@ -313,7 +313,7 @@ def _planned(config: TrainConfig, machine: Machine, store: dist.Store | None) ->
             config, context_length=at_most_positions(plan.config, config.longest_row)
         )
     placed = place(config, plan, store=store)
-    for line in PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1]).lines():
+    for line in PlanReport.of(placed).lines():
         log.info("%s", line)
     return PlannedBase(config, placed, store)
 
