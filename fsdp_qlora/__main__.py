@@ -54,7 +54,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "teach": Command("let a teacher go over the rows of train", train.teach, train.teach_options),
+    "teach": Command(
+        "compute a teacher's probabilities for a dataset", train.teach, train.teach_options
+    ),
     "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options),
     "export": Command("export a checkpoint as an adapter", models.export, models.export_options),
     "merge": Command("merge an adapter into its base", models.merge, models.merge_options),
@@ -64,11 +66,13 @@ COMMANDS = {
         inference.evaluate,
         inference.evaluate_options,
     ),
-    "serve": Command("serve training to programs of their own loops", serve.run, serve.add_options),
+    "serve": Command(
+        "run a training server for custom loops (Tinker API)", serve.run, serve.add_options
+    ),
     "report": Command(
         "draw the curves of runs in one HTML file", tools.report, tools.report_options
     ),
-    "quantize": Command("save a model in 4 bits", models.quantize, models.quantize_options),
+    "quantize": Command("quantize a model and save it", models.quantize, models.quantize_options),
     "expand": Command(
         "insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options
     ),
@@ -76,7 +80,7 @@ COMMANDS = {
         "list the settings that come with the program", tools.configs, tools.configs_options
     ),
     "completion": Command(
-        "print a line that completes words in bash and zsh", tools.completion, lambda parser: None
+        "print the shell completion setup for bash and zsh", tools.completion, lambda parser: None
     ),
     "env": Command("print facts for a bug report", tools.env, lambda parser: None),
     "doctor": Command("check this machine before a run", tools.doctor, lambda parser: None),

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 def generate_options(parser: argparse.ArgumentParser) -> None:
     add_adapter(
         parser,
-        "folder of a run, an adapter or a model, or an adapter's name on the hub; else the base",
+        "folder of a run, an adapter or a model, or an adapter's name on the hub (default: the "
+        "base alone)",
     )
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes"
+        "--prompt", metavar="TEXT", help="one question; the answer is streamed to stdout"
     )
     parser.add_argument(
         "--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line"
@@ -46,24 +47,29 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     parser.add_argument(
-        "--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)"
+        "--max_new_tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="maximum tokens per answer (default: 256)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="0 (default): the likeliest token",
+        help="sampling temperature; 0 (default) always takes the most likely token",
     )
     parser.add_argument(
         "--top_p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the likeliest with this share (default: 1)",
+        help="nucleus sampling: draw from the most likely tokens with this total probability "
+        "(default: 1)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="random seed for sampling (default: 0)"
     )
 
 
@@ -84,8 +90,8 @@ def generate(args: argparse.Namespace) -> int | None:
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         raise UserError(
-            "--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at "
-            "most 1."
+            "--max_new_tokens must be 1 or more, --temperature 0 or more, and --top_p above 0 and "
+            "at most 1."
         )
     return _with_model("generate", args, partial(_answer, args))
 
@@ -148,19 +154,32 @@ def _answer_in_session(
 
 
 def evaluate_options(parser: argparse.ArgumentParser) -> None:
-    add_adapter(parser, "as for generate; without it the base is measured")
-    parser.add_argument(
-        "--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS"
+    add_adapter(
+        parser,
+        "folder of a run, an adapter or a model, or an adapter's name on the hub (default: the "
+        "base alone)",
     )
-    parser.add_argument("--tasks", type=_names, default=[], help="names of lm-eval's, with commas")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="the first questions of each task, this many"
+        "--dataset",
+        nargs="+",
+        metavar="ROWS",
+        default=[],
+        help="datasets to measure, named as in training; NAME=ROWS names the result",
+    )
+    parser.add_argument(
+        "--tasks", type=_names, default=[], help="lm-eval tasks, separated by commas"
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="number of first questions of each task (default: all)",
     )
     parser.add_argument(
         "--num_fewshot",
         type=int,
         metavar="N",
-        help="examples before a question (default: the task's)",
+        help="number of examples before a question (default: the task's)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -192,8 +211,8 @@ def evaluate(args: argparse.Namespace) -> int | None:
 
         if OBJECTIVES[config.objective].has_reference:
             raise UserError(
-                f"--objective {config.objective} compares with the start of a run: see its "
-                "own --eval_dataset."
+                f"--objective {config.objective} compares with the start of a run, so evaluate "
+                "cannot measure it. Give the run --eval_dataset."
             )
         tasks = Tasks(args.tasks) if args.tasks else None
         options = {"limit": args.limit, "num_fewshot": args.num_fewshot}

@@ -24,35 +24,39 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one"
+        "source",
+        metavar="CHECKPOINT|RUN",
+        help="folder of a checkpoint, or of a run, whose newest checkpoint is exported",
     )
     parser.add_argument(
         "--out", "--output_dir", required=True, metavar="DIR", help="folder to make"
     )
     parser.add_argument(
-        "--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss"
+        "--best",
+        action="store_true",
+        help="take the run's checkpoint with the lowest evaluation loss",
     )
     parser.add_argument(
         "--for",
         dest="reader",
         choices=("peft", "vllm"),
         default="peft",
-        help="who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its "
-        "name in the base's files",
+        help="reader of an adapter of experts: PEFT, or vLLM, which needs each expert under its "
+        "name in the base's files (default: peft)",
     )
 
 
 def export(args: argparse.Namespace) -> None:
     """Export a checkpoint as the folder that the run would have saved at that step: an adapter in
     PEFT's format with its tokenizer and card, or for full and the llama_pro types a whole model. It
-    needs no GPU, and of the base only the small files (for the llama_pro types its weights too). Of
-    the options of training, --model_name says where the base is now, and --base_name, --push_to_hub
-    and --trust_remote_code mean what they do there.
+    needs no GPU and only the small files of the base (for the llama_pro types its weights too).
+    --model_name gives the base's place if it has moved. --base_name, --push_to_hub and
+    --trust_remote_code work as in training.
     """
     source = Path(args.source).expanduser()
     out = Path(args.out).expanduser()
     refuse_bad_folder("out", args.out)
-    parse_train_config(args.training_options)  # wrong ones are said at once
+    parse_train_config(args.training_options)  # wrong ones are reported at once
     from fsdp_qlora.checkpoint import checkpoint
     from fsdp_qlora.checkpoint.saving import find_checkpoint
     from fsdp_qlora.export.model_folder import check_is_new
@@ -95,7 +99,7 @@ def _plan(config: TrainConfig) -> Any:
         model = read_model(config, with_weights=config.kind.trains_new_blocks)
         fetch_early(config, *model[:2], lambda work, what: work())
     except UserError as error:
-        raise UserError(f"{error} --model_name says where the run's base model is now.") from error
+        raise UserError(f"{error} Give the base model's place with --model_name.") from error
     return build_plan(config, Machine.of(config, read_ranks("cpu")), *model)
 
 
@@ -106,20 +110,20 @@ def merge_options(parser: argparse.ArgumentParser) -> None:
         "--base",
         choices=["original", "dequantized"],
         default="original",
-        help="weights to merge into: those of the base's files, or the dequantized ones that the "
-        "adapter was trained on (default: original)",
+        help="weights to merge into: the original ones in the base's files, or the dequantized "
+        "ones that the adapter was trained on (default: original)",
     )
     parser.add_argument(
         "--dtype",
         choices=["auto", *_DTYPES],
         default="auto",
-        help="number format; auto is the base's",
+        help="number format of the merged weights; auto (default) is the base's",
     )
     parser.add_argument(
         "--format",
         choices=["same"],
-        help="same: round the weights to the format in which the base is published (MXFP4, NVFP4, "
-        "FP8)",
+        help="format of the merged weights: same rounds them to the format in which the base is "
+        "published (MXFP4, NVFP4, FP8)",
     )
 
 
@@ -152,8 +156,8 @@ def merge(args: argparse.Namespace) -> None:
     rounded_weights = rounded(planned) if args.format else None
     if rounded_weights and (args.base == "dequantized" or args.dtype != "auto"):
         raise UserError(
-            "--format same merges into the weights of the base's files, in their types: give no "
-            "other."
+            "--format same merges into the weights of the base's files, in their types. Leave out "
+            "--base dequantized and --dtype."
         )
     check_base(planned, args.base)
     if rounded_weights:
@@ -166,7 +170,10 @@ def merge(args: argparse.Namespace) -> None:
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="name on the Hugging Face hub, or local folder"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="model name on the Hugging Face hub, or local folder",
     )
     parser.add_argument("--model_name", help="the same as MODEL")
     parser.add_argument("--out", "--output_dir", metavar="DIR", help="folder to make")
@@ -198,13 +205,13 @@ def quantize_options(parser: argparse.ArgumentParser) -> None:
         "--double_quant",
         choices=["true", "false"],
         default="true",
-        help="of nf4 and fp4: quantize scales too (default: true)",
+        help="quantization of the scales too, for nf4 and fp4 (default: true)",
     )
     parser.add_argument(
         "--trust_remote_code",
         choices=["true", "false"],
         default="false",
-        help="run the model's code (default: false)",
+        help="permission to run Python code from the model's files (default: false)",
     )
 
 
@@ -231,14 +238,17 @@ def quantize(args: argparse.Namespace) -> None:
 def expand_options(parser: argparse.ArgumentParser) -> None:
     _add_folders(parser)
     parser.add_argument(
-        "--expansion_rate", type=float, default=0.1, help="new blocks per block (default: 0.1)"
+        "--expansion_rate",
+        type=float,
+        default=0.1,
+        help="number of new blocks per block (default: 0.1)",
     )
 
 
 def expand(args: argparse.Namespace) -> None:
-    """Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024),
-    for train types bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json
-    says which blocks are new.
+    """Insert blocks into a model that change nothing until they are trained (LLaMA Pro, Wu et al.
+    2024), for the train types bnb_llama_pro and hqq_llama_pro. The result is a model folder; its
+    config.json lists the new blocks.
     """
     model, out = _folders(args)
     from fsdp_qlora.export.expand import expand_model

@@ -16,31 +16,41 @@ _ROWS_PER_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options, w
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", metavar="NAME", help='such as "RTX 3090" or H100')
+    parser.add_argument("--gpu", metavar="NAME", help='GPU model, such as "RTX 3090" or H100')
     parser.add_argument(
-        "--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here"
+        "--gpu_memory_gib",
+        type=float,
+        metavar="GIB",
+        help="memory per GPU, for a GPU that plan does not know by name",
     )
-    parser.add_argument("--num_gpus", type=int, metavar="N", help="on one machine (default: 1)")
+    parser.add_argument(
+        "--num_gpus", type=int, metavar="N", help="number of GPUs of one machine (default: 1)"
+    )
     parser.add_argument(
         "--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine"
     )
     parser.add_argument(
-        "--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)"
+        "--million_tokens",
+        type=float,
+        help="millions of tokens to train on, in all epochs (default: the dataset's, or 10)",
     )
-    parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
     parser.add_argument(
-        "--explain", action="store_true", help="name the ten largest things at the peak"
+        "--price_per_hour", type=float, metavar="USD", help="hourly price of all GPUs together"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="list the ten largest allocations at the peak"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for
-    how much. It takes the options of training; --model_name may be a folder, a config.json, a
-    well-known name such as llama-2-70b, or a model on the hub. --auto finds the fastest settings,
-    with the same rows per step if they are given. Memory is that of the longest rows of --dataset,
-    or without it that the options allow, counted from the model without weights; speed is estimated
-    from published runs of other programs. The exit status is 1 if nothing fits.
+    """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast and
+    for how much money. It takes the options of training; --model_name may be a folder, a
+    config.json, a well-known name such as llama-2-70b, or a model on the hub. --auto finds the
+    fastest settings, with the same rows per step if they are given. Memory is counted from the
+    model without weights, for the longest rows of --dataset or, without it, the longest rows that
+    the options allow. Speed is estimated from published runs of other programs. The exit status is
+    1 if nothing fits.
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     searches = config.auto

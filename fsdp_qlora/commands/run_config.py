@@ -55,7 +55,7 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
     """
     if not adapter.is_dir():
         raise UserError(
-            f"--adapter {adapter}: there is no such folder. Give that of a run or an adapter."
+            f"--adapter {adapter}: there is no such folder. Give the folder of a run or an adapter."
         )
     paths = [folder / "config.yaml" for folder in _folders_of_runs(adapter)]
     configs = [path for path in paths if path.is_file()]
@@ -94,7 +94,7 @@ def _refuse_lost_base(config: TrainConfig) -> None:
                 name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
             )
     except UserError as error:
-        raise UserError(f"{error} --model_name says where the adapter's base is now.") from error
+        raise UserError(f"{error} Give the base model's place with --model_name.") from error
 
 
 def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:

@@ -22,28 +22,40 @@ log = logging.getLogger("fsdp_qlora")
 _MODULE = ("-u", "-m", "fsdp_qlora", "serve")
 _KEY_VARIABLE = "TINKER_API_KEY"
 _KEY_HELP = (
-    "requests must have KEY (by default that of TINKER_API_KEY, else one that is drawn at the "
-    "first start and kept in the folder); none for no key"
+    "API key that clients must send (default: TINKER_API_KEY, else a random key that is kept in "
+    "the folder); none for no key"
 )
 _DEFAULTS = {"--lora_rank": "32", "--batching": "packed"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--folder", required=True, metavar="DIR", help="for adapters and what clients have asked"
+        "--folder",
+        required=True,
+        metavar="DIR",
+        help="folder for adapters, checkpoints and the request log",
     )
     parser.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="to listen at (default: 8000)"
+        "--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000)"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="NAME", help="other machines need 0.0.0.0 here"
+        "--host",
+        default="127.0.0.1",
+        metavar="NAME",
+        help="address to bind; 0.0.0.0 accepts other machines (default: 127.0.0.1)",
     )
     parser.add_argument("--api_key", metavar="KEY", help=_KEY_HELP)
     parser.add_argument(
-        "--teacher", metavar="NAME", help="a second model to sample from and to ask, not trained"
+        "--teacher",
+        metavar="NAME",
+        help="second, frozen model that clients can sample from and compute log-probabilities with",
     )
     parser.add_argument(
-        "--max_models", type=int, default=8, metavar="N", help="adapters in memory (default: 8)"
+        "--max_models",
+        type=int,
+        default=8,
+        metavar="N",
+        help="maximum adapters in memory (default: 8)",
     )
 
 
@@ -52,8 +64,9 @@ def run(args: argparse.Namespace) -> int | None:
     passes, optimizer steps, samples and checkpoints of many adapters over one base, which is loaded
     as for a run. Every option of training about the model, memory and supervision may be given,
     such as --model_name, --train_type, --nproc_per_node, --use_cpu_offload and --save_every.
-    --lora_rank (32) is the largest of an adapter, --context_length (4096, or the model's) that of a
-    row, and --batch_size times it are the tokens of a pass.
+    --lora_rank is the maximum rank of an adapter (default: 32). --context_length is the maximum
+    tokens per row (default: 4096, or the model's limit). A pass has at most batch_size x
+    context_length tokens.
     """
     # They come with an extra, which training does not need.
     libraries = ("tinker", "fastapi", "uvicorn")
@@ -61,7 +74,7 @@ def run(args: argparse.Namespace) -> int | None:
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
     if args.max_models < 1:
-        raise UserError("--max_models is 1 or more.")
+        raise UserError(f"--max_models must be 1 or more, but is {args.max_models}.")
     if args.api_key not in (None, NO_KEY):
         # The processes that are started inherit it without showing it.
         os.environ[_KEY_VARIABLE] = args.api_key
@@ -95,7 +108,8 @@ def _hide_key(words: list[str]) -> None:
     # launcher's own arguments have the key as well, so a new start would not hide it.
     if is_started_by_others():
         log.warning(
-            "The launcher's arguments, which everybody can read, have the --api_key. Use %s.",
+            "Every user of this machine can read --api_key in the launcher's arguments. Set %s "
+            "instead.",
             _KEY_VARIABLE,
         )
         return

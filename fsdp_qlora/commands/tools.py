@@ -11,18 +11,24 @@ from fsdp_qlora.utils.errors import UserError
 
 def report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN_DIR", help="a run's --output_dir; also while it trains"
+        "runs",
+        nargs="+",
+        metavar="RUN_DIR",
+        help="folder of a run (its --output_dir), finished or in training",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="default: report.html in the run's folder; of several, here"
+        "--out",
+        metavar="FILE",
+        help="file to write (default: report.html in the run's folder, or for several runs in the "
+        "current folder)",
     )
 
 
 def report(args: argparse.Namespace) -> None:
     """Draw the curves of runs in one HTML file that needs no network: losses, learning rate,
-    gradient norm, speed, memory, time per phase, the data's lengths, samples, settings and what
-    differs between them, environment. Several runs are drawn over each other. A run writes its own
-    at its end.
+    gradient norm, speed, memory, time per phase, row lengths, samples, environment, and the
+    settings with their differences. Several runs share the axes. Each run writes its own report at
+    its end.
     """
     from fsdp_qlora.observability.report import REPORT_FILE, write_report
 
@@ -33,12 +39,12 @@ def report(args: argparse.Namespace) -> None:
 
 
 def configs_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print these settings")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="settings to print")
 
 
 def configs(args: argparse.Namespace) -> None:
     """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them.
-    With NAME they are printed, to be kept in a file and changed.
+    With NAME, print these settings, to be saved as a file and changed.
     """
     paths = shipped_configs()
     if args.name is None:
@@ -51,8 +57,8 @@ def configs(args: argparse.Namespace) -> None:
 
 
 def completion(args: argparse.Namespace) -> None:
-    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit;
-    bashcompinit` first.
+    """Print the shell completion setup, a line for ~/.bashrc. In ~/.zshrc, put `autoload -U
+    bashcompinit; bashcompinit` before it.
     """
     words = " ".join([*args.commands, *(f"--{name}" for name in option_types())])
     print(f'complete -o default -W "{words}" fsdp-qlora')
@@ -73,8 +79,8 @@ def env(args: argparse.Namespace) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """Check this machine before a run, one line per check: ok, or FIX and what to do. The checks
     are the GPUs and their kernels, what two ranks send each other (with NCCL on GPUs, else with
-    gloo), memory, disk and logins. A check takes two minutes at most; all run without a GPU too.
-    The exit status is 1 if something must be fixed. `env` prints facts.
+    gloo), memory, disk and logins. A check takes at most two minutes; all run without a GPU too.
+    The exit status is 1 if something must be fixed. `env` prints facts for a bug report.
     """
     is_all_fine = True
     for name, sentence, is_fine in check_machine():

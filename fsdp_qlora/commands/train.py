@@ -107,12 +107,13 @@ def main(argv: list[str]) -> int:
 
 
 def teach_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="the same as --output_dir")
+    parser.add_argument("--out", metavar="DIR", help="folder to make, the same as --output_dir")
 
 
 def teach(args: argparse.Namespace) -> int:
-    """Let the teacher of --objective distill go over the rows alone, with the options of `train`,
-    and keep what it says of them in --output_dir, which a run on any machine takes as --teacher.
+    """Compute the probabilities of a teacher (--teacher) for all rows, with the options of `train`,
+    and store them in --output_dir. A run of --objective distill on any machine takes that folder as
+    --teacher.
     """
     set_torch_variables()
     out = ["--output_dir", args.out] if args.out else []
@@ -189,7 +190,7 @@ def _find_on_hub(model_name: str, *, with_code: bool) -> None:
     """Download a model's small files.
 
     Raises:
-        UserError: there is no such model. For a name that only `plan` knows it gives the hub's.
+        UserError: there is no such model; for a name that only `plan` knows, with the hub's name.
     """
     from fsdp_qlora.planning.known_models import hub_name
     from fsdp_qlora.utils import hub
@@ -198,7 +199,7 @@ def _find_on_hub(model_name: str, *, with_code: bool) -> None:
         hub.find_model_folder(model_name, with_weights=False, with_code=with_code, is_preview=True)
     except UserError as error:
         full = hub_name(model_name)
-        hint = f" On the hub it is {full}." if full != model_name else ""
+        hint = f" The name on the hub is {full}." if full != model_name else ""
         raise UserError(f"{error}{hint}") from error
 
 

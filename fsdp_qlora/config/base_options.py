@@ -103,8 +103,8 @@ class BaseOptions:
     row; the next epoch continues with the next rows of each.
     """
     dataset_samples: Annotated[int | None, at_least(1)] = None
-    """Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math, dummy
-    have own sizes).
+    """Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math and
+    dummy have their own sizes).
     """
     dataset_format: Annotated[
         Literal[
@@ -141,13 +141,13 @@ class BaseOptions:
     the last one) or all (the prompts too).
     """
     context_length: Annotated[Literal["auto"] | int, at_least(2), OF_RESULT] = "auto"
-    """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left
+    """Maximum tokens per row; longer rows are truncated, and a row whose prompt fills it is left
     out. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most
     4,096; a resumed run keeps its value.
     """
     max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
-    """Largest share of the rows that may be left out, malformed or with a prompt that fills the
-    context; with more the run does not start. rejected.jsonl lists them.
+    """Maximum share of rows that are left out, because they are malformed or their prompt fills the
+    context; with more, the run does not start. rejected.jsonl lists them.
     """
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows to hold out for evaluation, such as 0.05."""

@@ -85,8 +85,8 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
     # modules_to_save trains copies of the modules whose rows add_tokens would change.
     if c.add_tokens and c.modules_to_save:
         yield (
-            "--add_tokens trains the rows of some tokens, and --modules_to_save those of all: "
-            "give one of them."
+            "--add_tokens trains the rows of some tokens, and --modules_to_save trains all rows. "
+            "Give one of them."
         )
     yield from _init_errors(c)
     yield from _target_errors(c.lora_target_modules)
@@ -178,32 +178,33 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             )
     if c.loss_type not in ("auto", *chosen.loss_types):
         yield (
-            f"--objective {c.objective} has no --loss_type {c.loss_type}, but "
+            f"--objective {c.objective} has no --loss_type {c.loss_type}. Give one of "
             f"{', '.join(chosen.loss_types)}."
         )
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
     if c.distills and c.objective_settings["beta"] > 1:
         yield (
-            f"--beta of --objective {c.objective} is between 0, the forward KL divergence, and "
-            "1, the reverse one."
+            f"--beta must be between 0 (forward KL divergence) and 1 (reverse) for --objective "
+            f"{c.objective}."
         )
     if c.precompute_reference and (not c.has_reference or c.distills):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     of_teacher = _changed(c, "teacher_adapter", "teacher_url", "top_k")
     if of_teacher and c.distills and not c.teacher:
-        yield f"{_flags(of_teacher)}: these are for --teacher NAME."
+        verb = "work" if len(of_teacher) > 1 else "works"
+        yield f"{_flags(of_teacher)} only {verb} with --teacher NAME."
     is_rated = c.rating_threshold is not None
     formats = ("rating", "ratings")
     if is_rated and chosen.row_kind not in (PAIRS, LABELS):
         yield (
-            f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, "
-            "kto and the others."
+            f"--objective {c.objective} trains on all answers: leave out --rating_threshold, which "
+            "is for dpo, kto and the other preference objectives."
         )
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield (
-            f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; "
-            "auto finds the format."
+            f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other. "
+            "Leave the format at auto, or give both."
         )
     if c.row_kind != TEXTS:
         yield from _answer_conflicts(c)
@@ -221,9 +222,9 @@ def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.keeps_start and c.kind.adapter == "dora":
         yield (
-            f"--objective {c.objective} compares with the adapter that training starts from, which "
-            "is kept once more for LoRA alone: merge it into the base first, or take an objective "
-            "without a reference (cpo, simpo, orpo)."
+            f"--objective {c.objective} compares with the adapter that training starts from, and "
+            "only LoRA keeps a copy of it. Merge the adapter into the base first, or take an "
+            "objective without a reference (cpo, simpo, orpo)."
         )
     if c.teaches_itself and (c.batching == "padded" or c.context_parallel_size != 1):
         yield (
@@ -245,17 +246,17 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
     # An address without user and password.
     for name in _changed(c, "rollout_url", "teacher_url"):
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
-            yield f"--{name} is {getattr(c, name)!r}; give one such as http://localhost:8000."
+            yield f"--{name} is {getattr(c, name)!r}. Give a URL such as http://localhost:8000."
     if c.teacher and not c.teacher_url:
         yield (
-            f"--objective {c.objective}: another model teaches from a server: give "
-            "--teacher_url, or no --teacher."
+            f"--objective {c.objective} needs --teacher on a server: give --teacher_url, or leave "
+            "out --teacher."
         )
     if c.teacher_url and c.temperature != 1:
         yield "--teacher_url: servers give probabilities at temperature 1: leave out --temperature."
     if c.rollout_url and c.kind.adapter == "dora":
         yield (
-            f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} "
+            f"--rollout_url: servers load only LoRA adapters, and --train_type {c.train_type} "
             "trains DoRA."
         )
     refused = _changed(c, "eval_dataset", "eval_fraction", "precompute_reference")
@@ -317,7 +318,7 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
             continue
         repository = value.removesuffix(PUBLIC) if name == "push_to_hub" else value
         if not is_repository(repository):
-            yield f"--{name} is {value!r}, but a name on the hub is OWNER/NAME."
+            yield f"--{name} must be OWNER/NAME, a repository on the hub, but is {value!r}."
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:

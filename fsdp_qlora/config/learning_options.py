@@ -37,8 +37,8 @@ class LearningOptions:
     pairs of a chosen and a rejected answer; kto on answers with a label; grpo on the model's own
     completions of prompts, by their rewards; distill on the probabilities of a teacher, another
     model or the frozen base with a prompt of its own, and distill_on_policy on these for the
-    model's own completions. cpo, simpo and orpo need no reference model; that of dpo, ipo and kto,
-    and distill's base, run in the same forward pass.
+    model's own completions. cpo, simpo and orpo need no reference model; the reference of dpo, ipo
+    and kto, and distill's base, run in the same forward pass.
     """
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for
@@ -95,8 +95,8 @@ class LearningOptions:
     1. padded pads to the longest row, as some models need.
     """
     early_stopping: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Evaluations in a row without a lower loss after which training ends (best/ has the best
-    adapter); 0 is never.
+    """Number of evaluations in a row without a lower loss after which training ends (best/ has the
+    best adapter); 0 is never.
     """
     seed: Annotated[int, between(0, 2**32 - 1)] = 42
     """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of
@@ -136,13 +136,13 @@ class LearningOptions:
     """
     add_tokens: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """New tokens, such as <think>,</think>, or a .txt file of one in each line; only their rows of
-    embeddings and head train (PEFT's trainable_token_indices). A row starts from the mean of all,
-    or, as in "<think>: begin to reason", of a description's; that of a token which the model has is
-    kept.
+    embeddings and head train (PEFT's trainable_token_indices). A row starts from the mean of all
+    rows or, as in "<think>: begin to reason", of a description's rows; a token that the model has
+    keeps its row.
     """
     use_rslora: Annotated[bool, OF_ADAPTER] = False
-    """Scale the adapter by lora_alpha / sqrt(lora_rank),
-    which keeps high ranks learning (rsLoRA).
+    """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning
+    (rsLoRA).
     """
     init_lora_weights: Annotated[Literal["true", "loftq"], OF_ADAPTER] = "true"
     """Initial values of the adapter: true (A random, B zero), or loftq (from the quantization
@@ -155,8 +155,8 @@ class LearningOptions:
     alpha_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Values of lora_alpha that differ for some layers, written like rank_pattern."""
     loraplus_lr_ratio: Annotated[float, POSITIVE, OF_ADAPTER] = 1.0
-    """Learning rate of the adapter's B divided by that of its A (LoRA+); 16 with a lower lr often
-    learns faster.
+    """Ratio of the learning rates of the adapter's B and A (LoRA+); 16 with a lower lr often learns
+    faster.
     """
 
     # == preferences ==
@@ -180,31 +180,31 @@ class LearningOptions:
     unbiased with robust.
     """
     sft_weight: Annotated[float | None, NOT_NEGATIVE] = None
-    """Weight of the usual loss on the chosen answers (of distill, on all), beside that of the
-    objective; by default 1 for orpo and cpo, else 0.
+    """Weight of the usual loss on the chosen answers (with distill, on all answers), added to the
+    objective's loss; by default 1 for orpo and cpo, else 0.
     """
     simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
     """Margin by which the chosen answer's reward should be larger in simpo."""
     kto_weights: Annotated[tuple[float, ...], ONE_OR_TWO] = (1.0, 1.0)
-    """Weights of kto's desired and of its other answers (TRL's desirable_weight,
-    undesirable_weight); raise that of the rarer kind, such as 3,1, so that both count about alike.
+    """Weights of kto's desired and undesired answers (TRL's desirable_weight, undesirable_weight);
+    raise the weight of the rarer kind, such as 3,1, so that both count about equally.
     """
     rating_threshold: Annotated[float | None, FINITE] = None
-    """Rating from which an answer is good, for rows with ratings: kto's label, or, between the
-    ratings of a row's best and worst answer, what makes them a pair.
+    """Rating from which an answer is good, for rows with ratings. kto labels answers by it; the
+    other objectives pair a row's best and worst answer if it lies between their ratings.
     """
     precompute_reference: Annotated[bool, MAY_DIFFER] = False
-    """Compute the reference's log-probabilities for dpo, ipo and kto once before training, and keep
-    them beside the tokenized rows; saves time from the second epoch or run on, and the copy of the
-    starting adapter.
+    """Compute the reference's log-probabilities for dpo, ipo and kto once before training, and
+    cache them with the tokenized rows; saves time from the second epoch or run on, and the copy of
+    the starting adapter.
     """
 
     # == distillation ==
     teacher: str | None = None
-    """Model that distill learns from, a name or folder, or a folder that `teach` wrote. Before
-    training it goes over the rows, quantized as train_type says and sharded by the same plan; that
-    of distill_on_policy is on a server, teacher_url. By default the frozen base, with the prompts
-    of the columns teacher_prompt and teacher_system.
+    """Model that distill learns from, a name or folder, or a folder that `teach` wrote. Its
+    probabilities for the rows are computed before training, quantized as train_type says and
+    sharded by the same plan; distill_on_policy needs it on a server, teacher_url. By default the
+    frozen base, with the prompts of the columns teacher_prompt and teacher_system.
     """
     teacher_adapter: str | None = None
     """Folder of a PEFT adapter of the teacher."""
@@ -213,27 +213,29 @@ class LearningOptions:
     whose completions API gives prompt_logprobs.
     """
     top_k: Annotated[int, at_least(1)] = 64
-    """Likeliest tokens of the teacher to keep for each learned token; all others count as one. Each
-    takes 6 bytes.
+    """Number of the teacher's top tokens to keep for each learned token; all others count as one.
+    Each takes 6 bytes.
     """
 
     # == rewards ==
     rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
-    """Functions that score the completions in grpo; their rewards are added up. Each is
+    """Functions that score the completions in grpo; their rewards are added. Each is
     FILE.py:function or the name of a built-in one, with =WEIGHT if that is not 1, such as
     exact_match,style.py:is_short=0.5.
     """
     num_generations: Annotated[int, at_least(2)] = 8
     """Completions per prompt, which are compared with each other."""
     max_completion_length: Annotated[int, at_least(1)] = 512
-    """Longest completion in tokens in grpo and distill_on_policy; longer ones are cut."""
+    """Maximum tokens per completion in grpo and distill_on_policy; longer completions are
+    truncated.
+    """
     temperature: Annotated[float, POSITIVE] = 1.0
-    """Temperature of sampling, and of the probabilities that are trained; of distill that of
-    student and teacher.
+    """Sampling temperature. The loss uses the same temperature; with distill it applies to student
+    and teacher.
     """
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation by which advantages are divided: over the completions of a prompt (group),
-    over all of a step (batch), or not divided (none).
+    over all completions of a step (batch), or no division (none).
     """
     epsilon: Annotated[tuple[float, ...], ONE_OR_TWO] = (0.2,)
     """Clipping range of the probability ratio between the model and the one that sampled; with two

@@ -46,7 +46,7 @@ class RunOptions:
         MAY_DIFFER,
         OF_RESULT,
     ] = "auto"
-    """Distribution of the model: full_shard needs the least memory, shard_grad_op keeps gathered
+    """Distribution of the model: full_shard needs the minimum memory, shard_grad_op keeps gathered
     weights until the backward pass, ddp replicates the model on every process, hybrid_ shards
     within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model
     fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them,
@@ -70,8 +70,8 @@ class RunOptions:
     """
     context_parallel_size: Annotated[Literal["auto"] | int, SIZE_OR_WORD, MAY_DIFFER] = 1
     """Processes of a machine that share each micro-batch, for rows too long for one GPU: each
-    computes a part of the tokens, and in attention a part of the heads. An optimizer step then has
-    as many times fewer rows; auto is as small as the longest rows need, and multiplies
+    computes a part of the tokens, and in attention a part of the heads. Each optimizer step then
+    has N times fewer rows. auto picks the smallest N that fits the longest rows, and multiplies
     gradient_accumulation_steps by it.
     """
 
@@ -86,8 +86,8 @@ class RunOptions:
     """
     save_every: Annotated[tuple[str, ...], SAVE_TIMES, MAY_DIFFER] = ("15m",)
     """Minutes (15m) or optimizer steps (500) between two checkpoints, or both (500,15m); raise it
-    for slow disks. One is always saved at the end, at a stop, and after each evaluation that is the
-    best so far; none saves no more.
+    for slow disks. Checkpoints are also saved at the end, on a stop, and after a new best
+    evaluation; none saves only these.
     """
     save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
     """Number of newest checkpoints to keep, besides the one with the lowest evaluation loss."""
@@ -126,22 +126,22 @@ class RunOptions:
     # == run ==
     resume: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
     """Start of the run: auto resumes the run in output_dir from its newest intact checkpoint, off
-    starts from scratch, and a folder starts from that checkpoint, or run of the same options and
+    starts from scratch, and a folder starts from that checkpoint, or run with the same options and
     rows. auto:replace, off:replace and so on replace a finished or another run in output_dir. To
     train an adapter with other options or rows, see adapter.
     """
     nproc_per_node: Annotated[
         int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE
     ] = -1
-    """Processes to start on this machine; -1 is one per visible GPU, or one on a CPU. world_size is
-    the same.
+    """Number of processes to start on this machine; -1 is one per visible GPU, or one on a CPU.
+    world_size is another name for it.
     """
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
     """Device of the computation; auto takes the visible GPUs, or the CPU of a machine without one.
     A dry run without a GPU plans for one, unless this is cpu.
     """
     dry_run: Annotated[Literal["samples", "samples="] | bool, SAMPLES, MAY_DIFFER] = False
-    """Print something about the run and stop before training: true prints the sizes, the memory per
+    """Print the plan or rows and stop before training: true prints the sizes, the memory per
     process and the steps, without loading weights; samples prints three rows as the model sees
     them, with the trained tokens in colour, and samples=10 ten.
     """
@@ -150,13 +150,13 @@ class RunOptions:
     options too.
     """
     max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
-    """Hours that the run may take, earlier starts included; it stops with a checkpoint before."""
+    """Maximum hours of the run, earlier starts included; it stops in time, with a checkpoint."""
     hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
     """Minutes without progress of a process after which the run ends and names it; raise it when a
-    micro-batch, a checkpoint or a reward function takes longer. 0 is never. A missing process is
-    waited for 5 minutes at most.
+    micro-batch, a checkpoint or a reward function takes longer. 0 is never. A missing process ends
+    the run after at most 5 minutes.
     """
     on_nonfinite: Annotated[Literal["halt", "skip"], MAY_DIFFER] = "halt"
-    """Action when a loss or gradient is not finite: halt ends the run, skip leaves out the step (10
-    steps or 1% at most).
+    """Action when a loss or gradient is not finite: halt ends the run, skip leaves out the step (at
+    most 10 steps or 1% of them).
     """

@@ -34,7 +34,7 @@ class TrainOptions(TypedDict, total=False):
     dataset: Any
     "Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql, orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl, .csv, .tsv, .parquet or .txt file (or one of these with .gz or .zst), or a folder of them or of datasets.save_to_disk. Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these shares and ends before a dataset would repeat a row; the next epoch continues with the next rows of each."
     dataset_samples: int | None
-    "Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math, dummy have own sizes)."
+    "Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math and dummy have their own sizes)."
     dataset_format: Literal['auto', 'alpaca', 'pretokenized', 'preference', 'ratings', 'label', 'rating', 'messages', 'sharegpt', 'dolly', 'question_answer', 'prompt_completion', 'guanaco', 'text']
     "Format of the rows; auto detects it from the names of the columns."
     columns: str | PathLike[str] | Sequence[Any]
@@ -44,15 +44,15 @@ class TrainOptions(TypedDict, total=False):
     learn: Literal['assistant', 'last', 'all']
     "Tokens to train on: assistant (every turn of the assistant, or every response), last (only the last one) or all (the prompts too)."
     context_length: Literal['auto'] | int
-    "Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096; a resumed run keeps its value."
+    "Maximum tokens per row; longer rows are truncated, and a row whose prompt fills it is left out. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096; a resumed run keeps its value."
     max_bad_rows: float
-    "Largest share of the rows that may be left out, malformed or with a prompt that fills the context; with more the run does not start. rejected.jsonl lists them."
+    "Maximum share of rows that are left out, because they are malformed or their prompt fills the context; with more, the run does not start. rejected.jsonl lists them."
     eval_fraction: float
     "Share of the rows to hold out for evaluation, such as 0.05."
     eval_dataset: Any
     "Rows for evaluation, named as in dataset: rows.jsonl, folder[test], owner/name[validation]. Several are evaluated one by one, as in chat=chat.jsonl code=code.jsonl; the first one's loss decides which checkpoint is the best."
     objective: Literal['sft', 'dpo', 'ipo', 'kto', 'cpo', 'simpo', 'orpo', 'grpo', 'distill', 'distill_on_policy']
-    "Training objective, named as in TRL: sft trains on texts; dpo, ipo, cpo, simpo and orpo on pairs of a chosen and a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards; distill on the probabilities of a teacher, another model or the frozen base with a prompt of its own, and distill_on_policy on these for the model's own completions. cpo, simpo and orpo need no reference model; that of dpo, ipo and kto, and distill's base, run in the same forward pass."
+    "Training objective, named as in TRL: sft trains on texts; dpo, ipo, cpo, simpo and orpo on pairs of a chosen and a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards; distill on the probabilities of a teacher, another model or the frozen base with a prompt of its own, and distill_on_policy on these for the model's own completions. cpo, simpo and orpo need no reference model; the reference of dpo, ipo and kto, and distill's base, run in the same forward pass."
     lr: float | None
     "Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."
     batch_size: int
@@ -78,7 +78,7 @@ class TrainOptions(TypedDict, total=False):
     batching: Literal['padding_free', 'packed', 'padded']
     "Layout of a micro-batch. padding_free concatenates its rows without padding, keeps attention within each row and gives all ranks about equally many tokens. packed also takes as many rows as fit batch_size x context_length tokens, which saves time with gradient_accumulation_steps above 1. padded pads to the longest row, as some models need."
     early_stopping: int
-    "Evaluations in a row without a lower loss after which training ends (best/ has the best adapter); 0 is never."
+    "Number of evaluations in a row without a lower loss after which training ends (best/ has the best adapter); 0 is never."
     seed: int
     "Seed of the adapter's initial values, the dropout, the order of the rows and the choice of held-out rows."
     deterministic: bool
@@ -98,7 +98,7 @@ class TrainOptions(TypedDict, total=False):
     modules_to_save: str | PathLike[str] | Sequence[Any]
     "Embeddings and head to train in full with the adapter and to save in its file, such as embed_tokens,lm_head; for new tokens or another language. Each takes 16 bytes per weight, divided among the ranks."
     add_tokens: str | PathLike[str] | Sequence[Any]
-    "New tokens, such as <think>,</think>, or a .txt file of one in each line; only their rows of embeddings and head train (PEFT's trainable_token_indices). A row starts from the mean of all, or, as in \"<think>: begin to reason\", of a description's; that of a token which the model has is kept."
+    "New tokens, such as <think>,</think>, or a .txt file of one in each line; only their rows of embeddings and head train (PEFT's trainable_token_indices). A row starts from the mean of all rows or, as in \"<think>: begin to reason\", of a description's rows; a token that the model has keeps its row."
     use_rslora: bool
     "Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."
     init_lora_weights: Literal['true', 'loftq']
@@ -108,7 +108,7 @@ class TrainOptions(TypedDict, total=False):
     alpha_pattern: str | PathLike[str] | Sequence[Any]
     "Values of lora_alpha that differ for some layers, written like rank_pattern."
     loraplus_lr_ratio: float
-    "Learning rate of the adapter's B divided by that of its A (LoRA+); 16 with a lower lr often learns faster."
+    "Ratio of the learning rates of the adapter's B and A (LoRA+); 16 with a lower lr often learns faster."
     beta: float | None
     "Strength of a preference objective: higher values keep the model closer to the base (dpo, ipo, kto, cpo) or weigh the odds ratio (orpo); for simpo 2 to 2.5 is usual. For grpo, the KL weight: 0, the default, disables the reference. For distill, the divergence: 0, the default, is KL(teacher || student), 1 is KL(student || teacher), and what is between is the generalized Jensen-Shannon divergence."
     loss_type: Literal['auto', 'sigmoid', 'hinge', 'robust', 'sigmoid_norm', 'dapo', 'grpo', 'dr_grpo']
@@ -116,33 +116,33 @@ class TrainOptions(TypedDict, total=False):
     label_smoothing: float
     "Share of the pairs whose answers may be swapped: conservative with loss_type sigmoid, unbiased with robust."
     sft_weight: float | None
-    "Weight of the usual loss on the chosen answers (of distill, on all), beside that of the objective; by default 1 for orpo and cpo, else 0."
+    "Weight of the usual loss on the chosen answers (with distill, on all answers), added to the objective's loss; by default 1 for orpo and cpo, else 0."
     simpo_gamma: float
     "Margin by which the chosen answer's reward should be larger in simpo."
     kto_weights: str | PathLike[str] | Sequence[Any]
-    "Weights of kto's desired and of its other answers (TRL's desirable_weight, undesirable_weight); raise that of the rarer kind, such as 3,1, so that both count about alike."
+    "Weights of kto's desired and undesired answers (TRL's desirable_weight, undesirable_weight); raise the weight of the rarer kind, such as 3,1, so that both count about equally."
     rating_threshold: float | None
-    "Rating from which an answer is good, for rows with ratings: kto's label, or, between the ratings of a row's best and worst answer, what makes them a pair."
+    "Rating from which an answer is good, for rows with ratings. kto labels answers by it; the other objectives pair a row's best and worst answer if it lies between their ratings."
     precompute_reference: bool
-    "Compute the reference's log-probabilities for dpo, ipo and kto once before training, and keep them beside the tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."
+    "Compute the reference's log-probabilities for dpo, ipo and kto once before training, and cache them with the tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."
     teacher: str | PathLike[str] | None
-    "Model that distill learns from, a name or folder, or a folder that `teach` wrote. Before training it goes over the rows, quantized as train_type says and sharded by the same plan; that of distill_on_policy is on a server, teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."
+    "Model that distill learns from, a name or folder, or a folder that `teach` wrote. Its probabilities for the rows are computed before training, quantized as train_type says and sharded by the same plan; distill_on_policy needs it on a server, teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."
     teacher_adapter: str | PathLike[str] | None
     "Folder of a PEFT adapter of the teacher."
     teacher_url: str | PathLike[str] | None
     "Server that has the teacher of distill_on_policy, such as http://host:8000: vLLM, or another whose completions API gives prompt_logprobs."
     top_k: int
-    "Likeliest tokens of the teacher to keep for each learned token; all others count as one. Each takes 6 bytes."
+    "Number of the teacher's top tokens to keep for each learned token; all others count as one. Each takes 6 bytes."
     rewards: str | PathLike[str] | Sequence[Any]
-    "Functions that score the completions in grpo; their rewards are added up. Each is FILE.py:function or the name of a built-in one, with =WEIGHT if that is not 1, such as exact_match,style.py:is_short=0.5."
+    "Functions that score the completions in grpo; their rewards are added. Each is FILE.py:function or the name of a built-in one, with =WEIGHT if that is not 1, such as exact_match,style.py:is_short=0.5."
     num_generations: int
     "Completions per prompt, which are compared with each other."
     max_completion_length: int
-    "Longest completion in tokens in grpo and distill_on_policy; longer ones are cut."
+    "Maximum tokens per completion in grpo and distill_on_policy; longer completions are truncated."
     temperature: float
-    "Temperature of sampling, and of the probabilities that are trained; of distill that of student and teacher."
+    "Sampling temperature. The loss uses the same temperature; with distill it applies to student and teacher."
     scale_rewards: Literal['group', 'batch', 'none']
-    "Standard deviation by which advantages are divided: over the completions of a prompt (group), over all of a step (batch), or not divided (none)."
+    "Standard deviation by which advantages are divided: over the completions of a prompt (group), over all completions of a step (batch), or no division (none)."
     epsilon: str | PathLike[str] | Sequence[Any]
     "Clipping range of the probability ratio between the model and the one that sampled; with two numbers, such as 0.2,0.28, the second one is for increases (TRL's epsilon_high)."
     num_iterations: int
@@ -154,19 +154,19 @@ class TrainOptions(TypedDict, total=False):
     auto: bool
     "Choose the fastest settings that are planned to fit the GPUs before training: batch_size and gradient_accumulation_steps with the same rows per step, and sharding_strategy and use_cpu_offload where these are auto. A resumed run keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."
     sharding_strategy: Literal['auto', 'full_shard', 'shard_grad_op', 'ddp', 'hybrid_full_shard', 'hybrid_shard_grad_op']
-    "Distribution of the model: full_shard needs the least memory, shard_grad_op keeps gathered weights until the backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."
+    "Distribution of the model: full_shard needs the minimum memory, shard_grad_op keeps gathered weights until the backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."
     recompute: Literal['auto', 'all', 'none', 'offload'] | int
     "Decoder blocks that recompute their activations in the backward pass instead of keeping them (activation checkpointing): all needs little memory, none is the fastest, a number means the first ones, and offload is all with the blocks' inputs in host memory, for very long rows. On GPUs auto finds the smallest number that fits, by probing before the first step; on a CPU auto means all."
     use_cpu_offload: Literal['auto'] | bool | int
     "Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs auto offloads all if the model does not fit otherwise."
     context_parallel_size: Literal['auto'] | int
-    "Processes of a machine that share each micro-batch, for rows too long for one GPU: each computes a part of the tokens, and in attention a part of the heads. An optimizer step then has as many times fewer rows; auto is as small as the longest rows need, and multiplies gradient_accumulation_steps by it."
+    "Processes of a machine that share each micro-batch, for rows too long for one GPU: each computes a part of the tokens, and in attention a part of the heads. Each optimizer step then has N times fewer rows. auto picks the smallest N that fits the longest rows, and multiplies gradient_accumulation_steps by it."
     output_dir: str | PathLike[str]
     "Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."
     save_model: bool
     "Save checkpoints, and the adapter (or the model, for full) at the end; turn it off to measure speed only."
     save_every: str | PathLike[str] | Sequence[Any]
-    "Minutes (15m) or optimizer steps (500) between two checkpoints, or both (500,15m); raise it for slow disks. One is always saved at the end, at a stop, and after each evaluation that is the best so far; none saves no more."
+    "Minutes (15m) or optimizer steps (500) between two checkpoints, or both (500,15m); raise it for slow disks. Checkpoints are also saved at the end, on a stop, and after a new best evaluation; none saves only these."
     save_total_limit: int
     "Number of newest checkpoints to keep, besides the one with the lowest evaluation loss."
     mirror: str | PathLike[str] | None
@@ -184,18 +184,18 @@ class TrainOptions(TypedDict, total=False):
     sample_prompts: str | PathLike[str] | None
     "File of prompts, .jsonl or one in each line, to answer at each evaluation; samples.jsonl has the answers."
     resume: str | PathLike[str]
-    "Start of the run: auto resumes the run in output_dir from its newest intact checkpoint, off starts from scratch, and a folder starts from that checkpoint, or run of the same options and rows. auto:replace, off:replace and so on replace a finished or another run in output_dir. To train an adapter with other options or rows, see adapter."
+    "Start of the run: auto resumes the run in output_dir from its newest intact checkpoint, off starts from scratch, and a folder starts from that checkpoint, or run with the same options and rows. auto:replace, off:replace and so on replace a finished or another run in output_dir. To train an adapter with other options or rows, see adapter."
     nproc_per_node: int
-    "Processes to start on this machine; -1 is one per visible GPU, or one on a CPU. world_size is the same."
+    "Number of processes to start on this machine; -1 is one per visible GPU, or one on a CPU. world_size is another name for it."
     device: Literal['auto', 'cpu', 'cuda']
     "Device of the computation; auto takes the visible GPUs, or the CPU of a machine without one. A dry run without a GPU plans for one, unless this is cpu."
     dry_run: Literal['samples', 'samples='] | bool
-    "Print something about the run and stop before training: true prints the sizes, the memory per process and the steps, without loading weights; samples prints three rows as the model sees them, with the trained tokens in colour, and samples=10 ten."
+    "Print the plan or rows and stop before training: true prints the sizes, the memory per process and the steps, without loading weights; samples prints three rows as the model sees them, with the trained tokens in colour, and samples=10 ten."
     verbose: bool
     "Print more at the start: memory, kernels, how weights were read, the model; in a dry run all options too."
     max_hours: float | None
-    "Hours that the run may take, earlier starts included; it stops with a checkpoint before."
+    "Maximum hours of the run, earlier starts included; it stops in time, with a checkpoint."
     hang_minutes: float
-    "Minutes without progress of a process after which the run ends and names it; raise it when a micro-batch, a checkpoint or a reward function takes longer. 0 is never. A missing process is waited for 5 minutes at most."
+    "Minutes without progress of a process after which the run ends and names it; raise it when a micro-batch, a checkpoint or a reward function takes longer. 0 is never. A missing process ends the run after at most 5 minutes."
     on_nonfinite: Literal['halt', 'skip']
-    "Action when a loss or gradient is not finite: halt ends the run, skip leaves out the step (10 steps or 1% at most)."
+    "Action when a loss or gradient is not finite: halt ends the run, skip leaves out the step (at most 10 steps or 1% of them)."

@@ -38,7 +38,7 @@ def test_a_base_that_is_elsewhere_is_asked_for_before_anything_is_loaded(
     }
     assert main([command, str(adapter), *more[command]]) == 2
     said = capsys.readouterr().err
-    assert noted in said and said.endswith("--model_name says where the adapter's base is now.\n")
+    assert noted in said and said.endswith("Give the base model's place with --model_name.\n")
     assert run_options(adapter, ["--model_name", "other/base"]).model_name == "other/base"
 
 

@@ -267,7 +267,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ),
         (
             "--objective dpo --loss_type dapo",
-            "--objective dpo has no --loss_type dapo, but sigmoid, hinge, robust,",
+            "--objective dpo has no --loss_type dapo. Give one of sigmoid, hinge, robust,",
         ),
         ("--objective dpo --beta 0", "--beta must be above 0 for --objective dpo"),
         (
@@ -284,11 +284,11 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ),
         (
             "--objective grpo --rewards exact_match --rollout_url localhost:8000",
-            "give one such as http://localhost:8000",
+            "Give a URL such as http://localhost:8000",
         ),
         (
             "--objective grpo --rewards number --rollout_url http://a --train_type dora",
-            "servers take LoRA adapters alone",
+            "servers load only LoRA adapters",
         ),
         (
             "--objective grpo --rewards exact_match --eval_fraction 0.1",

@@ -214,7 +214,7 @@ def test_rows_have_the_same_answer_behind_both_prompts(models: Models, tmp_path:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"teacher_adapter": "there"}, "--teacher_adapter: these are for --teacher NAME"),
+    ({"teacher_adapter": "there"}, "--teacher_adapter only works with --teacher NAME"),
     ({"beta": 1.5}, "--beta of --objective distill is between 0"),
     ({"batching": "padded"}, "leave out --batching padded"),
     ({"precompute_reference": True}, "leave out --precompute_reference"),

@@ -226,8 +226,8 @@ def test_what_a_teacher_of_own_answers_cannot_do_is_refused(
     rows = write_rows(tmp_path / "rows.jsonl", taught_rows(4))
     there = {"teacher": server.base, "teacher_url": server.url}
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"teacher": server.base}, "another model teaches from a server"),
-        ({"teacher_url": server.url}, "--teacher_url: these are for --teacher NAME"),
+        ({"teacher": server.base}, "needs --teacher on a server"),
+        ({"teacher_url": server.url}, "--teacher_url only works with --teacher NAME"),
         ({**there, "temperature": 0.7}, "leave out --temperature"),
         ({**there, "teacher": models("llama")}, "has the model"),
         ({"eval_fraction": 0.5}, "generates its rows during training"),

@@ -251,7 +251,7 @@ def test_export_names_folders_that_it_cannot_use(
             [str(newest), "--model_name", str(other)],
             "belongs to a model with other trainable parameters",
         ),
-        ([str(newest), "--base_name", "x"], "a name on the hub is OWNER/NAME"),
+        ([str(newest), "--base_name", "x"], "must be OWNER/NAME, a repository on the hub"),
     ]
     for words, reason in cases:
         assert main(["export", *words, "--out", str(tmp_path / "out")]) == 2
