@@ -30,7 +30,7 @@ def report(args: argparse.Namespace) -> None:
     settings with their differences. Several runs share the axes. Each run writes its own report at
     its end.
     """
-    from fsdp_qlora.observability.report import REPORT_FILE, write_report
+    from fsdp_qlora.observability.page.report import REPORT_FILE, write_report
 
     folders = [Path(folder) for folder in args.runs]
     out = Path(args.out or (folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE))

@@ -24,13 +24,14 @@ from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.stops import Budget, Control
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
+from fsdp_qlora.observability.facts import Facts
 from fsdp_qlora.observability.metric_log import (
     MetricLog,
     copy_records,
     cut_metrics,
     open_metric_log,
 )
-from fsdp_qlora.observability.report import Facts, write_at_end
+from fsdp_qlora.observability.page.report import write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.run.extras import Extras
 from fsdp_qlora.run.session import SupervisedSession

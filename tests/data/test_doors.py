@@ -119,7 +119,7 @@ OTHERWISE = {
     "a dataset of the hub": "data.sources.source:hub_source",
     PACKAGE: """
         commands.tools:configs config.other_names: config.text:describe_config export.card:_card
-        planning.gpus: observability.report:make_page planning.known_models:
+        planning.gpus: observability.page.report:make_page planning.known_models:
     """,
     KERNEL: """
         distributed.supervision.clock:limit_memory

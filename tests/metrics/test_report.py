@@ -22,11 +22,12 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.observability.report import make_page, read_run, write_at_end, write_report
+from fsdp_qlora.observability.page.report import make_page, write_at_end, write_report
+from fsdp_qlora.observability.page.run_folder import read_run
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
-from fsdp_qlora.planning.offers import make_planner
-from fsdp_qlora.planning.search import GpuOffer
+from fsdp_qlora.planning.offers.planner import make_planner
+from fsdp_qlora.planning.search import GpuSet
 from fsdp_qlora.run.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
@@ -289,7 +290,7 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
         overhead=gib,
     )
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
-    found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).planned()
+    found = make_planner(config, GpuSet(GPUS["RTX 3090"], 2)).planned()
     placed = dataclasses.replace(found.placed, memory=memory)
 
     def planned(lengths: Sequence[int], batching: str = "padding_free") -> Any:

@@ -28,7 +28,7 @@ from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.observability.report import _answers
+from fsdp_qlora.observability.page.run_folder import _answers
 from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.training.generation.prompt_format import read_questions
