@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import hf_hub_download
 
 from fsdp_qlora.planning.known_models import KNOWN_MODELS
-from fsdp_qlora.planning.offers import config_of
+from fsdp_qlora.planning.offers.find_model import config_of
 from fsdp_qlora.utils.text import first_line
 
 _NO_SIZES = {"hub", "model_type", "pad_token_id", "max_position_embeddings"}

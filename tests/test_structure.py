@@ -160,6 +160,24 @@ def test_packages_import_only_what_the_drawn_map_has_below_or_right() -> None:
     }
 
 
+# A part that the core does without, and the modules that may import it.
+BOUNDARIES = {
+    "fsdp_qlora.planning.offers": {"fsdp_qlora.commands.plan"},
+    # A run writes its page at its end.
+    "fsdp_qlora.observability.page": {"fsdp_qlora.commands.tools", "fsdp_qlora.run.supervision"},
+}
+
+
+def test_parts_behind_a_boundary_are_imported_at_one_place() -> None:
+    for part, doors in BOUNDARIES.items():
+        outside = {module: tree for module, tree in MODULES.items() if not module.startswith(part)}
+        assert doors == {
+            module
+            for module, tree in outside.items()
+            if any(end.startswith(part) for end in imports(tree))
+        }
+
+
 def test_packages_are_large_and_no_file_name_is_in_one_twice() -> None:
     files = [path for path in SOURCES if len(path.parts) > 2 and path.name != "__init__.py"]
     names = Counter((path.parts[1], path.name) for path in files)

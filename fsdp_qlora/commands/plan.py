@@ -65,11 +65,18 @@ def run(args: argparse.Namespace) -> int:
     with importing():
         from tqdm import tqdm
 
-        from fsdp_qlora.planning import offers, report
-        from fsdp_qlora.planning.search import GpuOffer
+        from fsdp_qlora.planning.offers.describe import (
+            Offer,
+            as_json,
+            describe,
+            describe_fastest,
+        )
+        from fsdp_qlora.planning.offers.planner import make_planner, plan_teacher_pass
+        from fsdp_qlora.planning.search import GpuSet
 
-    request = GpuOffer(gpu, args.num_gpus or 1, args.host_ram_gib, args.price_per_hour)
-    planner = offers.make_planner(config, request, tokens)
+    gpus = GpuSet(gpu, args.num_gpus or 1, args.host_ram_gib)
+    planner = make_planner(config, gpus, tokens)
+    offer = Offer(planner, args.price_per_hour)
     with tqdm(
         desc="Measuring blocks",
         unit=" operators",
@@ -84,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
             else [planner.as_asked()]
         )
     if args.json:
-        plans = [report.as_json(run_plan) for run_plan in planned[:3]]
+        plans = [as_json(offer, run_plan) for run_plan in planned[:3]]
         print(json.dumps(plans if searches else plans[0], indent=1))
     else:
-        teacher = offers.plan_teacher_pass(planned[0])
-        print("\n".join(report.describe(planner, planned[0], teacher, explain=args.explain)))
+        teacher = plan_teacher_pass(planned[0])
+        print("\n".join(describe(offer, planned[0], teacher, explain=args.explain)))
         if searches:
-            print("\n".join(report.describe_fastest(planned)))
+            print("\n".join(describe_fastest(offer, planned)))
     return 0 if planned[0].fits else 1
 
 

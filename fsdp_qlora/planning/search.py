@@ -45,16 +45,15 @@ _CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
 _OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")
 
 
-class GpuOffer(NamedTuple):
+class GpuSet(NamedTuple):
     """GPUs to plan for.
 
-    price_per_hour: US dollars for all GPUs. per_node: GPUs of a machine; 0 for one machine.
+    per_node: GPUs of a machine; 0 for one machine.
     """
 
     gpu: Gpu
     num_gpus: int
     host_ram_gib: float | None = None
-    price_per_hour: float | None = None
     per_node: int = 0
 
     def beside_torch(self) -> dict[str, int]:
@@ -85,7 +84,7 @@ class PlannedRun(NamedTuple):
 
     config: TrainConfig
     placed: PlacedModel
-    request: GpuOffer
+    gpus: GpuSet
     tokens: float
     tokens_per_second: float
     shares: int = 1
@@ -93,7 +92,7 @@ class PlannedRun(NamedTuple):
     @property
     def beside_torch(self) -> dict[str, int]:
         """Bytes of a GPU that torch's allocator does not get, by what they are."""
-        return self.request.gpu.beside_torch(self.placed.layout)
+        return self.gpus.gpu.beside_torch(self.placed.layout)
 
     @property
     def needed(self) -> int:
@@ -108,17 +107,17 @@ class PlannedRun(NamedTuple):
     @property
     def host_bytes(self) -> int:
         """Host bytes of all ranks, processes included."""
-        return self.request.num_gpus * (sum(self.placed.memory.host.values()) + PROCESS)
+        return self.gpus.num_gpus * (sum(self.placed.memory.host.values()) + PROCESS)
 
     @property
     def fits_host(self) -> bool:
-        host_ram_gib = self.request.host_ram_gib
+        host_ram_gib = self.gpus.host_ram_gib
         # leaves a tenth to the system and cached files
         return host_ram_gib is None or self.host_bytes <= 0.9 * host_ram_gib * GIB
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.request.bytes and self.fits_host
+        return self.needed <= self.gpus.bytes and self.fits_host
 
     @property
     def needed_with_margin(self) -> float:
@@ -133,16 +132,11 @@ class PlannedRun(NamedTuple):
 
     @property
     def fits_with_margin(self) -> bool:
-        return self.needed_with_margin <= self.request.bytes
+        return self.needed_with_margin <= self.gpus.bytes
 
     @property
     def hours(self) -> float:
         return self.tokens / self.tokens_per_second / 3600
-
-    @property
-    def cost(self) -> float:
-        """US dollars; 0 without a price."""
-        return self.hours * (self.request.price_per_hour or 0)
 
 
 class Planner:
@@ -163,13 +157,13 @@ class Planner:
     def __init__(
         self,
         config: TrainConfig,
-        request: GpuOffer,
+        gpus: GpuSet,
         model: ModelPlan,
         data: RunData | None = None,
         tokens: float | None = None,
     ) -> None:
         self.config = config
-        self.request = request
+        self.gpus = gpus
         self.model = model
         self.data = data
         self._tokens = tokens
@@ -188,7 +182,7 @@ class Planner:
             for size in self._context_sizes(config):
                 run = self.planned(**changes | _shared(config, size))
                 runs.append(run._replace(shares=size))
-            return first_that_fits(runs, lambda run: run.needed_with_margin, self.request.bytes)
+            return first_that_fits(runs, lambda run: run.needed_with_margin, self.gpus.bytes)
         rows = self.rows(config)
         placed = place(
             config,
@@ -196,8 +190,8 @@ class Planner:
             rows.longest,
             blocks=self._measure(rows.longest, config.context_size),
         )
-        rate = tokens_per_second(placed, self._size, rows.micro_batch, self.request.gpu)
-        return PlannedRun(config, placed, self.request, self._tokens or rows.tokens, rate)
+        rate = tokens_per_second(placed, self._size, rows.micro_batch, self.gpus.gpu)
+        return PlannedRun(config, placed, self.gpus, self._tokens or rows.tokens, rate)
 
     def as_asked(self) -> PlannedRun:
         """The run as the options ask for it; with --recompute auto all blocks recompute."""
@@ -360,7 +354,7 @@ class Planner:
         def needed(value: Any) -> float:
             return planned(value).needed_with_margin
 
-        return planned(first_that_fits(values, needed, self.request.bytes, falls=True))
+        return planned(first_that_fits(values, needed, self.gpus.bytes, falls=True))
 
 
 def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
@@ -448,11 +442,11 @@ def _search_settings(
     else:  # GPUs that are not here
         gpu = nearest_gpu(free / GIB)
     gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
-    request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=machine.per_node)
+    gpus = GpuSet(gpu, machine.world_size, host / GIB, per_node=machine.per_node)
     # A planned run subtracts what torch does not get. `free` does not contain it, so it is added.
-    memory_gib = (free + sum(request.beside_torch().values())) / GIB
-    request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
-    planner = Planner(config, request, model, data)
+    memory_gib = (free + sum(gpus.beside_torch().values())) / GIB
+    gpus = gpus._replace(gpu=gpu._replace(memory_gib=memory_gib))
+    planner = Planner(config, gpus, model, data)
     best = planner.fastest()[0] if config.auto else planner.as_asked()
     chosen = {name: getattr(best.config, name) for name in names}
     # Probing finds how many blocks recompute, but it never moves their inputs to the host.

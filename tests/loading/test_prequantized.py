@@ -25,7 +25,7 @@ from transformers import (
 
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.planning.offers import known_config
+from fsdp_qlora.planning.offers.find_model import known_config
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError

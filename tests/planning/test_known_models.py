@@ -13,7 +13,7 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.planning.known_models import KNOWN_MODELS, known_sizes
-from fsdp_qlora.planning.report import command_line
+from fsdp_qlora.planning.offers.describe import command_line
 from fsdp_qlora.utils.hub import is_hub_name
 
 pytestmark = pytest.mark.quick
@@ -31,7 +31,7 @@ def _trained(**options: Any) -> TrainConfig:
     run: Any = SimpleNamespace(
         config=TrainConfig(**options),
         placed=placed,
-        request=SimpleNamespace(num_gpus=2),
+        gpus=SimpleNamespace(num_gpus=2),
     )
     program, command, *words = shlex.split(command_line(run))
     assert (program, command) == ("fsdp-qlora", "train")

@@ -21,9 +21,10 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
-from fsdp_qlora.planning.offers import find_model, known_config, make_planner
+from fsdp_qlora.planning.offers.find_model import find_model, known_config
+from fsdp_qlora.planning.offers.planner import make_planner
 from fsdp_qlora.planning.reading import earlier_run
-from fsdp_qlora.planning.search import GpuOffer, choose_settings
+from fsdp_qlora.planning.search import GpuSet, choose_settings
 from fsdp_qlora.planning.speed import BLOCK_SECONDS, MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
@@ -87,9 +88,7 @@ def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
             assert int(settings["NCCL_MAX_P2P_NCHANNELS"]) == (16 if context > 1 else 4)
             assert ("NCCL_LAUNCH_ORDER_IMPLICIT" in settings) == (len(sizes) > 1)
     hybrid = GPUS["B200"].beside_torch(Layout(16, 8, "hybrid_full_shard"))
-    more = sum(hybrid.values()) - sum(
-        GpuOffer(GPUS["B200"], 16, per_node=8).beside_torch().values()
-    )
+    more = sum(hybrid.values()) - sum(GpuSet(GPUS["B200"], 16, per_node=8).beside_torch().values())
     assert more == (2 * one[True] + 8 * nvls[100]) * 2**20
 
 
@@ -304,7 +303,7 @@ def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
     )
     alone = replace(config, precompute_reference=True)
     speeds = [
-        make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).planned().tokens_per_second
+        make_planner(each, GpuSet(GPUS["RTX 3090"], 1)).planned().tokens_per_second
         for each in (alone, config)
     ]
     assert 1.2 < speeds[0] / speeds[1] < 1.5
@@ -440,7 +439,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(
             context_parallel_size="auto",
             gradient_accumulation_steps=3,
         )
-        planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
+        planner = make_planner(config, GpuSet(nearest_gpu(6.0), 2))
         chosen = {"context_parallel_size": size, "gradient_accumulation_steps": 3 * size}
         assert choose_settings(config, planner.model, None, None, {}) == chosen
         assert caplog.messages[-1].startswith("Settings of --context_parallel_size auto: ")
@@ -482,7 +481,7 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Pa
         auto=True,
         output_dir=str(tmp_path),
     )
-    planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
+    planner = make_planner(config, GpuSet(nearest_gpu(6.0), 2))
     chosen = choose_settings(config, planner.model, None, None, {})
     best = vars(planner.fastest()[0].config)
     assert (
