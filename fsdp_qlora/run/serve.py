@@ -1,6 +1,6 @@
 """One rank's service from start to end.
 
-It plans, loads, and then carries out one order after the other until it is asked to stop.
+It plans, loads, and then executes one command after the other until it is asked to stop.
 """
 
 import dataclasses
@@ -60,15 +60,16 @@ from fsdp_qlora.service.access import (
     is_of_this_machine,
     kept_key,
 )
+from fsdp_qlora.service.adapter_store import AdapterStore
 from fsdp_qlora.service.app import App
+from fsdp_qlora.service.command_reader import Base
 from fsdp_qlora.service.connections import Connections
-from fsdp_qlora.service.desk import Desk, reason_of
 from fsdp_qlora.service.failures import Failures
 from fsdp_qlora.service.messages import Limits
-from fsdp_qlora.service.orders import Base
 from fsdp_qlora.service.records import Records
-from fsdp_qlora.service.rooms import Rooms
-from fsdp_qlora.service.worker import Order, RequestTargets, Worker
+from fsdp_qlora.service.scheduler import Scheduler, reason_of
+from fsdp_qlora.service.training import RequestTargets, RequestTrainer
+from fsdp_qlora.service.worker import Command, Worker
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
 from fsdp_qlora.utils.files import fingerprint_files, refusal_named, staged_file
@@ -133,7 +134,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
     """Plan, load and work, until the ranks agree to stop. Nothing of the models is left then."""
     ranks = session.ranks
     store = session.store
-    desk = None
+    scheduler = None
     with session.kept_until_all_connect():
         # First of all: a port or a folder that is in use is no reason to plan for minutes.
         opened = _opened(address) if ranks.is_rank_0 else None
@@ -145,7 +146,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
         if opened is not None:
             _check_identity(opened.records, address.folder, bases[0])
     # The group owns the store from then on, so what else needs a part of it takes it before.
-    failures = Failures(session.store_of("orders"), ranks)
+    failures = Failures(session.store_of("commands"), ranks)
     session.start_group(bases[0].placed.layout)
     control = Control(is_rank_0=ranks.is_rank_0, signals=session.signals)
     with exits.loading_explained(ranks.rank, _LESS_MEMORY):
@@ -157,7 +158,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
         least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
         worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
     if opened is not None:
-        desk = _start_server([*map(_described, bases, workers)], opened, config, address)
+        scheduler = _start_server([*map(_described, bases, workers)], opened, config, address)
     watchdog = Watchdog(
         control.heartbeat,
         session.presence,
@@ -166,7 +167,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
     )
     session.signals.is_starting = False
     with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
-        _work(workers, desk, control, failures)
+        _work(workers, scheduler, control, failures)
 
 
 class Opened(NamedTuple):
@@ -276,7 +277,7 @@ def _plan(
     machine = Machine.of(config, ranks)
     bases = [_planned(config, machine, store)]
     placed = bases[0].placed
-    # Other adapters change more than A and B, which is all that a model's room keeps.
+    # Other adapters change more than A and B, which is all that the service keeps.
     plain = (
         config.kind.adapter,
         config.rank_pattern,
@@ -351,11 +352,10 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
         name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS
     }
     about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
-    rooms = Rooms(trainer, mesh, result_form(config, plan), about)
+    adapters = AdapterStore(trainer, mesh, result_form(config, plan), about)
     return Worker(
-        rooms,
+        RequestTrainer(adapters, targets),
         placed,
-        targets,
         _limits(config, placed),
         functools.partial(control.heartbeat.beat, 0, "compute"),
     )
@@ -387,10 +387,12 @@ def _described(base: FetchedBase, worker: Worker) -> Base:
     return Base(names, str(here.resolve()) if here.is_dir() else config.model_name, worker.limits)
 
 
-def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, address: Address) -> Desk:
-    """Answer requests in a thread of rank 0; returns the desk that has the work."""
+def _start_server(
+    bases: list[Base], opened: Opened, config: TrainConfig, address: Address
+) -> Scheduler:
+    """Answer requests in a thread of rank 0; returns the scheduler that has the work."""
     steps, minutes = save_times(config.save_every)
-    desk = Desk(
+    scheduler = Scheduler(
         opened.records,
         address.folder,
         bases,
@@ -398,8 +400,8 @@ def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, addres
         most_models=address.most_models,
         save_times=(steps, 60 * minutes),
     )
-    app = App(desk)
-    desk.on_done = app.wake
+    app = App(scheduler)
+    scheduler.on_done = app.wake
     connections = Connections()
     access = Access(app.api, opened.key, address.host, on_allowed=connections.trust)
     settings = uvicorn.Config(
@@ -419,27 +421,29 @@ def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, addres
         host,
         port,
     )
-    return desk
+    return scheduler
 
 
 @gc_frozen()
-def _work(workers: list[Worker], desk: Desk | None, control: Control, failures: Failures) -> None:
-    """Carry out the orders of rank 0 on all ranks, until they agree to stop."""
+def _work(
+    workers: list[Worker], scheduler: Scheduler | None, control: Control, failures: Failures
+) -> None:
+    """Execute the commands of rank 0 on all ranks, until they agree to stop."""
     while True:
         # Rank 0 decides for all: the others have no queue, and wait in the collectives below.
-        order = desk.take(_PAUSE_SECONDS) if desk is not None else None
+        command = scheduler.take(_PAUSE_SECONDS) if scheduler is not None else None
         control.heartbeat.beat(0, "rows")
         control.agree(gather_numbers(control.flags(0), _BY_GLOO))
         if control.stop:
             raise RunStopped(control.stop.state, f"The service has ended ({control.stop.reason}).")
-        text = all_gather_strings(json.dumps(order) if order else "", _BY_GLOO)[0]
+        text = all_gather_strings(json.dumps(command) if command else "", _BY_GLOO)[0]
         if not text:
             continue
-        received: Order = json.loads(text)
+        received: Command = json.loads(text)
         worker = workers[received.get("base", 0)]
         lost = list[str]()
         try:
-            results = worker.carry_out(received)
+            results = worker.execute(received)
         except UserError as error:  # on every rank, and nothing is in between
             reason = str(error)
         except Exception as error:
@@ -448,8 +452,8 @@ def _work(workers: list[Worker], desk: Desk | None, control: Control, failures: 
             reason = reason_of(error, "done")
             lost = worker.recover()
         else:
-            if desk is not None:
-                desk.finish(received, results)
+            if scheduler is not None:
+                scheduler.finish(received, results)
             continue
-        if desk is not None:
-            desk.refuse(reason, lost)
+        if scheduler is not None:
+            scheduler.refuse(reason, lost)

@@ -1,7 +1,7 @@
 """The web application of a service: Tinker's protocol over HTTP.
 
 The protocol is that of the client tinker 0.38. The application answers what needs no model itself,
-hands the rest to the desk, and holds a client's question for a result until the result is there.
+hands the rest to the scheduler, and holds a client's question for a result until it is there.
 `access.py` is around it: what comes here is from an allowed client, whole and of bounded size.
 """
 
@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from tinker import types
 
 from fsdp_qlora.service.access import JSON, PROTOBUF
-from fsdp_qlora.service.desk import LONGEST_REASON, Desk, describe_invalid
+from fsdp_qlora.service.command_reader import REQUESTS, check_metadata
 from fsdp_qlora.service.messages import parse_train_request
 from fsdp_qlora.service.names import has_form, parts_of, session_of
-from fsdp_qlora.service.orders import REQUESTS, check_metadata
-from fsdp_qlora.service.records import DONE, WAITING, Piece
+from fsdp_qlora.service.records import DONE, WAITING, QueuedRequest
 from fsdp_qlora.service.request_queue import Busy
+from fsdp_qlora.service.scheduler import LONGEST_REASON, Scheduler, describe_invalid
 from fsdp_qlora.service.wall_clock import date_of
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
@@ -48,10 +48,10 @@ class PlainJSON(JSONResponse):
 class App:
     """The endpoints. They run in one thread; `wake` may be called in any."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.records = desk.records
-        self.bases = desk.orders.bases
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.records = scheduler.records
+        self.bases = scheduler.reader.bases
         self.trained = self.bases[0].names[0]
         self.api = FastAPI(
             title="fsdp_qlora",
@@ -89,7 +89,7 @@ class App:
         ):
             post(f"{prefix}/{endpoint.__name__}")(endpoint)
         for kind in REQUESTS.keys() - {"asample"}:
-            post(f"{prefix}/{kind}")(self._model_piece(kind))
+            post(f"{prefix}/{kind}")(self._model_request(kind))
         post(f"{prefix}/sessions/{{session_id}}/finish")(self.finish_session)
         get(f"{prefix}/samplers/{{sampler_id}}")(self.sampler)
         get(f"{prefix}/training_runs")(self.training_runs)
@@ -104,7 +104,7 @@ class App:
         )
 
     def wake(self, name: str) -> None:
-        """Let the clients go on that wait for this piece."""
+        """Wake the clients that wait for this request."""
         # asyncio's events belong to the thread of their loop.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._set, name)
@@ -134,7 +134,7 @@ class App:
         check_metadata(asked.user_metadata)
         if len(asked.display_name or "") > _MOST_DISPLAYED:
             raise UserError(f"display_name has more than {_MOST_DISPLAYED:,} characters.")
-        session = self.desk.sessions.create(asked.user_metadata, asked.display_name)
+        session = self.scheduler.sessions.create(asked.user_metadata, asked.display_name)
         return {"session_id": session, "warning_message": _NO_HEAD}
 
     async def session_heartbeat(self, request: Request) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class App:
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, session_id: str) -> dict[str, Any]:
-        self.desk.sessions.note_end(session_id, self._known("session", session_id))
+        self.scheduler.sessions.note_end(session_id, self._known("session", session_id))
         return {}
 
     async def create_sampling_session(self, request: Request) -> dict[str, Any]:
@@ -159,35 +159,40 @@ class App:
 
         Raises UserError if there are none.
         """
-        now = self.desk.clock.now()
+        now = self.scheduler.clock.now()
         if path is not None:
-            self.desk.weights.entry(str(path))
+            self.scheduler.weights.entry(str(path))
             return {"path": path, "time": now}
-        self.desk.orders.base_named(str(base))
+        self.scheduler.reader.base_named(str(base))
         return {"path": None, "base": base, "time": now}
 
     async def get_info(self, request: Request) -> dict[str, Any]:
         model = (await _read(request, types.GetInfoRequest)).model_id
-        about = self._known("model", model)["about"]
+        settings = self._known("model", model)["about"]
         data = {
             "arch": "decoder",
             "model_name": self.trained,
             "tokenizer_id": self.bases[0].tokenizer,
         }
-        return {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": about["rank"]}
+        return {
+            "model_id": model,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": settings["rank"],
+        }
 
     async def weights_info(self, request: Request) -> dict[str, Any]:
         path = str((await _read_json(request)).get("tinker_path"))
-        self.desk.weights.entry(path)
+        self.scheduler.weights.entry(path)
         model, _, _ = parts_of(path)
-        about = self._known("model", model)["about"]
+        settings = self._known("model", model)["about"]
         return {
             "base_model": self.trained,
             "is_lora": True,
             "train_unembed": False,
-            "lora_rank": about["rank"],
-            "train_attn": about["train_attn"],
-            "train_mlp": about["train_mlp"],
+            "lora_rank": settings["rank"],
+            "train_attn": settings["train_attn"],
+            "train_mlp": settings["train_mlp"],
         }
 
     def _known(self, kind: str, name: object) -> dict[str, Any]:
@@ -195,22 +200,22 @@ class App:
 
         Each name of a request comes through here, or is made of one that has.
         """
-        about = self.records.get(kind, str(name)) if has_form(kind, name) else None
-        if about is None:
+        entry = self.records.get(kind, str(name)) if has_form(kind, name) else None
+        if entry is None:
             raise HTTPException(404, f"There is no {kind} {shown(name)}.")
-        return about
+        return entry
 
     def _known_session(self, name: object) -> None:
         """Make sure that there is this session, and note that it is in use."""
-        about = self._known("session", name)
-        self.desk.sessions.note_use(str(name), about)
+        entry = self._known("session", name)
+        self.scheduler.sessions.note_use(str(name), entry)
 
     # --- work ---
 
-    def _model_piece(self, kind: str) -> Callable[[Request], Awaitable[dict[str, Any]]]:
+    def _model_request(self, kind: str) -> Callable[[Request], Awaitable[dict[str, Any]]]:
         """The endpoint of a request that a model's ranks work on.
 
-        The desk finds what is wrong with it.
+        The scheduler finds what is wrong with it.
         """
 
         async def endpoint(request: Request) -> dict[str, Any]:
@@ -255,7 +260,7 @@ class App:
         if self.records.get("model", model) is not None:
             return True
         # Clients send the next requests without waiting for the answer.
-        return self.desk.result(f"{model}:0") is not None
+        return self.scheduler.result(f"{model}:0") is not None
 
     async def asample(self, request: Request) -> dict[str, Any]:
         content = await _read_json(request)
@@ -282,13 +287,13 @@ class App:
                 "The request does not say for which model or sampler it is, and which "
                 "of its requests."
             )
-        piece = Piece(f"{target}:{seq}", target, seq, kind, len(body))
-        self.desk.submit(piece, body)
-        return {"request_id": piece.id, "model_id": target}
+        queued = QueuedRequest(f"{target}:{seq}", target, seq, kind, len(body))
+        self.scheduler.submit(queued, body)
+        return {"request_id": queued.id, "model_id": target}
 
     async def retrieve_future(self, request: Request) -> Response:
         name = (await _read(request, types.FutureRetrieveRequest)).request_id
-        found = self.desk.result(name) if has_form("request", name) else None
+        found = self.scheduler.result(name) if has_form("request", name) else None
         if found is not None and found[0] == WAITING:
             found = await self._wait_for(name)
         if found is None:
@@ -308,11 +313,11 @@ class App:
         event = self._waiting.setdefault(name, asyncio.Event())
         try:
             # It may have come before the event was there.
-            found = self.desk.result(name)
+            found = self.scheduler.result(name)
             if found is not None and found[0] == WAITING:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), _HELD_SECONDS)
-                found = self.desk.result(name)
+                found = self.scheduler.result(name)
             return found
         finally:
             # Also where the client has gone or the records cannot be read: a client that never
@@ -323,17 +328,17 @@ class App:
                 event.set()
 
     async def cancel_future(self, request: Request) -> dict[str, Any]:
-        self.desk.cancel(str((await _read_json(request)).get("request_id")))
+        self.scheduler.cancel(str((await _read_json(request)).get("request_id")))
         return {}
 
     # --- what there is ---
 
     def sampler(self, sampler_id: str) -> dict[str, Any]:
-        about = self._known("sampler", sampler_id)
+        entry = self._known("sampler", sampler_id)
         return {
             "sampler_id": sampler_id,
-            "base_model": about.get("base", self.trained),
-            "model_path": about["path"],
+            "base_model": entry.get("base", self.trained),
+            "model_path": entry["path"],
         }
 
     def training_runs(self, limit: int = 20, offset: int = 0) -> dict[str, Any]:
@@ -345,7 +350,7 @@ class App:
         }
 
     def training_run(self, model: str) -> dict[str, Any]:
-        about = self._known("model", model)
+        entry = self._known("model", model)
         saved = self._checkpoints(model)
         last: dict[str, Any] = dict.fromkeys(_CHECKPOINTS.values())
         for each in saved:
@@ -355,11 +360,11 @@ class App:
             "base_model": self.trained,
             "model_owner": "local",
             "is_lora": True,
-            "lora_rank": about["about"]["rank"],
-            "last_request_time": date_of(about["time"]),
+            "lora_rank": entry["about"]["rank"],
+            "last_request_time": date_of(entry["time"]),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
-            "user_metadata": about["user_metadata"],
+            "user_metadata": entry["user_metadata"],
         }
 
     def checkpoints(self, model: str = "", limit: int = 2**31, offset: int = 0) -> dict[str, Any]:
@@ -368,7 +373,9 @@ class App:
         return {"checkpoints": self._checkpoints(model)[offset : offset + limit]}
 
     def _checkpoints(self, model: str) -> list[dict[str, Any]]:
-        return [self._checkpoint(uri, entry) for uri, entry in self.desk.weights.of_model(model)]
+        return [
+            self._checkpoint(uri, entry) for uri, entry in self.scheduler.weights.of_model(model)
+        ]
 
     @staticmethod
     def _checkpoint(uri: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -383,12 +390,14 @@ class App:
         }
 
     def delete_checkpoint(self, model: str, part: str, name: str) -> dict[str, Any]:
-        self.desk.weights.delete(f"tinker://{model}/{part}/{name}")
+        self.scheduler.weights.delete(f"tinker://{model}/{part}/{name}")
         return {}
 
     async def set_ttl(self, model: str, part: str, name: str, request: Request) -> dict[str, Any]:
         content = await _read_json(request)
-        self.desk.weights.set_expiry(f"tinker://{model}/{part}/{name}", content.get("ttl_seconds"))
+        self.scheduler.weights.set_expiry(
+            f"tinker://{model}/{part}/{name}", content.get("ttl_seconds")
+        )
         return {}
 
 

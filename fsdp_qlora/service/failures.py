@@ -1,4 +1,4 @@
-"""Whether an order that failed has failed on all ranks."""
+"""Whether a command that failed has failed on all ranks."""
 
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ _WAIT = timedelta(seconds=10)  # for the other ranks to fail, too
 
 
 class Failures:
-    """Finds out whether all ranks have failed at an order.
+    """Finds out whether all ranks have failed at a command.
 
     If some have not, these wait for the others for ever.
     """

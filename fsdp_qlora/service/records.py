@@ -1,8 +1,8 @@
 """The memory of a service that outlives its process: one SQLite file in its folder.
 
-Entries are JSON by kind and id: sessions, models, samplers and checkpoints. Pieces are the requests
-that ranks work on; each is written before its client hears of it, and its result before it is
-shown, so that a client which asks again gets the same answer and no piece counts twice.
+Entries are JSON by kind and id: sessions, models, samplers and checkpoints. The table `pieces` has
+the requests that ranks work on; each is written before its client hears of it, and its result
+before it is shown. A client that asks again gets the same answer, and no request counts twice.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ DONE = "done"
 FAILED = "failed"
 
 
-class Piece(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request for the ranks.
 
     target: the model or sampling session that it is for. seq: its place among the target's. kind:
@@ -102,9 +102,9 @@ class Records:
                 f"{advice}"
             )
 
-    def put(self, kind: str, name: str, about: dict[str, Any]) -> None:
+    def put(self, kind: str, name: str, content: dict[str, Any]) -> None:
         self._execute(
-            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(about)
+            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(content)
         )
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
@@ -116,36 +116,36 @@ class Records:
         rows = self._execute(
             "SELECT id, about FROM entries WHERE kind = ? AND id LIKE ? ORDER BY rowid", kind, like
         )
-        return ((name, json.loads(about)) for name, about in rows)
+        return ((name, json.loads(content)) for name, content in rows)
 
     def delete(self, kind: str, name: str) -> None:
         self._execute("DELETE FROM entries WHERE kind = ? AND id = ?", kind, name)
 
-    def add(self, piece: Piece, body: bytes) -> bool:
-        """Add a piece with its request's body; False if it is there already."""
+    def add(self, request: QueuedRequest, body: bytes) -> bool:
+        """Add a request with its body; False if it is there already."""
         columns = "(id, target, seq, kind, body, state)"
         statement = (
             f"INSERT OR IGNORE INTO pieces {columns} VALUES (?, ?, ?, ?, ?, ?) RETURNING number"
         )
-        return bool(self._execute(statement, *piece[:4], body, WAITING))
+        return bool(self._execute(statement, *request[:4], body, WAITING))
 
     def body(self, name: str) -> bytes:
-        """The body of a piece that may have to be done, again or for the first time."""
+        """The body of a request that may have to be done, again or for the first time."""
         [(body,)] = self._execute("SELECT body FROM pieces WHERE id = ?", name)
         return bytes(body or b"")
 
     def begin(self, name: str) -> int:
-        """Count that a piece is worked on; returns how often it has been."""
+        """Count that a request is worked on; returns how often it has been."""
         [(tries,)] = self._execute(
             "UPDATE pieces SET tries = tries + 1 WHERE id = ? RETURNING tries", name
         )
         return int(tries)
 
     def finish(self, results: Iterable[tuple[str, str, bytes | None]]) -> None:
-        """Write (id, state, result) of pieces, all or none.
+        """Write (id, state, result) of requests, all or none.
 
         The bodies of samples and of what has failed are not needed any more. Where one is NULL, the
-        piece still says which numbers are used.
+        request still says which numbers are used.
         """
         body = f"CASE WHEN kind = 'asample' OR ?2 = '{FAILED}' THEN NULL ELSE body END"
         with self.all_or_none():
@@ -165,7 +165,7 @@ class Records:
                 yield
 
     def result(self, name: str) -> tuple[str, bytes] | None:
-        """(state, result) of a piece; None if it is unknown."""
+        """(state, result) of a request; None if it is unknown."""
         rows = self._execute("SELECT state, result FROM pieces WHERE id = ?", name)
         if not rows:
             return None
@@ -177,30 +177,30 @@ class Records:
         query = "SELECT id FROM pieces WHERE state = 'waiting' AND tries > 0 AND kind = 'asample'"
         return {name for (name,) in self._execute(query)}
 
-    def waiting(self) -> list[Piece]:
-        """The pieces without a result, in the order in which they came."""
+    def waiting(self) -> list[QueuedRequest]:
+        """The requests without a result, in the order in which they came."""
         query = (
             "SELECT id, target, seq, kind, length(body) FROM pieces "
             "WHERE state = 'waiting' ORDER BY number"
         )
-        return [Piece(*row) for row in self._execute(query)]
+        return [QueuedRequest(*row) for row in self._execute(query)]
 
-    def done_after(self, target: str, seq: int) -> list[Piece]:
-        """The pieces of a target that were done and come after a number, in their order."""
+    def done_after(self, target: str, seq: int) -> list[QueuedRequest]:
+        """The requests of a target that were done and come after a number, in their order."""
         query = (
             "SELECT id, target, seq, kind FROM pieces "
             "WHERE target = ? AND seq > ? AND state = 'done' ORDER BY seq"
         )
-        return [Piece(*row) for row in self._execute(query, target, seq)]
+        return [QueuedRequest(*row) for row in self._execute(query, target, seq)]
 
     def last_done(self, target: str) -> int:
-        """The number of the target's last piece that has a result; -1 without one."""
+        """The number of the target's last request that has a result; -1 without one."""
         query = "SELECT MAX(seq) FROM pieces WHERE target = ? AND state != 'waiting'"
         [(last,)] = self._execute(query, target)
         return -1 if last is None else int(last)
 
     def forget_bodies(self, target: str, seq: int) -> None:
-        """Free what repeating a target's pieces up to a number would need; their results stay."""
+        """Free what repeating a target's requests up to a number would need; their results stay."""
         self._execute(
             "UPDATE pieces SET body = x'' WHERE target = ? AND seq <= ? AND state != 'waiting'",
             target,
@@ -212,7 +212,7 @@ class Records:
 
         Samplers of single requests go with theirs.
 
-        Pieces that may have to be repeated stay.
+        Requests that may have to be repeated stay.
         """
         old = "state != 'waiting' AND (kind = 'asample' OR body = x'')"
         rows = self._execute(
@@ -233,7 +233,7 @@ class Records:
         self._execute(f"DELETE FROM entries WHERE {one} AND {is_old} AND NOT {is_used}", before)
 
     def forget_target(self, target: str) -> None:
-        """Delete all pieces of a model or sampler."""
+        """Delete all requests of a model or sampler."""
         self._execute("DELETE FROM pieces WHERE target = ?", target)
 
     def _execute(self, statement: str, *values: object) -> list[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fsdp_qlora.service.names import session_of
-from fsdp_qlora.service.records import Piece
+from fsdp_qlora.service.records import QueuedRequest
 from fsdp_qlora.utils.errors import UserError
 
 # Numbers that a model's request may be ahead of the one whose turn it is.
@@ -29,79 +29,81 @@ class Busy(Exception):
 class Late(NamedTuple):
     """A request that cannot be done any more, and why."""
 
-    piece: Piece
+    request: QueuedRequest
     reason: str
 
 
 class RequestQueue:
     """The requests that wait. Its methods may be called in any thread; `take` in one.
 
-    Samples have no order among themselves. Models, and the samplers of each session, take turns:
+    Samples have no command among themselves. Models, and the samplers of each session, take turns:
     one with a hundred requests does not keep the others waiting.
 
     Args:
         first_number: of a model, the number of the request whose turn it is after a start.
     """
 
-    def __init__(self, waiting: Iterable[Piece], first_number: Callable[[str], int]) -> None:
+    def __init__(
+        self, waiting: Iterable[QueuedRequest], first_number: Callable[[str], int]
+    ) -> None:
         self._first_number = first_number
         self._changed = threading.Condition()
-        self._of_models: dict[str, dict[int, Piece]] = {}  # model -> number -> request
+        self._of_models: dict[str, dict[int, QueuedRequest]] = {}  # model -> number -> request
         # From turn to id to request, the oldest first.
-        self._of_samplers: dict[str, dict[str, Piece]] = {}
+        self._of_samplers: dict[str, dict[str, QueuedRequest]] = {}
         # Of those with requests; the next one is the first whose request can be done.
         self._turns = deque[str]()
         self._next: dict[str, int] = {}  # the number whose turn it is, of models with requests
         self._missing_since: dict[str, float] = {}  # models that wait for a number
         self._counts = Counter[str]()  # of each session's requests
         self._bytes = Counter[str]()  # of their bodies
-        for piece in waiting:
-            self._add(piece)
+        for request in waiting:
+            self._add(request)
 
-    def check(self, piece: Piece) -> None:
+    def check(self, request: QueuedRequest) -> None:
         """Refuse a request that would wait for too many others.
 
         Raises:
             Busy: so much of its session waits that its client should ask again later.
             UserError: it is too far ahead.
         """
-        session = session_of(piece.target)
+        session = session_of(request.target)
         with self._changed:
             is_full = (
                 self._counts[session] >= _MOST_WAITING
-                or self._bytes[session] + piece.size > _MOST_BYTES
+                or self._bytes[session] + request.size > _MOST_BYTES
             )
         if is_full:
             raise Busy("Too many requests of this session wait. Ask again when some are done.")
-        if piece.kind == "asample":
+        if request.kind == "asample":
             return
         with self._changed:
-            ahead = piece.seq - self._number_of(piece.target)
+            ahead = request.seq - self._number_of(request.target)
         if ahead > _MOST_AHEAD:
             raise UserError(
-                f"Request {piece.seq} is {ahead:,} ahead of the model's turn; at most "
+                f"Request {request.seq} is {ahead:,} ahead of the model's turn; at most "
                 f"{_MOST_AHEAD:,} are."
             )
 
-    def add(self, piece: Piece) -> bool:
+    def add(self, request: QueuedRequest) -> bool:
         """Let a request wait; False if its turn has passed."""
         with self._changed:
-            if piece.kind != "asample" and piece.seq < self._number_of(piece.target):
+            if request.kind != "asample" and request.seq < self._number_of(request.target):
                 return False
-            self._add(piece)
+            self._add(request)
             self._changed.notify()
         return True
 
-    def _add(self, piece: Piece) -> None:
-        turn = _turn_of(piece)
-        session = session_of(piece.target)
+    def _add(self, request: QueuedRequest) -> None:
+        turn = _turn_of(request)
+        session = session_of(request.target)
         self._counts[session] += 1
-        self._bytes[session] += piece.size
-        if piece.kind == "asample":
-            self._of_samplers.setdefault(turn, {})[piece.id] = piece
+        self._bytes[session] += request.size
+        if request.kind == "asample":
+            self._of_samplers.setdefault(turn, {})[request.id] = request
         else:
-            self._number_of(piece.target)
-            self._of_models.setdefault(turn, {})[piece.seq] = piece
+            self._number_of(request.target)
+            self._of_models.setdefault(turn, {})[request.seq] = request
         if turn not in self._turns:
             self._turns.append(turn)
 
@@ -115,41 +117,43 @@ class RequestQueue:
             self._next[model] = self._first_number(model)
         return self._next[model]
 
-    def remove_sample(self, name: str) -> Piece | None:
+    def remove_sample(self, name: str) -> QueuedRequest | None:
         """Take a request for samples out of its turn; None if it does not wait here."""
         with self._changed:
             for turn, waiting in self._of_samplers.items():
-                piece = waiting.pop(name, None)
-                if piece:
+                request = waiting.pop(name, None)
+                if request:
                     self._close(turn)
-                    return self._counted_out(piece)
+                    return self._counted_out(request)
         return None
 
-    def samples(self) -> list[Piece]:
+    def samples(self) -> list[QueuedRequest]:
         """All requests for samples."""
         with self._changed:
-            return [piece for waiting in self._of_samplers.values() for piece in waiting.values()]
+            return [
+                request for waiting in self._of_samplers.values() for request in waiting.values()
+            ]
 
-    def take(self, seconds: float) -> Piece | None:
+    def take(self, seconds: float) -> QueuedRequest | None:
         """The next request; None if there is none within these seconds."""
         with self._changed:
-            piece = self._take()
-            if piece is None and self._changed.wait(seconds):
-                piece = self._take()
-            return piece
+            request = self._take()
+            if request is None and self._changed.wait(seconds):
+                request = self._take()
+            return request
 
-    def _take(self) -> Piece | None:
+    def _take(self) -> QueuedRequest | None:
         for turn in self._turns:
-            piece = self._pop(turn)
+            request = self._pop(turn)
             # To the end of the queue, so that the others come before its next request.
-            if piece is not None:
+            if request is not None:
                 self._turns.remove(turn)
                 self._turns.append(turn)
                 self._close(turn)
-                return piece
+                return request
         return None
 
-    def _pop(self, turn: str) -> Piece | None:
+    def _pop(self, turn: str) -> QueuedRequest | None:
         """Take the request out whose turn it is, if it is there."""
         samples = self._of_samplers.get(turn)
         if samples:
@@ -159,14 +163,14 @@ class RequestQueue:
             return self._counted_out(waiting.pop(self._next[turn]))
         return None
 
-    def _counted_out(self, piece: Piece) -> Piece:
+    def _counted_out(self, request: QueuedRequest) -> QueuedRequest:
         """Count a request no longer among those that wait."""
-        session = session_of(piece.target)
+        session = session_of(request.target)
         self._counts[session] -= 1
-        self._bytes[session] -= piece.size
+        self._bytes[session] -= request.size
         if not self._counts[session]:
             del self._counts[session], self._bytes[session]
-        return piece
+        return request
 
     def _close(self, turn: str) -> None:
         """Drop a turn that has no requests left."""
@@ -177,13 +181,13 @@ class RequestQueue:
         self._of_models.pop(turn, None)
         self._missing_since.pop(turn, None)
 
-    def is_over(self, piece: Piece) -> None:
+    def is_over(self, request: QueuedRequest) -> None:
         """A request has its result: it is the turn of its model's next one."""
-        if piece.kind == "asample":
+        if request.kind == "asample":
             return
         with self._changed:
-            self._next[piece.target] = max(piece.seq + 1, self._next.get(piece.target, 0))
-            self._missing_since.pop(piece.target, None)
+            self._next[request.target] = max(request.seq + 1, self._next.get(request.target, 0))
+            self._missing_since.pop(request.target, None)
             self._changed.notify()
 
     def forget_idle(self) -> None:
@@ -226,6 +230,6 @@ class RequestQueue:
         return time.monotonic() - since > _HOLE_SECONDS
 
 
-def _turn_of(piece: Piece) -> str:
+def _turn_of(request: QueuedRequest) -> str:
     # A session may have any number of samplers, which share one turn.
-    return f"{session_of(piece.target)}:sample" if piece.kind == "asample" else piece.target
+    return f"{session_of(request.target)}:sample" if request.kind == "asample" else request.target

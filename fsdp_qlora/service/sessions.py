@@ -35,19 +35,19 @@ class Sessions:
         """Make a session; returns its name."""
         session = secrets.token_hex(16)
         now = self.clock.now()
-        about = {"user_metadata": metadata, "display_name": display_name, "time": now, "used": now}
-        self.records.put("session", session, about)
+        entry = {"user_metadata": metadata, "display_name": display_name, "time": now, "used": now}
+        self.records.put("session", session, entry)
         return session
 
-    def note_use(self, session: str, about: dict[str, Any]) -> None:
-        """A session's client is there. about: its entry."""
-        if self.clock.now() - about.get("used", 0.0) > _NOTED_SECONDS:
-            self.records.put("session", session, about | {"used": self.clock.now()})
+    def note_use(self, session: str, entry: dict[str, Any]) -> None:
+        """A session's client is there. entry: its entry."""
+        if self.clock.now() - entry.get("used", 0.0) > _NOTED_SECONDS:
+            self.records.put("session", session, entry | {"used": self.clock.now()})
 
-    def note_end(self, session: str, about: dict[str, Any]) -> None:
+    def note_end(self, session: str, entry: dict[str, Any]) -> None:
         """A session's client has finished it."""
         self.records.put(
-            "session", session, about | {"used": self.clock.now(), "is_finished": True}
+            "session", session, entry | {"used": self.clock.now(), "is_finished": True}
         )
 
     def forget_idle(self, keeping: Collection[str]) -> list[str]:
@@ -60,8 +60,8 @@ class Sessions:
         samplers = list(self.records.find("sampler"))
         models = list(self.records.find("model"))
         living = {session_of(model) for model in keeping}
-        for session, about in list(self.records.find("session")):
-            if session in living or not self._is_over(about):
+        for session, entry in list(self.records.find("session")):
+            if session in living or not self._is_over(entry):
                 living.add(session)
             else:
                 self.records.delete("session", session)
@@ -75,13 +75,13 @@ class Sessions:
             self._forget(model)
         return unsaved
 
-    def _is_over(self, about: Mapping[str, Any]) -> bool:
+    def _is_over(self, entry: Mapping[str, Any]) -> bool:
         """Whether a session is finished, or its client has been away for long.
 
         The time counts from this start at the earliest.
         """
-        most = _FINISHED_SECONDS if about.get("is_finished") else _IDLE_SECONDS
-        return self.clock.now() - about.get("used", self._started) > most
+        most = _FINISHED_SECONDS if entry.get("is_finished") else _IDLE_SECONDS
+        return self.clock.now() - entry.get("used", self._started) > most
 
     def _forget(self, model: str) -> None:
         """Delete a model of which no weights are saved."""

@@ -134,7 +134,8 @@ OTHERWISE = {
         distributed.supervision.watchdog:Watchdog._end_hanging
         observability.metric_log:JsonlSink.__init__ utils.files:flush
         utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
-        utils.safetensors_files:write_tensors service.rooms:Rooms._read service.rooms:Rooms.load
+        utils.safetensors_files:write_tensors service.adapter_store:AdapterStore._read
+        service.adapter_store:AdapterStore.load
         service.access:_draw_key service.records:_make_private
     """,
     "the user's own token, where the hub's client reads it": "utils.redact:_secrets",

@@ -25,17 +25,17 @@ def failing(loss: Any) -> Any:
 
 
 def made(make: Any) -> Any:
-    def checked(self: Any, about: Any) -> Any:
-        if about["seed"] == UNLUCKY:
+    def checked(self: Any, settings: Any) -> Any:
+        if settings["seed"] == UNLUCKY:
             raise ArithmeticError("of a kind that nobody thought of")
-        return make(self, about)
+        return make(self, settings)
 
     return checked
 
 
 if __name__ == "__main__":
-    from fsdp_qlora.service import losses, rooms
+    from fsdp_qlora.service import adapter_store, losses
 
-    rooms.Rooms.make = made(rooms.Rooms.make)  # type: ignore[method-assign]
+    adapter_store.AdapterStore.make = made(adapter_store.AdapterStore.make)  # type: ignore[method-assign]
     losses.LOSSES["dro"] = failing(losses.LOSSES["dro"])
     sys.exit(main(["serve", *sys.argv[1:]]))

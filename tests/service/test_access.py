@@ -270,14 +270,14 @@ def test_what_fails_within_an_answer_is_a_line_and_no_traceback(
     assert "RecursionError" in line and "\n" not in line
 
 
-class _Desk:
-    """Of a desk what waiting needs: a request without a result, or records that cannot be read."""
+class _Scheduler:
+    """The part of a scheduler that waiting needs: a request without a result, or a failure."""
 
     def __init__(self, failure: Exception | None) -> None:
         base = SimpleNamespace(names=["base"])
         self.failure = failure
         self.records = None
-        self.orders = SimpleNamespace(bases=[base])
+        self.reader = SimpleNamespace(bases=[base])
 
     def result(self, name: str) -> tuple[str, bytes]:
         if self.failure:
@@ -288,7 +288,7 @@ class _Desk:
 @pytest.mark.parametrize("ending", ["the client has gone", "the records cannot be read"])
 def test_no_event_stays_of_a_client_that_waited(ending: str) -> None:
     failure = sqlite3.OperationalError("disk I/O error") if "records" in ending else None
-    app = App(_Desk(failure))  # type: ignore[arg-type]
+    app = App(_Scheduler(failure))  # type: ignore[arg-type]
 
     async def wait_and_leave() -> None:
         waiting = asyncio.create_task(app._wait_for("1"))

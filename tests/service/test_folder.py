@@ -17,11 +17,11 @@ import psutil
 import pytest
 from tinker import types
 
-from fsdp_qlora.service.desk import Desk
+from fsdp_qlora.service.adapter_store import moved_aside
+from fsdp_qlora.service.command_reader import Base
 from fsdp_qlora.service.messages import Limits
-from fsdp_qlora.service.orders import Base
-from fsdp_qlora.service.records import Piece, Records
-from fsdp_qlora.service.rooms import moved_aside
+from fsdp_qlora.service.records import QueuedRequest, Records
+from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.utils.errors import UserError
 from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
 from tests.tiny import ROOT, flags
@@ -189,7 +189,7 @@ def damaged(path: Path, how: str) -> None:
 def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, how: str) -> None:
     records = Records(tmp_path)
     for number in range(200):
-        records.add(Piece(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"x" * 500)
+        records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"x" * 500)
         records.put("session", str(number), {"time": 0.0})
     records._file.close()
     (tmp_path / MODEL.replace(":", "_") / "weights").mkdir(parents=True)
@@ -214,7 +214,7 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
     records = Records(tmp_path)
     sampler = f"direct:{'0' * 32}"
     for number in range(10):
-        records.add(Piece(str(number), sampler, number, "asample"), b"request")
+        records.add(QueuedRequest(str(number), sampler, number, "asample"), b"request")
         records.finish([(str(number), "done", b"x" * 100)])
     records.put("sampler", sampler, {"time": 0.0})
     assert records.body("9") == b""  # not needed any more
@@ -250,7 +250,9 @@ def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path: Path, fails: bool
 def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -> None:
     records = Records(tmp_path)
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
-    desk = Desk(records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0))
+    scheduler = Scheduler(
+        records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0)
+    )
     other = f"{'1' * 32}:train:0"
     request = {
         "session_id": "1" * 32,
@@ -258,29 +260,31 @@ def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -
         "base_model": "base",
         "lora_config": {"rank": 2},
     }
-    piece = Piece(f"{other}:0", other, 0, "create_model")
-    records.add(piece, json.dumps(request).encode())
+    queued = QueuedRequest(f"{other}:0", other, 0, "create_model")
+    records.add(queued, json.dumps(request).encode())
     for live, kinds in ((4, ["drop", "create_model"]), (3, ["save", "drop", "create_model"])):
         records.put("model", MODEL, {"about": {}, "live": live})
         for number in range(5):
-            records.add(Piece(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"{}")
+            records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"{}")
             records.finish([(f"{MODEL}:{number}", "done", b"")])
-        desk._used_at = {MODEL: 0.0}
-        assert [order["kind"] for order in desk._orders_of(piece)] == kinds
+        scheduler._used_at = {MODEL: 0.0}
+        assert [command["kind"] for command in scheduler._commands_of(queued)] == kinds
 
 
 @pytest.mark.quick
 def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path: Path) -> None:
     records = Records(tmp_path)
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
-    desk = Desk(records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0))
+    scheduler = Scheduler(
+        records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0)
+    )
     records.put("session", MODEL[:32], {"time": 0.0})
     records.put("model", MODEL, {"about": {}})
     done: list[str] = []
-    desk.on_done = done.append
+    scheduler.on_done = done.append
     for number in range(3):
-        desk.submit(Piece(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"\xff{")
+        scheduler.submit(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"\xff{")
     for count in (1, 2, 3):  # the ranks give a sign of life between two of them
-        assert desk.take(0.0) is None and len(done) == count
-    state, answer = desk.result(f"{MODEL}:2") or ("", b"")
+        assert scheduler.take(0.0) is None and len(done) == count
+    state, answer = scheduler.result(f"{MODEL}:2") or ("", b"")
     assert state == "failed" and b"error" in answer

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.service import request_queue
-from fsdp_qlora.service.records import Piece
+from fsdp_qlora.service.records import QueuedRequest
 from fsdp_qlora.service.request_queue import Busy, RequestQueue
 from fsdp_qlora.service.wall_clock import WallClock, date_of
 from fsdp_qlora.utils.errors import UserError
@@ -15,17 +15,21 @@ pytestmark = pytest.mark.quick
 SESSIONS = ["0" * 32, "1" * 32, "2" * 32]
 
 
-def passes(session: int, *numbers: int) -> list[Piece]:
+def passes(session: int, *numbers: int) -> list[QueuedRequest]:
     model = f"{SESSIONS[session]}:train:0"
-    return [Piece(f"{model}:{number}", model, number, "forward_backward") for number in numbers]
+    return [
+        QueuedRequest(f"{model}:{number}", model, number, "forward_backward") for number in numbers
+    ]
 
 
-def samples(session: int, count: int) -> list[Piece]:
+def samples(session: int, count: int) -> list[QueuedRequest]:
     sampler = f"{SESSIONS[session]}:sample:0"
-    return [Piece(f"{sampler}:{number}", sampler, number, "asample") for number in range(count)]
+    return [
+        QueuedRequest(f"{sampler}:{number}", sampler, number, "asample") for number in range(count)
+    ]
 
 
-def queue(*waiting: Piece) -> RequestQueue:
+def queue(*waiting: QueuedRequest) -> RequestQueue:
     return RequestQueue(waiting, lambda model: 0)
 
 
@@ -33,18 +37,18 @@ def order(waiting: RequestQueue, count: int) -> list[tuple[int, int]]:
     """(session, number) of the next requests, each done before the next one is taken."""
     done = []
     for _ in range(count):
-        piece = waiting.take(0)
-        assert piece is not None
-        waiting.is_over(piece)
-        done.append((SESSIONS.index(piece.target[:32]), piece.seq))
+        request = waiting.take(0)
+        assert request is not None
+        waiting.is_over(request)
+        done.append((SESSIONS.index(request.target[:32]), request.seq))
     return done
 
 
 def test_models_take_turns_however_many_requests_each_has() -> None:
     waiting = queue(*passes(0, *range(300)))
     order(waiting, 5)
-    for piece in (*passes(1, 0, 1), *samples(2, 40)):
-        waiting.add(piece)
+    for request in (*passes(1, 0, 1), *samples(2, 40)):
+        waiting.add(request)
     found = order(waiting, 9)
     assert found.index((1, 0)) <= 2 and found.index((1, 1)) <= 5 and found.index((2, 0)) <= 2
     assert [number for session, number in found if session == 0] == [5, 6, 7, 8]
@@ -55,8 +59,8 @@ def test_models_take_turns_however_many_requests_each_has() -> None:
 def test_requests_of_a_model_are_done_by_their_numbers() -> None:
     waiting = queue(*passes(0, 2, 1, 0))
     assert order(waiting, 3) == [(0, 0), (0, 1), (0, 2)]
-    for piece in passes(0, 5, 4):
-        waiting.add(piece)
+    for request in passes(0, 5, 4):
+        waiting.add(request)
     assert waiting.take(0) is None
     waiting.add(*passes(0, 3))
     assert order(waiting, 3) == [(0, 3), (0, 4), (0, 5)]
@@ -70,8 +74,8 @@ def test_a_hole_fails_what_is_behind_it_after_a_while(monkeypatch: pytest.Monkey
     now = time.monotonic()
     monkeypatch.setattr(request_queue.time, "monotonic", lambda: now + 3600)
     [late] = waiting.take_late()
-    assert late.piece.seq == 1 and "request 0" in late.reason
-    waiting.is_over(late.piece)
+    assert late.request.seq == 1 and "request 0" in late.reason
+    waiting.is_over(late.request)
     assert sorted(order(waiting, 2)) == [(0, 2), (1, 0)]
 
 
@@ -82,17 +86,17 @@ def test_requests_far_ahead_are_refused_and_passed_ones_given_up() -> None:
     waiting.check(*passes(0, 9_000))
     after_a_kill = RequestQueue(passes(0, 3, 7), lambda model: 5)
     [late] = after_a_kill.take_late()
-    assert late.piece.seq == 3
-    after_a_kill.is_over(late.piece)
+    assert late.request.seq == 3
+    after_a_kill.is_over(late.request)
     assert after_a_kill.number_of(passes(0, 0)[0].target) == 5
 
 
 def test_a_session_that_fills_the_queue_is_told_to_wait() -> None:
     waiting = queue()
-    large = [piece._replace(size=2**30) for piece in passes(0, 0, 1, 2)]
-    for piece in large[:2]:
-        waiting.check(piece)
-        waiting.add(piece)
+    large = [request._replace(size=2**30) for request in passes(0, 0, 1, 2)]
+    for request in large[:2]:
+        waiting.check(request)
+        waiting.add(request)
     with pytest.raises(Busy):
         waiting.check(large[2])
     waiting.check(passes(1, 0)[0]._replace(size=2**30))  # another one is not concerned

@@ -1,6 +1,6 @@
-"""Takes the requests of clients on rank 0, and turns them into orders for all ranks.
+"""Takes the requests of clients on rank 0, and turns them into commands for all ranks.
 
-Pieces of a model are done in the order of their numbers, whatever order they come in. A request
+Requests of a model are done in the order of their numbers, whatever order they come in. A request
 that cannot be done fails alone, and its number counts as used: a client goes on with the next one.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from fsdp_qlora.service.orders import Base, Orders, WantedSample
-from fsdp_qlora.service.records import DONE, FAILED, WAITING, Piece, Records
+from fsdp_qlora.service.command_reader import Base, CommandReader, WantedSample
+from fsdp_qlora.service.records import DONE, FAILED, WAITING, QueuedRequest, Records
 from fsdp_qlora.service.request_queue import RequestQueue
 from fsdp_qlora.service.sampling import SampleGroup
 from fsdp_qlora.service.saved_weights import SavedWeights
 from fsdp_qlora.service.sessions import Sessions
 from fsdp_qlora.service.wall_clock import WallClock
-from fsdp_qlora.service.worker import Order, Result
+from fsdp_qlora.service.worker import Command, Result
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
@@ -47,16 +47,16 @@ LONGEST_REASON = 2000
 _SAVES = ("save_weights", "save_weights_for_sampler")
 
 
-class Desk:
+class Scheduler:
     """The requests that wait, and the models that are in memory.
 
     Args:
         folder: of checkpoints. bases: the one whose adapters are trained, and others as they are.
             most_rank: of adapters. most_models: in memory. save_times: steps and seconds after
-            which a model's state is saved, so that fewer pieces must be repeated after a kill; 0
+            which a model's state is saved, so that fewer requests must be repeated after a kill; 0
             for never.
     Attributes:
-        on_done: is told each piece that has a result.
+        on_done: is told each request that has a result.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Desk:
         self.clock = WallClock()
         self.weights = SavedWeights(records, folder, self.clock)
         self.sessions = Sessions(records, self.weights, self.clock)
-        self.orders = Orders(records, self.weights, self.clock, bases, most_rank)
+        self.reader = CommandReader(records, self.weights, self.clock, bases, most_rank)
         self.on_done: Callable[[str], object] = lambda name: None
         self.queue = RequestQueue(records.waiting(), self._first_number)
         self._used_at: dict[str, float] = {}  # the models in memory
@@ -84,34 +84,34 @@ class Desk:
         self._with_gradients: set[str] = set()
         self._samples: dict[str, WantedSample] = {}  # that wait, by their names
         self._alone = records.tried_samples()  # samples that are not answered together with others
-        self._in_work: list[Piece] = []
-        self._coming: deque[Order] = deque()
-        self._order: Order | None = None  # that the ranks carry out
+        self._in_work: list[QueuedRequest] = []
+        self._coming: deque[Command] = deque()
+        self._command: Command | None = None  # that the ranks execute
         self._unwritten: dict[str, tuple[str, bytes]] = {}  # failures that the disk has no room for
         self._lock = threading.Lock()  # of the unwritten ones
         self._swept_at = -_SWEEP_SECONDS
 
     # --- for the web server's threads ---
 
-    def submit(self, piece: Piece, body: bytes) -> None:
+    def submit(self, request: QueuedRequest, body: bytes) -> None:
         """Take a request, once: one with the same target and number is the same.
 
         Raises:
             UserError: too many others come before it.
         """
         # Recorded before the client hears of it, so that a kill loses no request.
-        self.queue.check(piece)
-        if self.records.add(piece, body) and not self.queue.add(piece):
-            self._fail(piece, f"The model's request {piece.seq} has been passed over.")
+        self.queue.check(request)
+        if self.records.add(request, body) and not self.queue.add(request):
+            self._fail(request, f"The model's request {request.seq} has been passed over.")
 
     def cancel(self, name: str) -> None:
         """Give up a request for samples that has not begun."""
-        piece = self.queue.remove_sample(name)
-        if piece:
-            self._fail(piece, "cancelled")
+        request = self.queue.remove_sample(name)
+        if request:
+            self._fail(request, "cancelled")
 
     def result(self, name: str) -> tuple[str, bytes] | None:
-        """State and result of a piece; None if it is unknown.
+        """State and result of a request; None if it is unknown.
 
         What is not written yet is not shown.
         """
@@ -119,8 +119,8 @@ class Desk:
 
     # --- for the main thread ---
 
-    def take(self, seconds: float) -> Order | None:
-        """The next order; None if there is none within these seconds."""
+    def take(self, seconds: float) -> Command | None:
+        """The next command; None if there is none within these seconds."""
         # If nothing can be recorded, nothing is begun.
         if not self._write_failures():
             time.sleep(seconds)
@@ -131,32 +131,32 @@ class Desk:
         if not self._coming:
             # There is none, or it has failed: ranks give a sign of life between two requests.
             return None
-        self._order = self._coming.popleft()
+        self._command = self._coming.popleft()
         with self._failing("read"):
-            return self._with_body(self._order)
+            return self._with_body(self._command)
         return None
 
     def _begin_next(self, seconds: float) -> None:
-        """Turn the next request into orders, if one comes within these seconds and can be done."""
-        piece = self.queue.take(seconds)
-        if piece is None:
+        """Turn the next request into commands, if one comes within these seconds and is valid."""
+        request = self.queue.take(seconds)
+        if request is None:
             return
-        self._in_work = [piece]
+        self._in_work = [request]
         with self._failing("read"):
-            tries = self.records.begin(piece.id)
+            tries = self.records.begin(request.id)
             if tries > _MOST_TRIES:
                 raise UserError("The service has ended each time that it worked on this request.")
             # Answered by itself from the second try on, so that it fails no others.
             if tries > 1:
-                self._alone.add(piece.id)
-            self._coming.extend(self._orders_of(piece))
+                self._alone.add(request.id)
+            self._coming.extend(self._commands_of(request))
 
-    def _with_body(self, order: Order) -> Order:
+    def _with_body(self, command: Command) -> Command:
         # Read only now: bodies of restored requests are many, and would all be in memory.
-        if order["kind"] != "forward_backward":
-            return order
-        body = self.records.body(f"{order['model']}:{order['seq']}")
-        return order | {"body": base64.b64encode(body).decode()}
+        if command["kind"] != "forward_backward":
+            return command
+        body = self.records.body(f"{command['model']}:{command['seq']}")
+        return command | {"body": base64.b64encode(body).decode()}
 
     @contextlib.contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
@@ -166,44 +166,47 @@ class Desk:
         except Exception as error:
             self.refuse(reason_of(error, doing))
 
-    def finish(self, order: Order, results: list[Result]) -> None:
-        """Record what an order has led to, and tell the clients that wait for it."""
+    def finish(self, command: Command, results: list[Result]) -> None:
+        """Record what a command has led to, and tell the clients that wait for it."""
         with self._failing("recorded"):
-            self._record(order, results)
+            self._record(command, results)
 
-    def _record(self, order: Order, results: list[Result]) -> None:
-        # A repeated order has its results already.
-        pieces = [] if order.get("repeats") else self._in_work
+    def _record(self, command: Command, results: list[Result]) -> None:
+        # A repeated command has its results already.
+        requests = [] if command.get("repeats") else self._in_work
         replaced = None
         with self.records.all_or_none():
-            if "uri" in order:
-                self.records.put("checkpoint", order["uri"], order["entry"])
-            if "live" in order:
-                replaced = self._note_live(order["model"], order["live"])
+            if "uri" in command:
+                self.records.put("checkpoint", command["uri"], command["entry"])
+            if "live" in command:
+                replaced = self._note_live(command["model"], command["live"])
             self.records.finish(
-                [(piece.id, DONE, result) for piece, result in zip(pieces, results, strict=False)]
+                [
+                    (request.id, DONE, result)
+                    for request, result in zip(requests, results, strict=False)
+                ]
             )
         # Only now does no entry name the old folder.
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
-        self._order = None
-        self._note_gradients(order)
-        if order.get("repeats"):
+        self._command = None
+        self._note_gradients(command)
+        if command.get("repeats"):
             return
         self._in_work = []
-        for piece in pieces:
-            self._turn(piece)
-        if self._is_save_due(order):
-            self._coming.append(self._live_order(order["model"], order["seq"]))
+        for request in requests:
+            self._advance(request)
+        if self._is_save_due(command):
+            self._coming.append(self._save_command(command["model"], command["seq"]))
 
-    def _note_gradients(self, order: Order) -> None:
-        if order["kind"] == "forward_backward":
-            self._with_gradients.add(order["model"])
-        elif order["kind"] in ("optim_step", "load_weights"):
-            self._with_gradients.discard(order["model"])
+    def _note_gradients(self, command: Command) -> None:
+        if command["kind"] == "forward_backward":
+            self._with_gradients.add(command["model"])
+        elif command["kind"] in ("optim_step", "load_weights"):
+            self._with_gradients.discard(command["model"])
 
-    def _live_order(self, model: str, seq: int) -> Order:
-        """The order that saves a model's state after the request of this number.
+    def _save_command(self, model: str, seq: int) -> Command:
+        """The command that saves a model's state after the request of this number.
 
         The state has no gradients.
         """
@@ -218,73 +221,73 @@ class Desk:
             "repeats": True,
         }
 
-    def _is_save_due(self, order: Order) -> bool:
+    def _is_save_due(self, command: Command) -> bool:
         """Whether a model's state is to be saved. Weights that were loaded may be deleted."""
-        if order["kind"] != "optim_step":
-            return bool(order["kind"] == "load_weights")
-        model = order["model"]
+        if command["kind"] != "optim_step":
+            return bool(command["kind"] == "load_weights")
+        model = command["model"]
         (steps, seconds) = self.save_times
         self._steps[model] = self._steps.get(model, 0) + 1
         is_due_by_steps = 0 < steps <= self._steps[model]
         return is_due_by_steps or 0 < seconds < time.monotonic() - self._saved_at[model]
 
     def refuse(self, reason: str, lost: Iterable[str] = ()) -> None:
-        """Record that the last order, and those that were to follow, cannot be carried out.
+        """Record that the last command, and those that were to follow, cannot be carried out.
 
         Args:
             lost: models that the ranks have lost by it.
         """
-        order = self._order
-        pieces = self._in_work
-        self._order = None
+        command = self._command
+        requests = self._in_work
+        self._command = None
         self._in_work = []
         self._coming.clear()
-        for model in {*lost, *self._uncertain(order, pieces)}:
+        for model in {*lost, *self._uncertain(command, requests)}:
             self._used_at.pop(model, None)
             self._with_gradients.discard(model)
             self._coming.append({"kind": "drop", "model": model, "repeats": True})
-        if order is not None and "live" in order:
-            log.warning("Model %s: its state cannot be saved now. %s", order["model"], reason)
-            if self._live_of(order["model"]) != order["live"]:
-                shutil.rmtree(order["path"], ignore_errors=True)
+        if command is not None and "live" in command:
+            log.warning("Model %s: its state cannot be saved now. %s", command["model"], reason)
+            if self._live_of(command["model"]) != command["live"]:
+                shutil.rmtree(command["path"], ignore_errors=True)
             # The next try comes when a save is due again.
-            self._note_saved(order["model"])
+            self._note_saved(command["model"])
         # One of several may be the cause: each is tried by itself.
-        if len(pieces) > 1:
-            self._alone |= {piece.id for piece in pieces}
-            for piece in pieces:
-                self.queue.add(piece)
+        if len(requests) > 1:
+            self._alone |= {request.id for request in requests}
+            for request in requests:
+                self.queue.add(request)
             return
-        for piece in pieces:
-            self._fail(piece, reason)
+        for request in requests:
+            self._fail(request, reason)
 
-    def _uncertain(self, order: Order | None, pieces: Sequence[Piece]) -> set[str]:
+    def _uncertain(self, command: Command | None, requests: Sequence[QueuedRequest]) -> set[str]:
         """The models that may not be in memory, or not where they were.
 
-        The ranks have failed at this order. Each model's next piece brings it back from what is
+        The ranks have failed at this command. Each model's next request brings it back from what is
         recorded.
         """
-        if order is None or order["kind"] == "asample":
+        if command is None or command["kind"] == "asample":
             return set()
-        is_live = "live" in order
+        is_live = "live" in command
         # A save reads the model only.
-        if order["kind"] == "save" and not is_live:
+        if command["kind"] == "save" and not is_live:
             return set()
-        # Orders that bring one back come before its piece's own.
-        models = {piece.target for piece in pieces}
-        if not is_live or order["model"] not in self._used_at:
-            models.add(order["model"])
+        # Commands that bring one back come before its request's own.
+        models = {request.target for request in requests}
+        if not is_live or command["model"] not in self._used_at:
+            models.add(command["model"])
         return models
 
-    def _fail(self, piece: Piece, reason: str) -> None:
+    def _fail(self, request: QueuedRequest, reason: str) -> None:
         answer = json.dumps({"error": reason[:LONGEST_REASON], "category": "user"}).encode()
         try:
-            self.records.finish([(piece.id, FAILED, answer)])
+            self.records.finish([(request.id, FAILED, answer)])
         except sqlite3.Error:
             # The disk is full: the next `take` writes it, and until then it is not shown.
             with self._lock:
-                self._unwritten[piece.id] = (FAILED, answer)
-        self._turn(piece)
+                self._unwritten[request.id] = (FAILED, answer)
+        self._advance(request)
 
     def _write_failures(self) -> bool:
         """Write what the disk had no room for; whether all is written."""
@@ -303,12 +306,12 @@ class Desk:
             self.on_done(name)
         return True
 
-    def _turn(self, piece: Piece) -> None:
-        """It is the next one's turn."""
-        self._samples.pop(piece.id, None)
-        self._alone.discard(piece.id)
-        self.queue.is_over(piece)
-        self.on_done(piece.id)
+    def _advance(self, request: QueuedRequest) -> None:
+        """Advance to the next request of this model."""
+        self._samples.pop(request.id, None)
+        self._alone.discard(request.id)
+        self.queue.is_over(request)
+        self.on_done(request.id)
 
     def _live_of(self, model: str) -> int:
         """The number of the request after which a model's own state was saved; -1 for none."""
@@ -317,14 +320,14 @@ class Desk:
     def _first_number(self, model: str) -> int:
         return 1 + max(self._live_of(model), self.records.last_done(model))
 
-    def _orders_of(self, piece: Piece) -> list[Order]:
-        """The order for a piece, behind those that bring its model back and make room for it."""
-        if piece.kind == "asample":
-            return [self._sampling(piece)]
-        order = self.orders.read(piece)
-        model = piece.target
-        before = list[Order]()
-        if model not in self._used_at and not order.get("makes"):
+    def _commands_of(self, request: QueuedRequest) -> list[Command]:
+        """The command for a request, behind those that bring its model back and free memory."""
+        if request.kind == "asample":
+            return [self._sampling(request)]
+        command = self.reader.read(request)
+        model = request.target
+        before = list[Command]()
+        if model not in self._used_at and not command.get("makes"):
             before = self._restored(model)
             if not before:
                 raise UserError("The model was not made: the request that makes it has failed.")
@@ -333,37 +336,41 @@ class Desk:
             oldest = min(self._used_at.keys() - {model}, key=self._used_at.__getitem__)
             del self._used_at[oldest]
             # Its state is saved before, unless that would lose gradients of a pass without a step:
-            # then its pieces are repeated.
+            # then its requests are repeated.
             seq = self.queue.number_of(oldest) - 1
             if oldest not in self._with_gradients and self._live_of(oldest) != seq:
-                before.append(self._live_order(oldest, seq))
+                before.append(self._save_command(oldest, seq))
             before.append({"kind": "drop", "model": oldest, "repeats": True})
         self._used_at[model] = time.monotonic()
         self._saved_at.setdefault(model, time.monotonic())
-        return [*before, order]
+        return [*before, command]
 
-    def _restored(self, model: str) -> list[Order]:
-        """The orders by which a model that was in memory before comes back."""
-        live = self.orders.model(model).get("live", -1)
-        orders = list[Order]()
+    def _restored(self, model: str) -> list[Command]:
+        """The commands by which a model that was in memory before comes back."""
+        live = self.reader.model(model).get("live", -1)
+        commands = list[Command]()
         if live >= 0:
             path = str(self.weights.state_folder(model, live))
-            orders.append({"kind": "load_weights", "model": model, "path": path, "optimizer": True})
-        pieces = [
-            piece for piece in self.records.done_after(model, live) if piece.kind not in _SAVES
+            commands.append(
+                {"kind": "load_weights", "model": model, "path": path, "optimizer": True}
+            )
+        requests = [
+            request
+            for request in self.records.done_after(model, live)
+            if request.kind not in _SAVES
         ]
-        orders += [self.orders.read(piece) for piece in pieces]
-        log.info("Model %s: brought back by %d pieces of work.", model, len(orders))
-        return [order | {"repeats": True} for order in orders]
+        commands += [self.reader.read(request) for request in requests]
+        log.info("Model %s: brought back by %d pieces of work.", model, len(commands))
+        return [command | {"repeats": True} for command in commands]
 
     def _note_live(self, model: str, seq: int) -> Path | None:
-        """Record a model's saved state, which replaces the pieces that led to it.
+        """Record a model's saved state, which replaces the requests that led to it.
 
         Returns the folder of the last state.
         """
-        about = self.orders.model(model)
-        before = about.get("live", -1)
-        self.records.put("model", model, about | {"live": seq})
+        entry = self.reader.model(model)
+        before = entry.get("live", -1)
+        self.records.put("model", model, entry | {"live": seq})
         self.records.forget_bodies(model, seq)
         self._note_saved(model)
         return self.weights.state_folder(model, before) if 0 <= before != seq else None
@@ -374,12 +381,12 @@ class Desk:
 
     # --- samples ---
 
-    def _sampling(self, piece: Piece) -> Order:
-        """One order for a request and the others that draw alike from the same weights."""
-        wanted = self._wanted(piece)
-        order = self.orders.sampling(wanted)
+    def _sampling(self, request: QueuedRequest) -> Command:
+        """One command for a request and the others that draw alike from the same weights."""
+        wanted = self._wanted(request)
+        command = self.reader.sampling(wanted)
         group = SampleGroup([wanted.request])
-        others = [] if piece.id in self._alone else self.queue.samples()
+        others = [] if request.id in self._alone else self.queue.samples()
         looked_at = 0
         for other in others:
             if other.id in self._alone:
@@ -398,25 +405,25 @@ class Desk:
             self._in_work.append(other)
             self.records.begin(other.id)
             group.requests.append(beside.request)
-        return order | {"requests": [request.own for request in group.requests]}
+        return command | {"requests": [request.own for request in group.requests]}
 
-    def _read_other(self, piece: Piece) -> WantedSample | None:
+    def _read_other(self, request: QueuedRequest) -> WantedSample | None:
         """Read a request as `_wanted` does; None if it cannot be read.
 
-        It then fails now, and is not read again for each order.
+        It then fails now, and is not read again for each command.
         """
         try:
-            return self._wanted(piece)
+            return self._wanted(request)
         except Exception as error:
-            if self.queue.remove_sample(piece.id) is not None:
-                self._fail(piece, reason_of(error, "read"))
+            if self.queue.remove_sample(request.id) is not None:
+                self._fail(request, reason_of(error, "read"))
             return None
 
-    def _wanted(self, piece: Piece) -> WantedSample:
-        """Read each request once: all that wait are looked at for each order."""
-        if piece.id not in self._samples:
-            self._samples[piece.id] = self.orders.read_sample(piece)
-        return self._samples[piece.id]
+    def _wanted(self, request: QueuedRequest) -> WantedSample:
+        """Read each request once: all that wait are looked at for each command."""
+        if request.id not in self._samples:
+            self._samples[request.id] = self.reader.read_sample(request)
+        return self._samples[request.id]
 
     # --- now and then ---
 
@@ -426,7 +433,7 @@ class Desk:
             return
         self._swept_at = time.monotonic()
         for late in self.queue.take_late():
-            self._fail(late.piece, late.reason)
+            self._fail(late.request, late.reason)
         try:
             self.records.forget_old(_KEPT_RESULTS, _KEPT_BYTES)
             self.records.forget_direct_samplers(self.clock.now() - _DIRECT_SECONDS)

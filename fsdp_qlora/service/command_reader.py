@@ -1,4 +1,4 @@
-"""Turns a client's request into an order for all ranks, and refuses what cannot be carried out."""
+"""Turns a client's request into a command for all ranks, and refuses what cannot be carried out."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from tinker import types
 
 from fsdp_qlora.service import names
 from fsdp_qlora.service.messages import Limits, TrainRequest, parse_train_request
-from fsdp_qlora.service.records import Piece, Records
+from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.sampling import SampleRequest, read_sample_request
 from fsdp_qlora.service.saved_weights import SAMPLER_WEIGHTS, SavedWeights, unnamed_sampler
 from fsdp_qlora.service.wall_clock import WallClock
-from fsdp_qlora.service.worker import Order
+from fsdp_qlora.service.worker import Command
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
@@ -62,7 +62,7 @@ class WantedSample(NamedTuple):
         return self.sampler.get("base")
 
 
-class Orders:
+class CommandReader:
     """Reads requests. Each method raises UserError or pydantic's ValidationError if one cannot be
     carried out.
 
@@ -95,39 +95,39 @@ class Orders:
 
     def model(self, name: str) -> dict[str, Any]:
         """The entry of a model."""
-        about = self.records.get("model", name)
-        if about is None:
+        entry = self.records.get("model", name)
+        if entry is None:
             raise UserError(f"There is no model {shown(name)}.")
-        return about
+        return entry
 
     # --- training ---
 
-    def read(self, piece: Piece) -> Order:
-        """The order for a model's request.
+    def read(self, queued: QueuedRequest) -> Command:
+        """The command for a model's request.
 
-        An order of forward_backward gets its body when it is sent.
+        A command of forward_backward gets its body when it is sent.
         """
-        order: Order = {"kind": piece.kind, "model": piece.target, "seq": piece.seq}
-        if piece.kind == "forward_backward":
+        command: Command = {"kind": queued.kind, "model": queued.target, "seq": queued.seq}
+        if queued.kind == "forward_backward":
             # To refuse what is wrong before the ranks get it; each rank reads it again.
-            self.model(piece.target)
+            self.model(queued.target)
             TrainRequest.read(
-                parse_train_request(self.records.body(piece.id)), self.bases[0].limits
+                parse_train_request(self.records.body(queued.id)), self.bases[0].limits
             )
-            return order
-        request: Any = REQUESTS[piece.kind].model_validate_json(self.records.body(piece.id))
+            return command
+        request: Any = REQUESTS[queued.kind].model_validate_json(self.records.body(queued.id))
         if isinstance(request, types.CreateModelRequest):
-            return order | {"about": self._create(piece.target, request), "makes": True}
+            return command | {"settings": self._create(queued.target, request), "makes": True}
         if isinstance(request, types.LoadWeightsRequest):
-            return order | self._load(piece, request)
-        self.model(piece.target)
+            return command | self._load(queued, request)
+        self.model(queued.target)
         if isinstance(request, types.SaveWeightsExternalRequest):
             raise UserError(
                 "save_weights_external is not served: save_state leaves a folder that PEFT loads."
             )
         if isinstance(request, types.OptimStepRequest):
-            return order | {"params": _adamw_params(request)}
-        return order | self._save(piece, request)
+            return command | {"params": _adamw_params(request)}
+        return command | self._save(queued, request)
 
     def _create(self, model: str, request: types.CreateModelRequest) -> dict[str, Any]:
         lora = request.lora_config
@@ -145,54 +145,54 @@ class Orders:
         if not (lora.train_attn or lora.train_mlp):
             raise UserError("The head has no adapter here: train_attn or train_mlp must be true.")
         # Recorded as JSON, so that the model can be made again after a kill.
-        about = {
+        settings = {
             "rank": lora.rank,
             "seed": lora.seed or 0,
             "train_attn": lora.train_attn,
             "train_mlp": lora.train_mlp,
         }
-        self._register(model, about, request.user_metadata)
-        return about
+        self._register(model, settings, request.user_metadata)
+        return settings
 
-    def _register(self, model: str, about: Mapping[str, Any], metadata: Any) -> None:
+    def _register(self, model: str, settings: Mapping[str, Any], metadata: Any) -> None:
         check_metadata(metadata)
         if self.records.get("model", model) is None:
-            created = {"about": dict(about), "user_metadata": metadata, "time": self.clock.now()}
+            created = {"about": dict(settings), "user_metadata": metadata, "time": self.clock.now()}
             self.records.put("model", model, created)
 
-    def _load(self, piece: Piece, request: types.LoadWeightsRequest) -> Order:
+    def _load(self, queued: QueuedRequest, request: types.LoadWeightsRequest) -> Command:
         folder = self.weights.folder_of(request.path)
         # Number 0 makes the model by loading; a model's own numbers begin at 1.
-        is_new = piece.seq == 0
+        is_new = queued.seq == 0
         if is_new:
             saved_by, _, _ = names.parts_of(request.path)
-            self._register(piece.target, self.model(saved_by)["about"], request.user_metadata)
-        about = self.model(piece.target)["about"]
+            self._register(queued.target, self.model(saved_by)["about"], request.user_metadata)
+        settings = self.model(queued.target)["about"]
         return {
             "path": str(folder),
             "optimizer": request.optimizer,
-            "about": about,
+            "settings": settings,
             "makes": is_new,
         }
 
-    def _save(self, piece: Piece, request: Any) -> Order:
-        is_sampler = piece.kind == "save_weights_for_sampler"
+    def _save(self, queued: QueuedRequest, request: Any) -> Command:
+        is_sampler = queued.kind == "save_weights_for_sampler"
         kind = SAMPLER_WEIGHTS if is_sampler else "weights"
-        uri = self.weights.name_new(piece.target, kind, request.path, piece.seq)
-        self.weights.check_new(uri, piece.id, overwrites=getattr(request, "overwrite", False))
+        uri = self.weights.name_new(queued.target, kind, request.path, queued.seq)
+        self.weights.check_new(uri, queued.id, overwrites=getattr(request, "overwrite", False))
         check_metadata(request.user_metadata)
         entry = {
-            "piece": piece.id,
+            "piece": queued.id,
             "time": self.clock.now(),
             "expires": self.weights.expiry(request.ttl_seconds),
             "user_metadata": request.user_metadata,
         }
         answer: dict[str, Any] = {"path": uri}
         if request.path is None:
-            answer = {"sampling_session_id": unnamed_sampler(piece.target, piece.seq)}
+            answer = {"sampling_session_id": unnamed_sampler(queued.target, queued.seq)}
             sampler = {"path": uri, "time": self.clock.now()}
             self.records.put("sampler", answer["sampling_session_id"], sampler)
-            self.weights.delete_idle(piece.target)
+            self.weights.delete_idle(queued.target)
         folder = names.folder_below(self.weights.folder, *names.parts_of(uri))
         return {
             "kind": "save",
@@ -205,36 +205,36 @@ class Orders:
 
     # --- sampling ---
 
-    def read_sample(self, piece: Piece) -> WantedSample:
+    def read_sample(self, queued: QueuedRequest) -> WantedSample:
         """A request for samples."""
-        request = types.SampleRequest.model_validate_json(self.records.body(piece.id))
-        sampler = self.records.get("sampler", piece.target)
+        request = types.SampleRequest.model_validate_json(self.records.body(queued.id))
+        sampler = self.records.get("sampler", queued.target)
         if sampler is None:
-            raise UserError(f"There is no sampler {shown(piece.target)}.")
+            raise UserError(f"There is no sampler {shown(queued.target)}.")
         if sampler["path"] is not None:
             self.weights.folder_of(sampler["path"])
             self.weights.note_sampling(sampler["path"])
         base = 0 if sampler["path"] is not None else self.base_named(sampler["base"])
         return WantedSample(
-            sampler, read_sample_request(piece.id, request, self.bases[base].limits)
+            sampler, read_sample_request(queued.id, request, self.bases[base].limits)
         )
 
-    def sampling(self, wanted: WantedSample) -> Order:
-        """The order for a request and others that draw alike; they are added to its `requests`.
+    def sampling(self, wanted: WantedSample) -> Command:
+        """The command for a request and others that draw alike; they are added to its `requests`.
 
         saved_by: weights may be saved anew under their name, so what the ranks keep is kept by the
         request that saved.
         """
         path = wanted.sampler["path"]
-        order: Order = {"kind": "asample", "base": 0, "path": None, "saved_by": None}
+        command: Command = {"kind": "asample", "base": 0, "path": None, "saved_by": None}
         if path is None:
-            order["base"] = self.base_named(str(wanted.base))
+            command["base"] = self.base_named(str(wanted.base))
         else:
-            order |= {
+            command |= {
                 "path": str(self.weights.folder_of(path)),
                 "saved_by": self.weights.entry(path)["piece"],
             }
-        return order | {"params": wanted.request.drawing, "requests": []}
+        return command | {"params": wanted.request.drawing, "requests": []}
 
 
 def check_metadata(metadata: Any) -> None:

@@ -50,14 +50,14 @@ _OF_ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "ssm")
 
 
 @dataclass(eq=False)
-class Room:
+class AdapterState:
     """One adapter, and this rank's rows of it while another one is in the shards.
 
-    about: rank, seed, train_attn and train_mlp, as JSON. steps: of the optimizer. is_snapshot: it
-    never trains.
+    settings: rank, seed, train_attn and train_mlp, as JSON. steps: of the optimizer. is_snapshot:
+    whether it never trains.
     """
 
-    about: Mapping[str, Any]
+    settings: Mapping[str, Any]
     values: dict[str, Tensor]
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -67,10 +67,10 @@ class Room:
 
     @property
     def rank(self) -> int:
-        return int(self.about["rank"])
+        return int(self.settings["rank"])
 
 
-class Rooms:
+class AdapterStore:
     """Puts adapters into a loaded model, and saves and loads them. Every rank makes the same calls.
 
     Args:
@@ -86,7 +86,7 @@ class Rooms:
         self.form = form
         self.identity = identity
         self.parameters: dict[str, nn.Parameter] = dict(adapter_parameters(trainer.model))  # type: ignore[arg-type]
-        self.inside: Room | None = None
+        self.active: AdapterState | None = None
         assert form.adapter is not None
         self.widest = int(form.adapter.r)
         self.alpha = float(form.adapter.lora_alpha)
@@ -101,38 +101,38 @@ class Rooms:
 
     # --- in and out of the shards ---
 
-    def enter(self, room: Room) -> None:
-        """Let the model compute with this adapter."""
-        if self.inside is room:
+    def activate(self, adapter: AdapterState) -> None:
+        """Load this adapter into the model."""
+        if self.active is adapter:
             return
-        self._leave()
+        self._deactivate()
         optimizer = self.trainer.optimizer
         for name, parameter in self.parameters.items():
-            store_rows(parameter, room.values[name])
-            optimizer.set_state(parameter, room.state.get(name, {}))
-            if name in room.gradients:
+            store_rows(parameter, adapter.values[name])
+            optimizer.set_state(parameter, adapter.state.get(name, {}))
+            if name in adapter.gradients:
                 parameter.grad = torch.empty_like(parameter)
-                store_rows(parameter.grad, room.gradients[name])
+                store_rows(parameter.grad, adapter.gradients[name])
         # LoRA's factor depends on the adapter's own rank, not on the widest.
-        scaling = self.alpha / room.rank
+        scaling = self.alpha / adapter.rank
         for layer in adapted_layers(self.trainer.model):
             (layer if isinstance(layer, LoraExperts) else layer.lora).scaling = scaling
         # The shards have them now, and the host's copies would grow old.
-        room.state = {}
-        room.gradients = {}
-        self.inside = room
-        self.trainer.loss_scale = room.scale
+        adapter.state = {}
+        adapter.gradients = {}
+        self.active = adapter
+        self.trainer.loss_scale = adapter.scale
 
-    def _leave(self) -> None:
-        room = self.inside
+    def _deactivate(self) -> None:
+        adapter = self.active
         optimizer = self.trainer.optimizer
-        if room is not None and not room.is_snapshot:
+        if adapter is not None and not adapter.is_snapshot:
             for name, parameter in self.parameters.items():
-                room.values[name] = local_part(parameter).detach().to("cpu", copy=True)
+                adapter.values[name] = local_part(parameter).detach().to("cpu", copy=True)
                 state = optimizer.state_of(parameter).items()
-                room.state[name] = {key: _on_host(value) for key, value in state}
+                adapter.state[name] = {key: _on_host(value) for key, value in state}
                 if parameter.grad is not None:
-                    room.gradients[name] = local_part(parameter.grad).to("cpu", copy=True)
+                    adapter.gradients[name] = local_part(parameter.grad).to("cpu", copy=True)
         self.abandon()
 
     def is_finite(self) -> bool:
@@ -156,40 +156,44 @@ class Rooms:
         """
         self.trainer.optimizer.zero_grad()
         self.trainer.optimizer.forget()
-        self.inside = None
+        self.active = None
 
-    def frozen(self, room: Room) -> list[nn.Parameter]:
-        """The adapters that a room leaves as they are, of the layers that its request excludes."""
+    def frozen(self, adapter: AdapterState) -> list[nn.Parameter]:
+        """The parameters of the layers that an adapter does not train."""
         return [
-            parameter for name, parameter in self.parameters.items() if not self._trains(room, name)
+            parameter
+            for name, parameter in self.parameters.items()
+            if not self._trains(adapter, name)
         ]
 
     @staticmethod
-    def _trains(room: Room, name: str) -> bool:
+    def _trains(adapter: AdapterState, name: str) -> bool:
         is_attention = any(word in part for part in name.split(".") for word in _OF_ATTENTION)
-        return bool(room.about["train_attn"] if is_attention else room.about["train_mlp"])
+        return bool(
+            adapter.settings["train_attn"] if is_attention else adapter.settings["train_mlp"]
+        )
 
     # --- made and saved ---
 
-    def make(self, about: Mapping[str, Any]) -> Room:
+    def make(self, settings: Mapping[str, Any]) -> AdapterState:
         """A new adapter: A random by its seed, B zero; rank 0 is the base, where A is zero too."""
-        rank = about["rank"]
+        rank = settings["rank"]
         values = {}
         for name, parameter in self.parameters.items():
             shape = self._narrow(
                 parameter, torch.empty(parameter.shape, device="meta"), max(1, rank)
             ).shape
-            whole = first_adapter_value(name, shape, seed=about["seed"]) * (rank > 0)
+            whole = first_adapter_value(name, shape, seed=settings["seed"]) * (rank > 0)
             values[name] = self._own(parameter, whole)
-        about = dict(about) | {"rank": max(1, rank)}
-        return Room(
-            about,
+        settings = dict(settings) | {"rank": max(1, rank)}
+        return AdapterState(
+            settings,
             values,
             scale=LossScale(enabled=self.trainer.loss_scale.enabled),
             is_snapshot=rank == 0,
         )
 
-    def save(self, room: Room, folder: Path, *, with_optimizer: bool) -> None:
+    def save(self, adapter: AdapterState, folder: Path, *, with_optimizer: bool) -> None:
         """Save an adapter, complete or not at all.
 
         The files are PEFT's, the optimizer's, state.json and hashes.
@@ -197,24 +201,24 @@ class Rooms:
         Raises:
             UserError: on every rank, if it cannot be written.
         """
-        self.enter(room)
+        self.activate(adapter)
         staging = folder.with_name(f".{folder.name}.writing")
         config = copy.copy(self.form.adapter)
         assert config is not None
-        config.r = room.rank
+        config.r = adapter.rank
         form = dataclasses.replace(self.form, adapter=config)
         about = dict(self.identity)
-        about["options"] = self.identity["options"] | {"lora_rank": room.rank}
+        about["options"] = self.identity["options"] | {"lora_rank": adapter.rank}
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
                 shutil.rmtree(staging, ignore_errors=True)
-            values = _Narrowed(self, room, keeps=self.trainer.ranks.is_rank_0)
-            form.save(values, staging, about=about, progress={"step": room.steps})
+            values = _Narrowed(self, adapter, keeps=self.trainer.ranks.is_rank_0)
+            form.save(values, staging, about=about, progress={"step": adapter.steps})
         # Collective: all ranks gather, and rank 0 writes.
-        moments = self._moments(room) if with_optimizer and room.steps else {}
+        moments = self._moments(adapter) if with_optimizer and adapter.steps else {}
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
-                self._write_state(room, staging, moments, with_optimizer=with_optimizer)
+                self._write_state(adapter, staging, moments, with_optimizer=with_optimizer)
                 files = [path for path in staging.rglob("*") if path.is_file()]
                 names = [path.relative_to(staging).as_posix() for path in files]
                 hashes = dict(zip(names, records_of(files), strict=True))
@@ -226,7 +230,7 @@ class Rooms:
     def _writing(self, staging: Path) -> Iterator[None]:
         """A block in which rank 0 writes a folder.
 
-        If it cannot, the request fails on all ranks, and the room is freed.
+        If it cannot, the request fails on all ranks, and the disk space is freed.
         """
         with raise_on_all_ranks(UserError, self.trainer.ranks.device):
             try:
@@ -240,20 +244,24 @@ class Rooms:
 
     @staticmethod
     def _write_state(
-        room: Room, folder: Path, moments: dict[str, Tensor], *, with_optimizer: bool
+        adapter: AdapterState, folder: Path, moments: dict[str, Tensor], *, with_optimizer: bool
     ) -> None:
         if moments:
             save_file(moments, folder / OPTIMIZER)
-        state = {"about": dict(room.about), "steps": room.steps, "loss_scale": room.scale.state()}
+        state = {
+            "about": dict(adapter.settings),
+            "steps": adapter.steps,
+            "loss_scale": adapter.scale.state(),
+        }
         write_json(folder / STATE, state | {"has_optimizer": with_optimizer})
 
     def load(
-        self, folder: Path, *, with_optimizer: bool, about: Mapping[str, Any] | None = None
-    ) -> Room:
+        self, folder: Path, *, with_optimizer: bool, settings: Mapping[str, Any] | None = None
+    ) -> AdapterState:
         """Load a saved adapter; without the optimizer it starts its steps anew.
 
         Args:
-            about: of the model that gets it, if it exists already.
+            settings: of the model that gets it, if it exists already.
         Raises:
             UserError: on every rank, if it is damaged, or does not fit.
         """
@@ -263,31 +271,30 @@ class Rooms:
                     verify(folder)
                 state = json.loads((folder / STATE).read_text())
                 rank = state["about"]["rank"]
-                if rank > self.widest or (about and about["rank"] != rank):
-                    raise UserError(
-                        f"{folder.name} has rank {rank}, and the model {(about or {}).get('rank')}."
-                    )
-                room = Room(about or state["about"], self._read(folder / WEIGHTS))
-                if not all(value.isfinite().all() for value in room.values.values()):
+                if rank > self.widest or (settings and settings["rank"] != rank):
+                    own = settings["rank"] if settings else None
+                    raise UserError(f"{folder.name} has rank {rank}, and the model {own}.")
+                adapter = AdapterState(settings or state["about"], self._read(folder / WEIGHTS))
+                if not all(value.isfinite().all() for value in adapter.values.values()):
                     raise UserError(f"{folder.name} has numbers that are not finite.")
-                room.scale = LossScale(enabled=self.trainer.loss_scale.enabled)
+                adapter.scale = LossScale(enabled=self.trainer.loss_scale.enabled)
                 if with_optimizer and state["has_optimizer"]:
-                    room.steps = state["steps"]
-                    room.scale.load_state(state["loss_scale"])
+                    adapter.steps = state["steps"]
+                    adapter.scale.load_state(state["loss_scale"])
                     # Before the first step there is no file of the optimizer.
-                    if room.steps:
-                        room.state = self._read_state(room, folder)
+                    if adapter.steps:
+                        adapter.state = self._read_state(adapter, folder)
             except (OSError, SafetensorError, DamagedCheckpoint, KeyError, ValueError) as error:
                 raise UserError(f"{folder.name} cannot be loaded: {error}") from error
-        return room
+        return adapter
 
-    def _read_state(self, room: Room, folder: Path) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of the adapters that a room trains, by their names."""
+    def _read_state(self, adapter: AdapterState, folder: Path) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of the parameters that an adapter trains, by their names."""
         parts = {key: self._read(folder / OPTIMIZER, f".{key}") for key in _MOMENTS}
-        count = torch.tensor(float(room.steps))
+        count = torch.tensor(float(adapter.steps))
         state: dict[str, dict[str, Any]] = {}
         for name in self.parameters:
-            if self._trains(room, name):
+            if self._trains(adapter, name):
                 # torch's AdamW counts the steps of each parameter, in place.
                 state[name] = {"step": count.clone()}
                 state[name] |= {key: parts[key][name] for key in _MOMENTS}
@@ -301,11 +308,11 @@ class Rooms:
                 if not suffix or f"{name}{suffix}" in file.keys()  # noqa: SIM118
             }
 
-    def _moments(self, room: Room) -> dict[str, Tensor]:
+    def _moments(self, adapter: AdapterState) -> dict[str, Tensor]:
         """AdamW's moments, whole on rank 0. Collective."""
         found = {}
         for name, parameter in self.parameters.items():
-            if self._trains(room, name):
+            if self._trains(adapter, name):
                 state = self.trainer.optimizer.state_of(parameter)
                 local = local_part(parameter).detach()
                 # In the order of `_MOMENTS` on every rank. A parameter that has had no gradient has
@@ -313,7 +320,7 @@ class Rooms:
                 for key in _MOMENTS:
                     rows = state.get(key, torch.zeros_like(local))
                     whole = gather_rows(rows, parameter.shape[0], self.mesh)
-                    narrow = self._narrow(parameter, whole, room.rank)
+                    narrow = self._narrow(parameter, whole, adapter.rank)
                     found[f"{name}.{key}"] = narrow.cpu().contiguous()
         return found
 
@@ -347,13 +354,13 @@ class Rooms:
 class _Narrowed(LiveValues):
     """The values of an adapter in its own rank."""
 
-    def __init__(self, rooms: Rooms, room: Room, *, keeps: bool) -> None:
+    def __init__(self, adapters: AdapterStore, adapter: AdapterState, *, keeps: bool) -> None:
         super().__init__(keeps=keeps)
-        self._rooms = rooms
-        self._room = room
+        self._adapters = adapters
+        self._adapter = adapter
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return self._rooms._narrow(tensor, super().whole(tensor), self._room.rank)  # type: ignore[arg-type]
+        return self._adapters._narrow(tensor, super().whole(tensor), self._adapter.rank)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

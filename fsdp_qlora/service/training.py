@@ -1,0 +1,136 @@
+"""Passes and optimizer steps for the requests of clients, with one adapter at a time."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tinker import types
+
+from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
+from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
+from fsdp_qlora.service.losses import LOSSES
+from fsdp_qlora.service.messages import TrainRequest
+from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.utils.errors import UserError
+
+
+class RequestTargets:
+    """Gives the collator the values of the request in work, if there is one."""
+
+    def __init__(self) -> None:
+        self.request: TrainRequest | None = None
+
+    def __call__(self, table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
+        """The inputs of the rows' losses; none for rows that are only scored."""
+        return self.request.of_targets(rows) if self.request is not None else {}
+
+
+@dataclass(eq=False)
+class RequestTrainer:
+    """Trains the adapters of a model. Every rank makes the same calls.
+
+    targets: that the trainer's collator asks.
+    """
+
+    adapters: AdapterStore
+    targets: RequestTargets
+
+    def forward_backward(self, adapter: AdapterState, request: TrainRequest, seq: int) -> bytes:
+        """The answer to a request: the summed loss, and the targets' log-probabilities.
+
+        Args:
+            seq: number of the request, which seeds its dropout.
+        """
+        trainer = self.adapters.trainer
+        ranks = self.adapters.trainer.ranks
+        self.adapters.activate(adapter)
+        batches = trainer.collator.lay_out_step(request.table, np.arange(len(request.table)))
+        found = torch.zeros(request.values["places"].size, device=ranks.device)
+        trainer.model.train(not request.forward_only)
+        self.targets.request = request
+        total = torch.zeros((), device=ranks.device)
+        try:
+            with trainer.forward.attending(), torch.set_grad_enabled(not request.forward_only):
+                for index, batch in enumerate(batches):
+                    trainer.prepare(seq, index, is_last=index == len(batches) - 1)
+                    loss, logps, places = self._loss(request, batch)
+                    # FSDP2 averages gradients over ranks, and losses are sums.
+                    if not request.forward_only:
+                        (loss * (trainer.loss_scale.scale * ranks.world_size)).backward()
+                    total += loss.detach()
+                    found[places] = logps
+        finally:
+            self.targets.request = None
+        # Without a backward pass, which would free them, weights may stay gathered.
+        if request.forward_only:
+            reshard_all(trainer.model)
+        # A target is on one rank, and the others have zero there.
+        dist.all_reduce(found)
+        dist.all_reduce(total)
+        logprobs = found.view(len(request.values["places"]), -1).cpu().numpy()
+        return request.encode(logprobs, {"loss:sum": total.item()})
+
+    def _loss(
+        self, request: TrainRequest, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A micro-batch's loss; its targets' log-probabilities, and their places in the request."""
+        forward = self.adapters.trainer.forward
+        losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
+        is_target = on_device.targets != IGNORE_INDEX
+        logps = -losses[0]
+        given = on_device.target_values
+        loss = LOSSES[request.loss]
+
+        def documents(values: torch.Tensor) -> torch.Tensor:
+            sums = values.new_zeros(len(request.table)).index_add(
+                0, given["datum"], values * is_target
+            )
+            return forward.context.summed(sums)[given["datum"]]
+
+        values = torch.where(is_target, loss.sum(logps, given, request.config, documents), 0.0)
+        return values.sum(), logps.detach()[is_target], given["places"][is_target]
+
+    def optim_step(self, adapter: AdapterState, params: types.AdamParams) -> dict[str, float]:
+        """Update an adapter by its gradients; returns the step's metrics.
+
+        Raises:
+            UserError: the step would leave weights that are not finite.
+        """
+        self.adapters.activate(adapter)
+        trainer = self.adapters.trainer
+        scale = adapter.scale
+        for parameter in self.adapters.frozen(adapter):
+            parameter.grad = None
+        trainer.optimizer.take_gradients()
+        squares_by_rank = gather_numbers(
+            [sum(trainer.optimizer.squared_norms())], trainer.ranks.device
+        )
+        squares = squares_by_rank.sum().item()
+        # Replicas have the same shards, which the sum counts once for each.
+        norm = math.sqrt(squares / trainer.options.num_replicas) / scale.scale
+        if math.isfinite(norm):
+            trainer.clip_and_unscale(norm, params.grad_clip_norm)
+            betas = (params.beta1, params.beta2)
+            decay = params.weight_decay
+            trainer.optimizer.step(
+                params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay
+            )
+            adapter.steps += 1
+            # The shards are lost with it; the scheduler brings the model back without this step.
+            if not self.adapters.is_finite():
+                self.adapters.abandon()
+                raise UserError(
+                    f"The step would leave weights that are not finite; it is not taken: {params}."
+                )
+        trainer.optimizer.zero_grad()
+        scale.update(overflowed=not math.isfinite(norm))
+        # JSON has no infinity.
+        metrics = {
+            "grad_norm": norm if math.isfinite(norm) else -1.0,
+            "skipped": float(not math.isfinite(norm)),
+        }
+        return metrics
