@@ -10,6 +10,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from benchmarks.one_rank import limit_memory
 from fsdp_qlora.distributed.ranks import Ranks, read_ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.experts import loops_over_experts
+from fsdp_qlora.model.module_state import set_state, state_of
 
 # The blocks of Qwen3-30B-A3B.
 _MIXTURE = {
@@ -113,7 +115,7 @@ def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
                         f"{kind}, {name}": dict(each) for name, each in train.planned.items()
                     }
                     for module in filter(loops_over_experts, train.run.trainer.model.modules()):
-                        vars(module)["group_bytes"] = 0
+                        set_state(module, replace(state_of(module), group_bytes=0))
                 steps = train.steps(step_rows)
                 found["losses"][f"{kind}, {way}"] = steps["losses"]
                 speeds[f"{kind}, {way}"] = tokens / statistics.median(steps["step_seconds"])

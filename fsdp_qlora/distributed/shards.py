@@ -1,13 +1,10 @@
 """The device mesh, and the rows of a parameter that each rank keeps."""
 
-import contextlib
 import datetime
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.distributed.ranks import Ranks
@@ -78,19 +75,6 @@ def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
     # In place: FSDP2 and the optimizer have views of this memory. It also casts and moves.
     local = local_part(parameter)
     local.copy_(values.view(local.shape))
-
-
-@contextlib.contextmanager
-def whole_weights(module: FSDPModule) -> Iterator[None]:
-    """Gather all weights of a sharded module on the device while the block runs. Collective."""
-    module.unshard()
-    for part in module.modules():  # type: ignore[attr-defined]
-        # Set by sharding/weight_stream.py: weights that FSDP2 does not manage are on the host.
-        load_weights_to_gpu = getattr(part, "load_weights_to_gpu", None)
-        if load_weights_to_gpu:
-            load_weights_to_gpu()
-    yield
-    module.reshard()
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.structure import block_linears, read_directly
+from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.model.quantizers.routed import (
     GROUP_BYTES,
     all_tokens_forward,
@@ -39,15 +41,17 @@ def route_experts(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if _takes_all_tokens(module):
             attributes = {
+                "has_gate": True,
                 "_apply_gate": MethodType(apply_gate, module),
                 "forward": MethodType(all_tokens_forward, module),
             }
-            vars(module).update(takes_all_tokens=True, has_gate=True, **attributes)
+            vars(module).update(attributes)
+            set_state(module, replace(state_of(module), takes_all_tokens=True))
         else:
             vars(module).update(_replacement_of_loop(module))
-    # Only now do all of them have an attribute by which they are found.
+    # Only now do all of them have what they are found by.
     for module in filter(loops_over_experts, model.modules()):
-        vars(module)["group_bytes"] = GROUP_BYTES[device.type]
+        set_state(module, replace(state_of(module), group_bytes=GROUP_BYTES[device.type]))
 
 
 def loops_over_experts(module: nn.Module) -> bool:
@@ -55,7 +59,7 @@ def loops_over_experts(module: nn.Module) -> bool:
 
     transformers' decorator `use_experts_implementation` sets `is_transposed`.
     """
-    return hasattr(module, "is_transposed") or hasattr(module, "takes_all_tokens")
+    return hasattr(module, "is_transposed") or state_of(module).takes_all_tokens
 
 
 def router_linears(model: nn.Module) -> list[str]:

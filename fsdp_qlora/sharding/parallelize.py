@@ -28,6 +28,7 @@ from fsdp_qlora.model.adapters.token_rows import attach_token_rows
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.recompute import adapter_owners
@@ -205,12 +206,13 @@ def shard_aligned(
     owner.gather_filler = filler
     fully_shard([*modules], mesh=mesh, mp_policy=policy, ignored_params={*ignored}, **options)
     del owner.gather_filler
-    owner.gather_fillers = [*with_fillers(owner)[1:], filler]  # type: ignore[assignment]  # in a list: no submodule
+    state = state_of(owner)
+    set_state(owner, dataclasses.replace(state, gather_fillers=(*state.gather_fillers, filler)))
 
 
 def with_fillers(module: nn.Module) -> list[nn.Module]:
     """A module, and what fills the groups whose first parameter it has."""
-    return [module, *getattr(module, "gather_fillers", [])]
+    return [module, *state_of(module).gather_fillers]
 
 
 def _parameters_fsdp_ignores(

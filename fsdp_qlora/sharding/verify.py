@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.distributed.process_group import gather_numbers
-from fsdp_qlora.distributed.shards import local_part, shard_size, whole_weights
+from fsdp_qlora.distributed.shards import local_part, shard_size
 from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.model_parts import ModelParts, count_bytes, each_parameter
+from fsdp_qlora.model.module_state import whole_weights
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.utils.text import format_bytes

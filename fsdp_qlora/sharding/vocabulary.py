@@ -16,6 +16,7 @@ Shapes, as suffixes of tensors' names:
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,9 @@ from fsdp_qlora.distributed.shards import (
     shard_rank,
     shard_size,
 )
-from fsdp_qlora.model.adapters.token_rows import TokenRows
+from fsdp_qlora.model.adapters.token_rows import TokenRows, head_token_rows
 from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.sharding.host_memory import SideStream
 
 
@@ -88,7 +90,8 @@ def share_vocabulary(
     _look_up(parts.model, tables, mesh)
     if multiplies:
         head.weight = embedding.weight if parts.is_tied else _sharded(head.weight, mesh)
-        head.vocab_shard = SharedHead(head, mesh, parts.blocks[-1])
+        shared_head = SharedHead(head, mesh, parts.blocks[-1], head_token_rows(parts.model))
+        set_state(head, replace(state_of(head), shared_head=shared_head))
         shared.add(head.weight)
     return shared
 
@@ -103,23 +106,26 @@ def look_up_on_host(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtyp
 
 
 def _look_up(model: PreTrainedModel, tables: Sequence[Any], mesh: DeviceMesh) -> None:
-    for table in tables:
-        table.vocab_shard = Lookup(table, mesh, model)
-    model.lookups = [table.vocab_shard for table in tables]
+    lookups = tuple(Lookup(table, mesh, model) for table in tables)
+    set_state(model, replace(state_of(model), lookups=lookups))
 
 
 def _lookups_of(model: PreTrainedModel) -> "list[Lookup]":
-    return getattr(model, "lookups", [])
+    return [lookup for lookup in state_of(model).lookups if isinstance(lookup, Lookup)]
 
 
 def lookup_of(model: PreTrainedModel) -> "Lookup | None":
     """The model's lookup of tokens on other ranks, if its embedding is shared."""
-    return getattr(model.get_input_embeddings(), "vocab_shard", None)
+    embedding = model.get_input_embeddings()
+    found = [lookup for lookup in _lookups_of(model) if lookup.module is embedding]
+    return found[0] if found else None
 
 
 def shared_head_of(model: PreTrainedModel) -> "SharedHead | None":
     """How the ranks share the model's head, if they do."""
-    return getattr(model.get_output_embeddings(), "vocab_shard", None)
+    head = model.get_output_embeddings()
+    shared = None if head is None else state_of(head).shared_head
+    return shared if isinstance(shared, SharedHead) else None
 
 
 def sharing_ranks(model: PreTrainedModel) -> list[int]:
@@ -369,9 +375,16 @@ class SharedHead(_RowExchange):
 
     Args:
         last_block: from its forward pass on rows in host memory are copied, beside the computation.
+        new_rows: those of new tokens.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, last_block: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        last_block: nn.Module,
+        new_rows: TokenRows | None,
+    ) -> None:
         super().__init__(module, mesh)
         self.vocabulary: int = module.weight.shape[0]  # type: ignore[assignment, index]
         self.first = shard_bounds(self.vocabulary, rank=self.rank, size=self.size)[0]
@@ -379,7 +392,7 @@ class SharedHead(_RowExchange):
         self._side: SideStream | None = None
         self._copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.counts: Sequence[int] | None = None
-        self.new_rows: TokenRows | None = getattr(module, "new_rows", None)
+        self.new_rows = new_rows
         last_block.register_forward_pre_hook(self._load_to_gpu)
         module.register_forward_pre_hook(self._gather_inputs)
         module.register_forward_hook(self._exchange)

@@ -9,6 +9,7 @@ the layer asks for those of the experts that the tokens have chosen.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.sharding.host_memory import SideStream
 from fsdp_qlora.sharding.recompute import unwrapped
@@ -59,7 +61,7 @@ def stream_weights(
 
         inner = unwrapped(module)  # its hooks run again when the block is recomputed
         inner.register_forward_pre_hook(enter_with)
-        inner.load_weights_to_gpu = enter  # type: ignore[assignment]  # for distributed.shards.whole_weights
+        set_state(inner, replace(state_of(inner), load_weights_to_gpu=enter))
         # The head's weights are used without its forward method where the loss is computed in
         # chunks (training/head_loss.py): they are loaded when the blocks end.
         if module is head and model.base_model is not model:

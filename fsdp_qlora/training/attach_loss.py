@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from fsdp_qlora.model.adapters.token_rows import head_token_rows
 from fsdp_qlora.sharding.vocabulary import shared_head_of
 from fsdp_qlora.training.divergence import Likeliest, Teacher, Vocabulary, WholeVocabulary
 from fsdp_qlora.training.head_loss import LogitForm, Reduction, chunked_loss, likeliest_tokens
@@ -30,12 +31,13 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     """
     head = model.get_output_embeddings()
     shared = shared_head_of(model)
+    new_rows = head_token_rows(model)
 
     def loss_of_hidden(
         self: nn.Module, hidden: Tensor, targets: Tensor, *, reduction: Reduction = "sum"
     ) -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
-        whole = WholeVocabulary(len(weight), getattr(self, "new_rows", None))
+        whole = WholeVocabulary(len(weight), new_rows)
         if whole.new_rows and not shared:
             whole.new_rows.write_into(weight)
         bias: Any = self.bias

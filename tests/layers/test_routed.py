@@ -4,6 +4,7 @@ the host waits.
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fsdp_qlora.model.adapters.lora import LoraExperts
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.build_model import LayerOptions, build_model
+from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.expert_groups import Choices
@@ -176,12 +178,12 @@ def test_groups_of_experts_compute_what_one_at_a_time_does(
 ) -> None:
     model, _ = build(family, train_type, adapted=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    modules = [module for module in model.modules() if hasattr(module, "group_bytes")]
+    modules = [module for module in model.modules() if state_of(module).group_bytes is not None]
     found = []
     launched = []
     for size in (0, group_bytes):
         for module in modules:
-            module.group_bytes = size
+            set_state(module, replace(state_of(module), group_bytes=size))
         with Reads() as counted:
             # with 2 tokens, experts are idle
             logits = [model(input_ids=rows).logits for rows in (PROBE, PROBE[:, :1])]
@@ -204,7 +206,7 @@ def test_a_group_takes_as_many_operators_whatever_its_experts(
         monkeypatch.setitem(CASES["qwen3_moe"], "num_experts", experts)
         model, _ = build("qwen3_moe", train_type, adapted=True)
         for module in model.modules():
-            vars(module)["group_bytes"] = 2**30
+            set_state(module, replace(state_of(module), group_bytes=2**30))
         with Reads() as counted:
             model(input_ids=rows, attention_mask=torch.ones_like(rows)).logits.sum().backward()
         counts.append(counted.counts)

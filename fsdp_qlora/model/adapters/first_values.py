@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.distributed.ranks import derive_seed
-from fsdp_qlora.distributed.shards import own_rows, store_rows, whole_weights
+from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters.dora import DoraLinear
 from fsdp_qlora.model.adapters.insert import adapter_parameters
 from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.structure import canonical_name
+from fsdp_qlora.model.module_state import whole_weights
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")

@@ -19,8 +19,10 @@ from transformers import AddedToken, PretrainedConfig, PreTrainedModel, PreTrain
 
 from fsdp_qlora.distributed.shards import local_part, own_rows, store_rows
 from fsdp_qlora.model.architecture.structure import has_tied_embeddings
+from fsdp_qlora.model.module_state import state_of
 from fsdp_qlora.utils.errors import UserError
 
+_CHILD = "token_adapter"  # PEFT's name of the rows below their embedding or head
 _PIECE = 2**12  # rows added up at a time
 
 
@@ -112,10 +114,22 @@ def with_token_rows(model: nn.Module) -> dict[str, tuple[Any, TokenRows]]:
     """Path -> the embedding, or a head that does not share its weight, and its new rows."""
     found: dict[str, tuple[Any, TokenRows]] = {}
     for path, module in model.named_modules():
-        rows = module._modules.get("token_adapter")
-        if isinstance(rows, TokenRows):
+        rows = _token_rows_of(module)
+        if rows is not None:
             found[path] = (module, rows)
     return found
+
+
+def _token_rows_of(module: nn.Module | None) -> TokenRows | None:
+    """A module's own rows of new tokens."""
+    rows = None if module is None else module._modules.get(_CHILD)
+    return rows if isinstance(rows, TokenRows) else None
+
+
+def head_token_rows(model: PreTrainedModel) -> TokenRows | None:
+    """The rows of new tokens with which the head computes; a tied one has none of its own."""
+    rows = _token_rows_of(model.get_output_embeddings())
+    return rows or _token_rows_of(model.get_input_embeddings())
 
 
 def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool) -> None:
@@ -137,7 +151,7 @@ def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool)
     modules = [embedding] if has_tied_embeddings(model) else [embedding, head]
     for module in modules:
         rows = torch.empty(len(tokens.ids), module.weight.shape[1], device="meta")
-        module.token_adapter = TokenRows(tokens, rows)
+        module.add_module(_CHILD, TokenRows(tokens, rows))
 
 
 def attach_token_rows(model: PreTrainedModel) -> None:
@@ -147,30 +161,30 @@ def attach_token_rows(model: PreTrainedModel) -> None:
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    rows = getattr(embedding, "token_adapter", None)
-    if rows is None:
+    rows = _token_rows_of(embedding)
+    head_rows = head_token_rows(model)
+    if rows is None or head_rows is None:
         return
-    # A tied head has none of its own.
-    head_rows = getattr(head, "token_adapter", None) or rows
     # the ids of the call that is under way, from the hook before it to the hook behind it
     tokens = list[torch.Tensor]()
 
     def insert(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         ids = tokens.pop()
-        frozen = module._parameters["weight"]
+        parameters: dict[str, Any] = module._parameters
+        frozen = parameters["weight"]
         # the index in `rows` of each new token; any index for other tokens, which `where` drops
         places = torch.searchsorted(rows.indices, ids).clamp_(max=len(rows.indices) - 1)
         # The module's own forward with the new rows as its weight, since it may scale them
         # (gemma3). Called directly: its hooks would run again.
-        module._parameters["weight"] = rows.trainable_tokens_delta.to(output.dtype)
+        parameters["weight"] = rows.trainable_tokens_delta.to(output.dtype)
         new_output = module.forward(places)
-        module._parameters["weight"] = frozen
+        parameters["weight"] = frozen
         return torch.where((rows.indices[places] == ids)[..., None], new_output, output)
 
     def multiply(
         module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
-        if hasattr(module, "vocab_shard") and not torch.is_grad_enabled():
+        if state_of(module).shared_head is not None and not torch.is_grad_enabled():
             return output  # vocabulary.SharedHead has put them into its own
         logits = F.linear(args[0], head_rows.trainable_tokens_delta.to(args[0].dtype))
         return output.index_copy(-1, head_rows.indices, logits.to(output.dtype))
@@ -181,8 +195,6 @@ def attach_token_rows(model: PreTrainedModel) -> None:
     # First of all hooks, since `Lookup` of a shared vocabulary renumbers the ids.
     embedding.register_forward_pre_hook(lambda _, args: tokens.append(args[0]), prepend=True)
     embedding.register_forward_hook(insert)
-    # Past nn.Module's registration: as a child of a tied head they would be counted twice.
-    vars(head)["new_rows"] = head_rows
     head.register_forward_hook(multiply)
 
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.kept import Kept
+from fsdp_qlora.model.module_state import state_of
 from fsdp_qlora.model.quantizers.base import (
     FrozenProduct,
     QuantizedExperts,
@@ -147,7 +148,7 @@ def apply_gate(module: Any, gate_up: torch.Tensor) -> Any:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether the experts' parameters are [E, I, O]."""
-    return bool(getattr(module, "is_transposed", hasattr(module, "takes_all_tokens")))
+    return bool(getattr(module, "is_transposed", state_of(module).takes_all_tokens))
 
 
 def read_ends(ends: torch.Tensor, num_tokens: int, num_choices: int) -> list[int]:
@@ -256,7 +257,9 @@ def _group_choices(
     transposed: bool,
 ) -> list[Group]:
     """The chosen experts in groups whose weights and rows fit into the module's `group_bytes`."""
-    group_bytes = getattr(module, "group_bytes", GROUP_BYTES["cpu"])
+    group_bytes = state_of(module).group_bytes
+    if group_bytes is None:
+        group_bytes = GROUP_BYTES["cpu"]
     # Plain weights need no decoding: a group of several is of use only to torch's grouped kernel.
     if not isinstance(base, QuantizedExperts) and not can_group(x.device, dtype):
         group_bytes = 0

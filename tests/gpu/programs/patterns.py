@@ -18,11 +18,12 @@ from transformers import AutoConfig
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import Ranks, read_ranks
-from fsdp_qlora.distributed.shards import build_mesh, own_rows, whole_weights
+from fsdp_qlora.distributed.shards import build_mesh, own_rows
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.model_parts import Offload
+from fsdp_qlora.model.module_state import whole_weights
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 
