@@ -6,7 +6,6 @@ import json
 import logging
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,9 +18,8 @@ from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import through_cache, tokenizer_identity
 from fsdp_qlora.data.batches.report import NO_ROOM, NUMBERS_SHOWN, DataReport
-from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_completions, join_rows
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.content import (
-    ANSWERS,
     FOLDER,
     BadRow,
     Fields,
@@ -32,6 +30,7 @@ from fsdp_qlora.data.content import (
     with_template_kwargs,
 )
 from fsdp_qlora.data.options import DataOptions, TextOptions
+from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
@@ -53,42 +52,16 @@ _MOST_MEASURED = 10_000
 _OURS = {"prompt", "completion", "completion_ids"}
 
 
-class _ReadPrompt(NamedTuple):
-    """A row's prompt as it was read.
-
-    for_teacher: the text that the teacher sees instead, if it is another one.
-    """
+class _RenderedPrompt(NamedTuple):
+    """A row's prompt as text, before it becomes a `Prompt`."""
 
     format_name: str
-    content: PromptContent
     rendered: Rendered
     for_teacher: Rendered | None
-    answer: object
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row of a run that learns from its own completions."""
-
-    row_number: int
-    """Its number in the dataset."""
-    ids: list[int]
-    """The tokens before a completion."""
+    """The text that the teacher sees instead, if it is another one."""
     content: Any
-    """Text or messages, as reward functions get it."""
-    columns: Row
-    """All other columns."""
-    answer: object = None
-    """The right answer, where it is in no column of its own."""
-    teacher_ids: list[int] | None = None
-    """The tokens before a completion that a teacher sees, if they are others."""
-
-    @property
-    def for_rewards(self) -> Row:
-        """The columns, with the answer in one that functions read."""
-        if self.answer is None or any(self.columns.get(name) is not None for name in ANSWERS):
-            return self.columns
-        return dict(self.columns) | {ANSWERS[0]: self.answer}
+    answer: object
+    """This and the content: as in `Prompt`."""
 
 
 class DatasetPipeline:
@@ -238,6 +211,9 @@ class DatasetPipeline:
         length = np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf")
         report.length_of_99_percent = int(length)
         report.count(joined)
+        if self.options.text.makes_rows:
+            report.num_used = len(self.prompts)
+            report.num_tokens = sum(len(prompt.ids) for prompt in self.prompts)
         return joined, report
 
     def _rows(self, entries: Sequence[Entry], report: DataReport) -> list[tuple[int, Row, str]]:
@@ -320,13 +296,13 @@ class DatasetPipeline:
                 report.reject(row_number, str(reason))
         return named
 
-    def _prompt_reader(self) -> Callable[[Row, TemplateWorker], _ReadPrompt]:
+    def _prompt_reader(self) -> Callable[[Row, TemplateWorker], _RenderedPrompt]:
         """Make the function that reads and renders the prompt of a row."""
         renderers = dict[str, Renderer]()
         text = self.options.text
         may_be_taught = "teacher" in OBJECTIVES[text.objective].options
 
-        def read(row: Row, worker: TemplateWorker) -> _ReadPrompt:
+        def read(row: Row, worker: TemplateWorker) -> _RenderedPrompt:
             name, content, said = self.requested.prompt(row)
             if name not in renderers:
                 of_format = FORMATS[name].template
@@ -342,7 +318,9 @@ class DatasetPipeline:
             for_teacher = None
             if taught is not None:
                 for_teacher = renderer.prompt(with_template_kwargs(taught, kwargs), worker)
-            return _ReadPrompt(name, content, rendered, for_teacher, _right_answer(row, said))
+            shown = _shown(content, rendered)
+            answer = _right_answer(row, said)
+            return _RenderedPrompt(name, rendered, for_teacher, shown, answer)
 
         return read
 
@@ -352,7 +330,8 @@ class DatasetPipeline:
         """Add prompts, each with all columns, to `prompts`.
 
         Returns:
-            Their tokens, and how many each has with the longest completion.
+            No rows, since the run makes them, and the tokens of each prompt with the longest
+            completion.
         """
         num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
@@ -360,7 +339,6 @@ class DatasetPipeline:
             self._find_kwargs(FORMATS["messages"])
         if not num_columns:
             self.requested.check(list(self._columns), report.origin)
-        kept = list[Prompt]()
         lengths = list[int]()
         prompts = over_workers([row for _, row, _ in rows], self._prompt_reader(), self.workers[:1])
         for (row_number, row, _), prompt in zip(rows, prompts, strict=True):
@@ -382,20 +360,11 @@ class DatasetPipeline:
             elif lengths[-1] > self.options.longest_row:
                 report.reject(row_number, NO_ROOM)
             else:
-                kept.append(
-                    Prompt(
-                        row_number,
-                        ids,
-                        _shown(prompt.content, rendered),
-                        self._beside(row),
-                        prompt.answer,
-                        teacher_ids,
-                    )
+                columns = self._beside(row)
+                self.prompts.append(
+                    Prompt(row_number, ids, prompt.content, columns, prompt.answer, teacher_ids)
                 )
-        self.prompts += kept
-        prompt_ids = [prompt.ids for prompt in kept]
-        row_numbers = [prompt.row_number for prompt in kept]
-        return join_completions(prompt_ids, [()] * len(kept), row_numbers), lengths
+        return NO_ROWS, lengths
 
     def _beside(self, row: Row) -> Row:
         """The columns for reward functions, under the names that --columns gives."""

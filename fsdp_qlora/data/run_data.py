@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, mix, split_eval, split_rows
 from fsdp_qlora.data.options import DataOptions
-from fsdp_qlora.data.pipeline import DatasetPipeline, Prompt, check_report
+from fsdp_qlora.data.pipeline import DatasetPipeline, check_report
+from fsdp_qlora.data.prompts import Prompt, join_prompts, rows_of_prompts
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
 from fsdp_qlora.data.sources.source import Source
@@ -49,8 +51,9 @@ class RunData:
     """The rows of a run."""
 
     train: TokenizedRows
+    """No rows where the run makes them."""
     train_rows: np.ndarray
-    """Indices of the rows of `train` to train on, int64."""
+    """Indices of the rows of `train`, or of the prompts, to train on, int64."""
     evaluation: TokenizedRows = NO_ROWS
     eval_sets: dict[str, np.ndarray] = field(default_factory=dict)
     """The name of each evaluation, the main one first -> indices of its rows of `evaluation`,
@@ -71,16 +74,19 @@ class RunData:
     image_processor: ImageProcessor | None = None
     """Makes the pixels of the rows' images, if the model has one."""
     prompts: tuple[Prompt, ...] = ()
-    """The rows of `train`, if the run learns from completions that it makes."""
+    """The prompts of a run that learns from completions that it makes."""
     completion_length: int = 0
-    """The most tokens that follow a row of `train` when it is learned: those of a prompt's
-    completion.
-    """
+    """The most tokens of a prompt's completion."""
+
+    @cached_property
+    def known_rows(self) -> TokenizedRows:
+        """The rows to train on as far as they are known before a step: `train`, or the prompts."""
+        return rows_of_prompts(self.prompts) if self.prompts else self.train
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row of `train`, of a prompt with the longest completion, int64 [rows]."""
-        return self.train.lengths + self.completion_length
+        """Tokens of each row to train on, of a prompt with the longest completion, int64 [rows]."""
+        return self.known_rows.lengths + self.completion_length
 
     @property
     def have_images(self) -> bool:
@@ -101,7 +107,7 @@ class RunData:
     def identity(self) -> list[object]:
         """Distinguishes the rows from others."""
         identity: list[object] = [
-            self.train.digest,
+            self.known_rows.digest,
             self.evaluation.digest,
             len(self.eval_rows),
         ]
@@ -118,7 +124,7 @@ class RunData:
         """The tokens, besides the tokenizer's own, with which answers of the first rows end; or
         what follows them.
         """
-        rows = [self.train[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
+        rows = [self.known_rows[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
         # The last token that is learned, not of the row: a template may write on after an answer.
         last = [
             int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()
@@ -251,12 +257,6 @@ def prepare_data(
         options = dataclasses.replace(options, context_length=chosen)
     prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
     data = _joined(prepared, options, shares)
-    if options.text.makes_rows:
-        prompts = [prompt for part in prepared for prompt in part.prompts]
-        most = options.text.max_completion_length
-        data = dataclasses.replace(
-            data, evaluation=NO_ROWS, prompts=tuple(prompts), completion_length=most
-        )
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
         data = _with_evaluation(
@@ -281,15 +281,22 @@ def prepare_data(
 def _joined(
     prepared: Sequence["Prepared"], options: DataOptions, shares: Sequence[float] | None
 ) -> RunData:
-    """The rows of all datasets, of which some may be held out."""
+    """The rows or prompts of all datasets. Some rows may be held out."""
     parts = [part.rows for part in prepared]
-    train_rows, held_out = split_eval(
-        sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed
-    )
+    num_rows = sum(part.report.num_used for part in prepared)
+    train_rows, held_out = split_eval(num_rows, fraction=options.eval_fraction, seed=options.seed)
     mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
+    reports = tuple(part.report for part in prepared)
+    if options.text.makes_rows:
+        return RunData(
+            NO_ROWS,
+            train_rows,
+            reports=reports,
+            prompts=join_prompts(part.prompts for part in prepared),
+            completion_length=options.text.max_completion_length,
+        )
     train = join_cached(parts)
     eval_sets = {"": held_out} if len(held_out) else {}
-    reports = tuple(part.report for part in prepared)
     return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
 
 
@@ -339,13 +346,12 @@ def _choose_context_length(
 
 
 class Prepared(NamedTuple):
-    """The rows of a dataset, and what became of them. prompts: those of the rows, if these are
-    prompts.
-    """
+    """The rows of a dataset, and what became of them."""
 
     rows: TokenizedRows
     report: DataReport
     prompts: Sequence[Prompt] = ()
+    """The prompts, instead of rows, of a run that makes these."""
 
 
 def _prepare_each(
@@ -364,7 +370,8 @@ def _prepare_each(
         num_rows = prepared[-1].report.num_rows
         if samples is not None and num_rows < samples:
             log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
-        tokenization.check_vocabulary(prepared[-1].rows, vocab_size)
+        rows = rows_of_prompts(prepared[-1].prompts) if prepared[-1].prompts else prepared[-1].rows
+        tokenization.check_vocabulary(rows, vocab_size)
     return prepared
 
 

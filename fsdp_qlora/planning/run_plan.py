@@ -109,7 +109,7 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     placed = plan.placed
     data = plan.data
     machine = plan.model.machine
-    log_plan(config, sample_line(data.train, int(data.train_rows[0]), plan.model.tokenizer))
+    log_plan(config, sample_line(data.known_rows, int(data.train_rows[0]), plan.model.tokenizer))
     if data.have_images:
         log.info("Rows are padded, as with --batching padded: some have images.")
     for line in filter(None, (plan.schedule.describe(plan.warmup_steps), placed.reduction)):

@@ -127,7 +127,7 @@ class RunRows:
 
     def longest(self) -> Lengths:
         """The run's longest micro-batch, padding included."""
-        computed = self.data.train.num_learned_from(shares_prompts=self._shares_prompts)
+        computed = self.data.known_rows.num_learned_from(shares_prompts=self._shares_prompts)
         computed = np.minimum(computed + self.data.completion_length, self.schedule.context_length)
         longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)
         most_values = np.sort(self.data.train.image_sizes[:, 1])[-self.schedule.batch_size :].sum()
@@ -146,7 +146,7 @@ class RunRows:
 
     def _lengths_of(self, micro_batch: np.ndarray) -> Lengths:
         """Tokens of a micro-batch as they are computed, padding included."""
-        rows = self.data.train
+        rows = self.data.known_rows
         most = self.config.longest_row
         learned = rows.learned_documents(micro_batch)
         lengths = (

@@ -295,7 +295,7 @@ def open_engine(
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU. How many blocks must recompute is found if that is open."""
-    rows = RowsInMemory(plan.data.train, plan.data.train_rows)
+    rows = RowsInMemory(plan.data.known_rows, plan.data.train_rows)
     if config.recompute != "auto":
         trainer.try_longest(rows)
     elif start.failed_starts:

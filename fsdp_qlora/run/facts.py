@@ -111,7 +111,7 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "rows": len(data.train_rows),
         "held_out": len(data.eval_rows),
         "tokens": int(lengths.sum()),
-        "learned": int(data.train.num_targets[data.train_rows].sum()),
+        "learned": int(data.known_rows.num_targets[data.train_rows].sum()),
         "longest": longest,
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),

@@ -101,6 +101,6 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     num_samples = int(str(config.dry_run).partition("=")[2] or _SAMPLES)
     return "\n\n".join(
-        describe_sample(data.train, int(row), tokenizer, sides=sides, in_colour=in_colour)
+        describe_sample(data.known_rows, int(row), tokenizer, sides=sides, in_colour=in_colour)
         for row in data.train_rows[:num_samples]
     )

@@ -252,15 +252,15 @@ def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path: Path) -> Non
     assert not any("answer" in prompt.columns for prompt in prompts)  # by which runs are recognized
 
 
-def test_the_table_has_prompts_and_their_lengths_with_completions(tmp_path: Path) -> None:
+def test_prompts_are_known_as_rows_and_have_room_for_completions(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
     for row, prompt in enumerate(data.prompts):
         assert (
-            data.train[row].input_ids.tolist() == prompt.ids
+            data.known_rows[row].input_ids.tolist() == prompt.ids
             and data.lengths[row] == len(prompt.ids) + 8
         )
-    assert not data.train.learned.any()
-    assert data.train.row_numbers.tolist() == [1, 2] and data.context_length == 16
+    assert not len(data.train) and not data.known_rows.learned.any()
+    assert data.known_rows.row_numbers.tolist() == [1, 2] and data.context_length == 16
 
 
 def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
     }
     config = TrainConfig(dataset=(str(path),), **usual)
     data = prepare_data(tokenizer, pick_data(config), vocab_size=3)
-    assert data.train.input_ids.tolist() == [2, 2] and data.lengths.tolist() == [5]
+    assert data.known_rows.input_ids.tolist() == [2, 2] and data.lengths.tolist() == [5]
     assert [reason for _, reason in data.rejected] == ["the prompt has no tokens"]
 
 

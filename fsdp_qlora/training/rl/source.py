@@ -20,7 +20,7 @@ import torch
 
 from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
-from fsdp_qlora.data.pipeline import Prompt
+from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import (
     all_gather_strings,
@@ -196,7 +196,7 @@ class Rollouts:
         """
         prompts = [self.data.prompts[row] for row in rows.ravel()]
         completions = self.engine([prompt.ids for prompt in prompts], generation, step)
-        numbers = self.data.train.row_numbers[rows.ravel()].tolist()
+        numbers = [prompt.row_number for prompt in prompts]
         values = self._scores(prompts, completions, numbers, step)
         rewards = self._rewards(values, len(prompts), step)
         # An answer without a reward, None, becomes NaN.
