@@ -5,7 +5,7 @@ says.
     file of results python benchmarks/standin_memory.py --plan                   # plans all rows of
     the file again, in a minute
 
-Runs on the stand-in for CUDA (tests/phantom/README.md), where memory that no one touches costs
+Runs on the stand-in for CUDA (stand_in/README.md), where memory that no one touches costs
 nothing and the caching allocator is torch's own, with expandable segments, as in a run. A case
 builds a model from its config, shards it as train.py does, reads no weights, tries its longest rows
 and does three steps of AdamW in bf16 on rows of 2,048 tokens, if it does not say otherwise. Of its
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
 
 def on_stand_in(*argv: str) -> dict[str, Any]:
     """What the command prints there, name -> result."""
-    from tests.phantom import environment
+    from stand_in import environment
 
     if reason := environment.why_not():
         sys.exit(reason)
@@ -311,7 +311,7 @@ def measure(**case: Any) -> dict[str, Any]:
     import torch
 
     from fsdp_qlora.data.batches.schedule import StepRows
-    from tests.phantom.programs.with_routes import fix_routes
+    from stand_in.programs.with_routes import fix_routes
 
     fix_routes()
     trainer, _, rows = build(**case)

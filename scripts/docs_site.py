@@ -21,7 +21,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks/index.md",
     "examples/README.md": "examples/index.md",
-    "tests/phantom/README.md": "tests/phantom/index.md",
+    "stand_in/README.md": "stand_in/internals.md",
 }
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment of the tests in tests/phantom: torch's CUDA build on a stand-in for the CUDA runtime, without a
+# Makes the environment of stand_in/: torch's CUDA build on a stand-in for the CUDA runtime, without a
 # GPU and without NVIDIA's libraries. About 700 MB to download, 2 GB on disk; takes no time when it is up to date.
 #
 #     bash scripts/phantom.sh [lowest|newest]
@@ -97,9 +97,9 @@ build_library() {
     mkdir -p "$library"
     cc -std=gnu11 -D_GNU_SOURCE -O1 -shared -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unused-parameter \
         -Wno-unused-result -Wl,-soname,libphantom.so -I"$(echo "$venv"/headers/nvidia/cu*/include)" \
-        -o "$library/libphantom.so" tests/phantom/runtime/*.c -lpthread
-    "$python" tests/phantom/make_stubs.py "$(site_packages)" "$library"
-    LD_LIBRARY_PATH="$library" LD_PRELOAD="$library/libphantom.so" "$python" tests/phantom/check.py
+        -o "$library/libphantom.so" stand_in/runtime/*.c -lpthread
+    "$python" stand_in/make_stubs.py "$(site_packages)" "$library"
+    LD_LIBRARY_PATH="$library" LD_PRELOAD="$library/libphantom.so" "$python" stand_in/check.py
 }
 
 # Run a step unless what it depends on is as it was when it last succeeded: step NAME STATE COMMANDS...
@@ -122,5 +122,5 @@ state="$base ${FSDP_QLORA_PHANTOM_TORCH:-} ${needs[*]} $required"
 # The index may have newer versions on another day.
 [ "$end" = lowest ] || state+=" $(date +%F)"
 step packages "$state" install_packages get_headers
-step library "$(cat "$venv/.phantom_packages" tests/phantom/runtime/* tests/phantom/make_stubs.py tests/phantom/check.py | cksum)" \
+step library "$(cat "$venv/.phantom_packages" stand_in/runtime/* stand_in/make_stubs.py stand_in/check.py | cksum)" \
     build_library

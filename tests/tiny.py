@@ -1,11 +1,9 @@
 """Tiny models, tokenizers and data made in code, and runs of train.py on several ranks."""
 
 import contextlib
-import itertools
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from stand_in.environment import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,7 +51,6 @@ SIZES = {
 }
 
 
-_PORTS = itertools.count()  # so that this process tries each once
 PROBE = torch.arange(2, 50).view(2, 24)  # token ids on which logits are compared
 
 
@@ -138,18 +137,6 @@ def flags(**options: object) -> list[str]:
     ]
 
 
-def _free_port() -> int:
-    """A port at which nobody listens, which the kernel gives to nobody and this function not to
-    another process.
-    """
-    # below the ports that the kernel gives out by itself
-    first = 11_000 + os.getpid() * 1_009 % 20_000
-    for port in (11_000 + (first + i) % 20_000 for i in _PORTS):
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-    raise AssertionError("unreachable")
-
-
 def _worker(
     target: Callable[..., int],
     args: tuple[Any, ...],
@@ -199,7 +186,7 @@ def on_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
-    port = _free_port()
+    port = free_port()
     logs = [str(folder / f"rank{rank}.log") for rank in range(world_size)]
     processes = [
         context.Process(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from tests.tiny import _free_port, _worker, flags, make_rows, write_rows
+from tests.tiny import _worker, flags, free_port, make_rows, write_rows
 
 RANKS = 2
 HANG_SECONDS = 600.0  # a limit against hangs only: the machine may be busy
@@ -162,7 +162,7 @@ class Job:
         fault = partial(fault, *arguments) if fault else None
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
-        port = _free_port()
+        port = free_port()
         self.logs = [logs / f"rank{rank}.log" for rank in range(ranks)]
         self.processes = [
             context.Process(

@@ -1,7 +1,7 @@
 """Tests here need an NVIDIA GPU: `pytest -m gpu` runs them, and only them; without one they are
 skipped with one line.
 
-FSDP_QLORA_GPU_TESTS=stand-in runs them on the stand-in for CUDA (tests/phantom): values are
+FSDP_QLORA_GPU_TESTS=stand-in runs them on the stand-in for CUDA (stand_in/): values are
 compared with PHANTOM_VALUES=1 alone.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.gpu.cases import COMMON, Case
 from tests.gpu.runs import started
-from tests.tiny import _free_port, flags, read_metrics
+from tests.tiny import flags, free_port, read_metrics
 
 
 @dataclass
@@ -75,7 +75,7 @@ def run_all(
         lines = [flags(**{**runs[name], "output_dir": output_of(folder, name)}) for name in left]
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"runs{len(left)}.json"
-        file.write_text(json.dumps([{"port": _free_port(), "options": line} for line in lines]))
+        file.write_text(json.dumps([{"port": free_port(), "options": line} for line in lines]))
         program = ["-m", "tests.gpu.programs.many_runs", file, "--backend", backend]
         with started(program, folder / f"logs{len(left)}", ranks=ranks, apart=apart) as process:
             process.end_after(seconds)

@@ -42,7 +42,7 @@ def count(name: str, folder: Path) -> dict[str, int]:
 def main(names: list[str]) -> int:
     """Count all runs, or those whose names are given, and write each down as it is known."""
     if not IS_STAND_IN:
-        sys.exit("The figures come from the stand-in for CUDA: see tests/phantom/README.md.")
+        sys.exit("The figures come from the stand-in for CUDA: see stand_in/README.md.")
     found = json.loads(FIGURES.read_text())["bytes"] if FIGURES.exists() else {}
     for name in names or SHAPES:
         with tempfile.TemporaryDirectory() as folder:

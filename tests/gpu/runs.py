@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.harness import steps_done, wait_for
-from tests.tiny import ROOT, _free_port
+from tests.tiny import ROOT, free_port
 
 
 class Started:
@@ -27,7 +27,7 @@ class Started:
         folder.mkdir(parents=True, exist_ok=True)
         self.apart = apart
         self.logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
-        port = _free_port()
+        port = free_port()
         self.processes = [
             self._start(arguments, folder, rank, ranks, port) for rank in range(ranks)
         ]

@@ -31,7 +31,7 @@ from fsdp_qlora.utils.errors import (
     print_error,
 )
 from tests.chaos.harness import is_gone, wait_for
-from tests.tiny import ROOT, _free_port
+from tests.tiny import ROOT, free_port
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """
@@ -188,7 +188,7 @@ def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, mon
     launcher.wait()
     assert set(opened.values()) == {"127.0.0.1"}
     # Ranks that were started one by one: rank 0 holds the store.
-    port = _free_port()
+    port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
     store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
@@ -199,7 +199,7 @@ def test_store_keys_have_a_random_prefix(monkeypatch):
     names = [launch._launch_config(1, port=1, folder="/").run_id for _ in range(2)]
     assert len(set(names)) == 2 and min(map(len, names)) == 32
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", names[0])
     store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
     stranger = TCPStore(
@@ -214,7 +214,7 @@ def test_store_keys_have_a_random_prefix(monkeypatch):
 
 def test_ranks_meet_if_agents_count_restarts_differently(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     # rank 0's store is of this attempt alone
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     stores = []
@@ -308,7 +308,7 @@ def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path
 
 
 def test_a_rank_names_the_rank_that_never_started(monkeypatch, capfd):
-    port = _free_port()  # where nobody listens: rank 0 has died before it came so far
+    port = free_port()  # where nobody listens: rank 0 has died before it came so far
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

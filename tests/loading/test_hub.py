@@ -22,7 +22,7 @@ from fsdp_qlora.utils.hub import conversion_advice
 from tests.loading.test_heads import tied_model
 from tests.loading.test_named_layers import BLOCKS, unquantize
 from tests.loading.test_prequantized import save_fp8, set_config
-from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
+from tests.tiny import ROOT, flags, free_port, make_rows, write_rows
 
 COMMIT = "c" * 40
 FILES = {
@@ -152,7 +152,7 @@ def start(hub: Hub, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]
     def start(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
         common = hub_environment(hub, tmp_path) | {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         common |= {
             "WORLD_SIZE": str(ranks),

@@ -13,7 +13,7 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.export.expand import expand_model
 from tests.card import answer_as_a_card
 from tests.parity.test_combinations import train_each
-from tests.tiny import _free_port, all_slow_but, flags, make_rows, on_ranks, write_rows
+from tests.tiny import all_slow_but, flags, free_port, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]
 # Every row of TRAIN_TYPES once, by its first name.
@@ -107,7 +107,7 @@ def test_sharded_run_is_unchanged_by_gpu_nan_handling(
         for place in outputs
     ]
     statuses, output = on_ranks(
-        2, _train_then_on_a_card, (*commands, [_free_port() for _ in range(4)]), tmp_path
+        2, _train_then_on_a_card, (*commands, [free_port() for _ in range(4)]), tmp_path
     )
     assert statuses == [0, 0], output[-6000:]
     for honest, found in zip(*outputs, strict=True):

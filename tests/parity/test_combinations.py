@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from tests.rounding import SGD, rounding
 from tests.tiny import (
     SIZES,
-    _free_port,
     flags,
+    free_port,
     make_model,
     make_rows,
     on_ranks,
@@ -163,7 +163,7 @@ def differences(
             flags(output_dir=output, **options, **each)
             for output, each in zip(outputs, runs, strict=True)
         ]
-        ports = [_free_port() for _ in commands]
+        ports = [free_port() for _ in commands]
         statuses, output = on_ranks(ranks, train_each, (commands, ports), folder / f"{first}-logs")
         assert not any(statuses), output[-5000:]
         for each, path in zip(runs, outputs, strict=True):

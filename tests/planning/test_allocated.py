@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from tests.phantom import environment
+from stand_in import environment
 from tests.planning import allocated
 from tests.tiny import on_ranks
 

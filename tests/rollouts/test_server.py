@@ -35,7 +35,7 @@ from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
 from tests.rollouts.lora_server import LoraServer, Sampler
-from tests.tiny import ROOT, WORDS, _free_port, write_rows
+from tests.tiny import ROOT, WORDS, free_port, write_rows
 
 END = 9
 LONGEST = 4
@@ -447,7 +447,7 @@ class ServerProcess:
     """
 
     def __init__(self, *command: str, log: Path, **environment: str) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._log = log
         self._command = [word.format(port=self.port) for word in command]
         self._environment = {**os.environ, **environment}

@@ -24,7 +24,7 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import ROOT, _free_port, flags
+from tests.tiny import ROOT, flags, free_port
 
 KEY = "tml-of-the-tests"  # the client takes no other beginning
 VOCABULARY = 320
@@ -38,7 +38,7 @@ class Service:
     def __init__(self, model: Path, folder: Path, world_size: int, **options: object) -> None:
         self.model = str(model)
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.teacher = str(options.get("teacher"))
         usual = {
