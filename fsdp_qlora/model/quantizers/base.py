@@ -81,6 +81,12 @@ class FrozenProduct(NamedTuple):
     multiply_grad: Callable[[torch.Tensor], torch.Tensor]
 
 
+class Codes(NamedTuple):
+    """The tensors of a weight without statistics. Quantizers with some have a tuple like this."""
+
+    weight: torch.Tensor
+
+
 class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
@@ -127,37 +133,34 @@ class QuantizedWeight(nn.Module):
         memory = torch.empty(rows, columns, dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    # A class has its own named tuple of tensors, so that the type is Any here: `tensors()` returns
+    # the parameters as one, while they are gathered, and `quantize` new values. FSDP2 refills the
+    # same parameters before the backward pass.
+
+    def tensors(self) -> Any:
         """The tensors from which the weight is decoded, while they are gathered."""
-        return (self.weight, *(getattr(self, name) for name in self.statistics))
+        return Codes(self.weight)
 
-    # `tensors` below are returned by `tensors()`. FSDP2 refills the same tensors before the
-    # backward pass.
-
-    def decode_tensors(
-        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, tensors: Any) -> torch.Tensor:
         """Decode a matrix (or the whole weight), in its stored orientation, to `dtype`."""
         raise NotImplementedError
 
     def multiply(
-        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Any
     ) -> torch.Tensor:
         """Compute x W^T + b for the matrix W [out, in], or an approximation of it.
 
         W is stored as W^T if transposed.
         """
-        return F.linear(x, self._upright(part, x.dtype, *tensors), bias)
+        return F.linear(x, self._upright(part, x.dtype, tensors), bias)
 
-    def multiply_grad(
-        self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, tensors: Any) -> torch.Tensor:
         """Compute grad_y W, the gradient of x."""
-        return grad_y @ self._upright(part, grad_y.dtype, *tensors)
+        return grad_y @ self._upright(part, grad_y.dtype, tensors)
 
-    def _upright(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def _upright(self, part: Matrix, dtype: torch.dtype, tensors: Any) -> torch.Tensor:
         """The decoded matrix [out, in]."""
-        stored = self.decode_tensors(part, dtype, *tensors)
+        stored = self.decode_tensors(part, dtype, tensors)
         return stored.T if part.transposed else stored
 
     def product(
@@ -174,15 +177,15 @@ class QuantizedWeight(nn.Module):
         if len(parts) == 1:
             return FrozenProduct(
                 self.compute_dtype,
-                lambda *inputs: [self.multiply(matrix, x, bias, *tensors) for x in inputs],
-                lambda grad_y: self.multiply_grad(matrix, grad_y, *tensors),
+                lambda *inputs: [self.multiply(matrix, x, bias, tensors) for x in inputs],
+                lambda grad_y: self.multiply_grad(matrix, grad_y, tensors),
             )
         num_rows, num_columns = matrix.shape
 
         def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
             outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
             for rows, part in parts:
-                decoded = self.decode_tensors(part, inputs[0].dtype, *tensors)
+                decoded = self.decode_tensors(part, inputs[0].dtype, tensors)
                 # Each part is decoded once for all inputs.
                 for x, y in zip(inputs, outputs, strict=True):
                     torch.mm(x, decoded.T, out=y[:, rows])
@@ -195,7 +198,7 @@ class QuantizedWeight(nn.Module):
         def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
             grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
             for index, (rows, part) in enumerate(parts):
-                decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
+                decoded = self.decode_tensors(part, grad_y.dtype, tensors)
                 # A sum over parts of W's rows. beta 0 ignores the uninitialized memory.
                 grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))
                 del decoded
@@ -233,7 +236,7 @@ class QuantizedWeight(nn.Module):
 
         The parameters must be gathered.
         """
-        return self.decode_tensors(matrix or self.whole, self.compute_dtype, *self.tensors())
+        return self.decode_tensors(matrix or self.whole, self.compute_dtype, self.tensors())
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
         """The elements [start, stop) of the flattened weight that this rank quantizes and keeps."""
@@ -242,10 +245,10 @@ class QuantizedWeight(nn.Module):
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def quantize(self, values: torch.Tensor) -> Any:
         """Quantize `values`, whole rows of weights or none.
 
-        Returns rows of `weight`, as bytes, and of each statistic.
+        Returns a named tuple as `tensors()`: rows of `weight`, as bytes, and of each statistic.
         """
         raise NotImplementedError
 
@@ -257,17 +260,18 @@ class QuantizedWeight(nn.Module):
         """
         # Here no rank needs another one's values; subclasses with a statistic of the whole weight
         # gather it, in the same order on all ranks.
-        names = ("weight", *self.statistics)
-        for name, rows in zip(names, self.quantize(values), strict=True):
-            write_bytes(getattr(self, name), rows)
+        quantized = self.quantize(values)
+        for name in ("weight", *self.statistics):
+            write_bytes(getattr(self, name), getattr(quantized, name))
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         """Quantize `values`, whole rows of weights, to bytes of `weight`."""
-        return self.quantize(values)[0]
+        codes: torch.Tensor = self.quantize(values).weight
+        return codes
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize and decode the whole `weight`. `dequantize` must return the same bits."""
-        return self.decode_tensors(self.whole, self.compute_dtype, *self.quantize(weight))
+        return self.decode_tensors(self.whole, self.compute_dtype, self.quantize(weight))
 
     def _filled_up(self, codes: torch.Tensor) -> torch.Tensor:
         """The bytes of codes [rows, bytes] with the padding of `weight`."""

@@ -27,7 +27,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import bitsandbytes
 import bitsandbytes.functional as bnb
@@ -56,6 +56,21 @@ _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block
 _FUSED_TOKENS = 1536
 # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
 _GPU_PIECE = 2**30
+
+
+class NestedAbsmax(NamedTuple):
+    """From double quantization: each 256 absmax have a nested one, and all have one offset."""
+
+    absmax: torch.Tensor
+    offset: torch.Tensor
+
+
+class Bnb4bitTensors(NamedTuple):
+    """A weight's codes, a block per row, and their absmax: one byte each if there are nested."""
+
+    weight: torch.Tensor
+    absmax: torch.Tensor
+    nested: NestedAbsmax | None = None
 
 
 class Bnb4bitWeight(QuantizedWeight):
@@ -109,15 +124,16 @@ class Bnb4bitWeight(QuantizedWeight):
             self.absmax = self._storage(self.num_blocks, 4, torch.float32)
             self.statistics = ("absmax",)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Bnb4bitTensors:
         if not self.double_quant:
-            return super().tensors()
-        return (*super().tensors(), self.absmax_offset)
+            return Bnb4bitTensors(self.weight, self.absmax)
+        nested = NestedAbsmax(self.nested_absmax, self.absmax_offset)
+        return Bnb4bitTensors(self.weight, self.absmax, nested)
 
     def decode_tensors(
-        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+        self, part: Matrix, dtype: torch.dtype, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
-        codes, absmax = _select(part, *tensors)
+        codes, absmax = _select(part, tensors)
         # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in
         # half a block.
         decode = torch.ops.bitsandbytes.dequantize_4bit.default
@@ -136,24 +152,24 @@ class Bnb4bitWeight(QuantizedWeight):
     # W^T if transposed.
 
     def multiply(
-        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
         if not part.transposed and _can_fuse(part, x):
-            return self._times_transposed(part, x, bias, *tensors)
-        return super().multiply(part, x, bias, *tensors)
+            return self._times_transposed(part, x, bias, tensors)
+        return super().multiply(part, x, bias, tensors)
 
     def multiply_grad(
-        self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor
+        self, part: Matrix, grad_y: torch.Tensor, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
         if part.transposed and _can_fuse(part, grad_y):
-            return self._times_transposed(part, grad_y, None, *tensors)
-        return super().multiply_grad(part, grad_y, *tensors)
+            return self._times_transposed(part, grad_y, None, tensors)
+        return super().multiply_grad(part, grad_y, tensors)
 
     def _times_transposed(
-        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
         """Compute x M^T + b for the stored matrix M."""
-        codes, absmax = _select(part, *tensors)
+        codes, absmax = _select(part, tensors)
         # Only a matrix with whole blocks in its rows is sure to end at a block. The operator gets
         # the bytes of the matrix, without those that fill up its last block.
         if part.shape[-1] % _BLOCKSIZE:
@@ -163,8 +179,8 @@ class Bnb4bitWeight(QuantizedWeight):
         )
         return y
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return quantize_blocks(values, self.quant_type)
+    def quantize(self, values: torch.Tensor) -> Bnb4bitTensors:
+        return Bnb4bitTensors(*quantize_blocks(values, self.quant_type))
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in
@@ -183,7 +199,7 @@ class Bnb4bitWeight(QuantizedWeight):
         if not self.double_quant:
             super().load_shard(values, mesh)
             return
-        codes, absmax = self.quantize(values)
+        codes, absmax = quantize_blocks(values, self.quant_type)
         write_bytes(self.weight, codes)
         # Double quantization subtracts the mean over the whole tensor. Every rank gathers the
         # absmax of all blocks (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation,
@@ -324,25 +340,20 @@ def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) 
     return elements if count == elements.numel() else elements[first : first + count]
 
 
-def _select(
-    part: Matrix, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the codes (uint8, whole blocks) and the absmax (float32) of a matrix.
-
-    nested: nested_absmax and absmax_offset, with double_quant.
-    """
+def _select(part: Matrix, tensors: Bnb4bitTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the codes (uint8, whole blocks) and the absmax (float32) of a matrix."""
+    weight, absmax, nested = tensors
     first, count = part.spans(_BLOCKSIZE)
     # The parameter is viewed as bytes, of two weights each.
     spanned = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
     codes = part.choose(spanned)
-    if not nested:
+    if nested is None:
         return codes, part.choose(_elements(absmax, torch.float32, first, count))
     # A matrix starts at a block of weights, but its first absmax may be inside a block of 256
     # absmax shared with the previous expert. So absmax is decoded from the beginning of that block.
     skipped = first % NESTED_BLOCKSIZE
-    nested_absmax, offset = nested
     scales = _elements(
-        nested_absmax,
+        nested.absmax,
         torch.float32,
         first // NESTED_BLOCKSIZE,
         -(-(skipped + count) // NESTED_BLOCKSIZE),
@@ -351,7 +362,7 @@ def _select(
     decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         absmax_8bit, scales, _nested_code(weight.device), NESTED_BLOCKSIZE, torch.float32
     )
-    return codes, part.choose(decoded.add_(offset)[skipped:])
+    return codes, part.choose(decoded.add_(nested.offset)[skipped:])
 
 
 def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ high four.
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,17 @@ _LARGEST_SCALE = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_OF_ZEROS = 0.125  # compressed-tensors' for a group without a magnitude
 
 
+class E2m1Tensors(NamedTuple):
+    """A weight's codes and scales, four groups a row, and for NVFP4 its global scales.
+
+    Global scales are beyond those of groups: of the whole weight, or of equal parts of it.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+
 class E2m1Weight(QuantizedWeight):
     """Weights as E2M1 codes with a scale of one byte for each group.
 
@@ -72,41 +83,43 @@ class E2m1Weight(QuantizedWeight):
         self.weight = self._storage(rows, self.row_weights // 2)
         self.scale = self._storage(rows, _SCALES_PER_ROW, torch.float32)
 
-    def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
+    def scale_values(
+        self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """The float32 scales that bytes [groups] stand for.
 
-        first: number of the first group in the weight. others: the statistics beyond `scale`,
-        whole.
+        first: number of the first group in the weight. global_scale: see `E2m1Tensors`.
         """
         raise NotImplementedError
 
-    def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """The bytes of the scales for groups with these largest magnitudes, float32 [groups].
-
-        others: as above.
-        """
+    def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+        """The bytes of the scales for groups with these largest magnitudes, float32 [groups]."""
         raise NotImplementedError
 
     def decode_tensors(
-        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+        self, part: Matrix, dtype: torch.dtype, tensors: E2m1Tensors
     ) -> torch.Tensor:
-        weight, scale, *others = tensors
         num_weights = math.prod(part.shape)
         (first, count) = part.spans(self.group_size)
         # Both parameters have four groups a row, so their bytes are groups in order.
         groups = slice(first, first + count)
-        codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[groups]
-        scale_codes = scale.view(torch.uint8).view(-1)[groups]
-        scales = self.scale_values(scale_codes, first, *others)
+        codes = tensors.weight.view(torch.uint8).view(-1, self.group_size // 2)[groups]
+        scale_codes = tensors.scale.view(torch.uint8).view(-1)[groups]
+        scales = self.scale_values(scale_codes, first, tensors.global_scale)
         values = _values(part.choose(codes), part.choose(scales), dtype)
         return values.view(-1)[:num_weights].view(part.shape)
 
-    def quantize(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> E2m1Tensors:
+        return E2m1Tensors(self.weight, self.scale)
+
+    def quantize(
+        self, values: torch.Tensor, global_scale: torch.Tensor | None = None
+    ) -> E2m1Tensors:
         """Quantize whole groups (the last may be short).
 
         Returns bytes of codes [groups, group_size / 2] and scales [groups].
 
-        others: the statistics beyond `scale`, with one value for the whole weight.
+        global_scale: one value, for the whole weight.
         """
         # Zeros do not change a group's largest magnitude.
         rest = -values.numel() % self.group_size
@@ -117,12 +130,12 @@ class E2m1Weight(QuantizedWeight):
         scales = []
         for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
             largest = piece.abs().amax(1).float()
-            scales.append(self.scale_codes(largest, *others))
+            scales.append(self.scale_codes(largest, global_scale))
             # Divided by the scale as it is stored, not as it was before rounding: a code is nearest
             # to its weight with the scale that decodes it.
-            divisors = self.scale_values(scales[-1], 0, *others)
+            divisors = self.scale_values(scales[-1], 0, global_scale)
             codes.append(_pack(piece.float() / divisors[:, None]))
-        return torch.cat(codes), torch.cat(scales)
+        return E2m1Tensors(torch.cat(codes), torch.cat(scales), global_scale)
 
     def stored_forms(self) -> dict[str, TensorForm]:
         groups = -(-math.prod(self.shape) // self.group_size)
@@ -152,13 +165,15 @@ class Mxfp4Weight(E2m1Weight):
             return NOT_FINITE
         return TOO_LARGE if (values > _MOST_EXPONENT).any() else ""
 
-    def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
+    def scale_values(
+        self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
+    ) -> torch.Tensor:
         # E8M0 has the exponent's bias of float32, so a shift makes a float32 of it. Only 2**-127 is
         # below float32's normal numbers: it has exponent 0 and the first bit of the mantissa.
         bits = torch.where(codes == 0, 1 << _MANTISSA - 1, codes.int() << _MANTISSA)
         return bits.int().view(torch.float32)
 
-    def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         # The exponent after `_ROUND_UP`, from the float32's bits and so exact. A magnitude has the
         # sign bit 0, so that the shift leaves nothing else.
         exponent = largest.view(torch.int32) + _ROUND_UP >> _MANTISSA
@@ -211,10 +226,15 @@ class Nvfp4Weight(E2m1Weight):
             return "" if largest.isfinite().all() else TOO_LARGE
         return ""
 
-    def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
-        (global_scales,) = others
+    def tensors(self) -> E2m1Tensors:
+        return E2m1Tensors(self.weight, self.scale, self.global_scale)
+
+    def scale_values(
+        self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert global_scale is not None
         values = codes.view(torch.float8_e4m3fn).float()
-        global_scales = global_scales.view(-1)
+        global_scales = global_scale.view(-1)
         if len(global_scales) > 1:
             # The part of each group: parts are equal, and no group is in two of them.
             groups_of_part = math.prod(self.shape) // self.group_size // len(global_scales)
@@ -223,9 +243,10 @@ class Nvfp4Weight(E2m1Weight):
         # Divided, and not multiplied by the reciprocal, which would round twice.
         return values.mul_(global_scales) if self.multiplies else values.div_(global_scales)
 
-    def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+        assert global_scale is not None
         scales = largest / _LARGEST
-        whole_scale = others[0].view(())
+        whole_scale = global_scale.view(())
         scales = scales / whole_scale if self.multiplies else whole_scale * scales
         # E4M3 has no infinity: what is beyond its largest value would be NaN.
         scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
@@ -235,12 +256,12 @@ class Nvfp4Weight(E2m1Weight):
         return rounded.to(scales.dtype).view(torch.uint8)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return self.quantize(values, self.global_scale)[0]
+        return self.quantize(values, self.global_scale).weight
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         whole_scale = global_scale(weight.abs().max().float())
-        tensors = (*self.quantize(weight, whole_scale), whole_scale)
-        return self.decode_tensors(self.whole, self.compute_dtype, *tensors)
+        tensors = self.quantize(weight, whole_scale)
+        return self.decode_tensors(self.whole, self.compute_dtype, tensors)
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -254,9 +275,9 @@ class Nvfp4Weight(E2m1Weight):
             # A maximum does not depend on the split, so every rank has the same scale.
             largest = gather_rows(largest.view(1), size, mesh).max()
         whole_scale = global_scale(largest).view(1)
-        codes, scales = self.quantize(values, whole_scale)
-        write_bytes(self.weight, codes)
-        write_bytes(self.scale, scales)
+        quantized = self.quantize(values, whole_scale)
+        write_bytes(self.weight, quantized.weight)
+        write_bytes(self.scale, quantized.scale)
         # One row, which one rank keeps: `own_rows` is empty on the others.
         write_bytes(self.global_scale, whole_scale[slice(*own_rows(self.global_scale, mesh))])
 

@@ -6,7 +6,7 @@ is a sign, five bits of exponent and two of mantissa, with IEEE's infinities and
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,13 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 # compressed-tensors' for a row without a magnitude
 _SCALE_OF_ZEROS = torch.finfo(torch.float32).eps
 _PIECE = 2**20  # bytes that are searched at a time
+
+
+class Fp8Tensors(NamedTuple):
+    """A weight's codes, a row of a matrix per row, and the scales of its blocks."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
 
 
 class Fp8Weight(QuantizedWeight):
@@ -68,23 +75,20 @@ class Fp8Weight(QuantizedWeight):
         scale_rows, scale_columns = self.scale_shape
         self.scale = self._storage(num_matrices * scale_rows, 4 * scale_columns, torch.float32)
 
-    def decode_tensors(
-        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        weight, scale = tensors
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, tensors: Fp8Tensors) -> torch.Tensor:
         *_, rows, columns = self.shape
         first, span = part.spans(columns)
         # As bytes, since not every operator has a kernel for FP8. Without the padding of rows.
-        spanned = weight.view(torch.uint8)[first : first + span, :columns]
+        spanned = tensors.weight.view(torch.uint8)[first : first + span, :columns]
         codes = part.choose(spanned)
         codes = codes.view(self.code_dtype)
         # A part begins at the first row of a block (see `QuantizedWeight._parts`).
         matrix, row = divmod(first, rows)
-        scale = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
+        scale = tensors.scale[matrix * self.scale_shape[0] + row // self.block[0] :]
         if part.among is not None:
             scale = part.choose(scale[: part.among[1] * self.scale_shape[0]])
         count = len(codes)
-        decoded = torch.empty(len(codes), columns, dtype=dtype, device=weight.device)
+        decoded = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
         # Rows in which blocks follow each other without a break: a matrix, or all matrices if the
         # last block of each is complete.
         of_matrix = count if rows % self.block[0] == 0 else rows
@@ -114,9 +118,12 @@ class Fp8Weight(QuantizedWeight):
         if len(values) > whole * height:
             torch.mul(values[rest], scale[whole:], out=out[rest])
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Fp8Tensors:
+        return Fp8Tensors(self.weight, self.scale)
+
+    def quantize(self, values: torch.Tensor) -> Fp8Tensors:
         codes, scale = quantize_blocks(values.reshape(-1, self.row_weights))
-        return self._filled_up(codes), scale
+        return Fp8Tensors(self._filled_up(codes), scale)
 
     def stored_forms(self) -> dict[str, TensorForm]:
         weight_shape = (len(self.weight), row_bytes(self.weight))

@@ -12,7 +12,7 @@ in its low one. (The hqq library's BitPack does so with rows; here a group has b
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,13 @@ _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 
 
+class HqqTensors(NamedTuple):
+    """A weight's codes, a group per row, and the groups' float16 scales and zeros."""
+
+    weight: torch.Tensor
+    scale_zero: torch.Tensor
+
+
 class HqqWeight(QuantizedWeight):
     """Weights as codes of n_bits, with a scale and a zero for each group.
 
@@ -64,18 +71,15 @@ class HqqWeight(QuantizedWeight):
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
         self.scale_zero = self._storage(num_groups, 4, torch.float32)
 
-    def decode_tensors(
-        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        weight, scale_zero = tensors
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, tensors: HqqTensors) -> torch.Tensor:
         num_weights = math.prod(part.shape)
         (first, span) = part.spans(self.group_size)
         groups = slice(first, first + span)
-        packed = part.choose(weight.view(torch.uint8)[groups])
-        statistics = part.choose(scale_zero.view(torch.float16)[groups])
+        packed = part.choose(tensors.weight.view(torch.uint8)[groups])
+        statistics = part.choose(tensors.scale_zero.view(torch.float16)[groups])
         count = len(packed)
-        decoded = torch.empty(count, self.group_size, dtype=dtype, device=weight.device)
-        step = groups_at_a_time(weight.device, self.group_size)
+        decoded = torch.empty(count, self.group_size, dtype=dtype, device=packed.device)
+        step = groups_at_a_time(packed.device, self.group_size)
         for start in range(0, count, step):
             groups = slice(start, start + step)
             scale, zero = statistics[groups].float().split(1, dim=1)
@@ -86,9 +90,12 @@ class HqqWeight(QuantizedWeight):
             del centered
         return decoded.view(-1)[:num_weights].view(part.shape)
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> HqqTensors:
+        return HqqTensors(self.weight, self.scale_zero)
+
+    def quantize(self, values: torch.Tensor) -> HqqTensors:
         codes, scale_zero = _quantize_groups(values, self.n_bits, self.group_size)
-        return _pack(codes, self.n_bits), scale_zero
+        return HqqTensors(_pack(codes, self.n_bits), scale_zero)
 
     def stored_forms(self) -> dict[str, TensorForm]:
         num_groups = self.scale_zero.shape[0]

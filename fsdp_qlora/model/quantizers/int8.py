@@ -5,7 +5,7 @@ Code q, from -127 to 127, of a row with scale s represents the weight q * s / 12
 
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import bitsandbytes
 import bitsandbytes.functional as bnb
@@ -17,6 +17,13 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels index a matrix with int32
+
+
+class Int8Tensors(NamedTuple):
+    """A matrix's codes and the largest magnitudes of its rows."""
+
+    weight: torch.Tensor
+    row_scale: torch.Tensor
 
 
 class Int8Weight(QuantizedWeight):
@@ -49,14 +56,14 @@ class Int8Weight(QuantizedWeight):
         self.row_scale = self._storage(out_features, 4, torch.float32)
 
     def decode_tensors(
-        self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor
+        self, part: Matrix, dtype: torch.dtype, tensors: Int8Tensors
     ) -> torch.Tensor:
-        codes, row_scale = _codes_and_scale(part, *tensors)
+        codes, row_scale = _codes_and_scale(part, tensors)
         # In this order as bitsandbytes does for the gradient, for the same bits.
         return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
 
     def multiply(
-        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Int8Tensors
     ) -> torch.Tensor:
         """Compute x W^T + b with each token's values rounded to 8 bits.
 
@@ -66,17 +73,20 @@ class Int8Weight(QuantizedWeight):
         threshold in it, so a token's result depends on the other tokens. Here each token gets the
         result of a batch that has only this token.
         """
-        return _multiply(x, bias, *_codes_and_scale(part, *tensors), self.threshold)
+        return _multiply(x, bias, *_codes_and_scale(part, tensors), self.threshold)
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Int8Tensors:
+        return Int8Tensors(self.weight, self.row_scale)
+
+    def quantize(self, values: torch.Tensor) -> Int8Tensors:
         rows = values.reshape(-1, self.row_weights)
         # A rank has none if there are fewer rows than ranks.
         if not len(rows):
             no_codes = rows.new_empty(0, dtype=torch.int8)
-            return no_codes, rows.new_empty(0, dtype=torch.float32)
+            return Int8Tensors(no_codes, rows.new_empty(0, dtype=torch.float32))
         # bitsandbytes rounds every dtype to fp16 first.
         codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
-        return self._filled_up(codes), row_scale
+        return Int8Tensors(self._filled_up(codes), row_scale)
 
     def stored_forms(self) -> dict[str, TensorForm]:
         weight_shape = (self.shape[0], row_bytes(self.weight))
@@ -97,13 +107,11 @@ def _warn_of_slow_products(in_features: int) -> None:
     )
 
 
-def _codes_and_scale(
-    part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _codes_and_scale(part: Matrix, tensors: Int8Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """View the stored tensors as codes, int8 [out, in], and scales, float32 [out]."""
     # Without the padding of rows; contiguous() copies nothing if there is none.
-    codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
-    return codes, row_scale.view(torch.float32).view(-1)
+    codes = tensors.weight.view(torch.int8)[:, : part.shape[1]].contiguous()
+    return codes, tensors.row_scale.view(torch.float32).view(-1)
 
 
 def _multiply(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fsdp_qlora.model.quantizers.base import Matrix
-from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Mxfp4Weight, Nvfp4Weight
+from fsdp_qlora.model.quantizers.e2m1 import E2m1Tensors, E2m1Weight, Mxfp4Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
 from fsdp_qlora.model.quantizers.packed_format import INTEGERS, PackedFormat
 from fsdp_qlora.sharding.loading.packed_integers import IntegerTensor
@@ -325,13 +325,12 @@ class _E2m1Tensor(DecodedTensor):
         last = end * self.unit
         size = self._layer.group_size
         # Two codes per byte; a unit is whole groups, so whole bytes and whole scales.
-        values = self._layer.decode_tensors(
-            Matrix((last - first,)),
-            self.dtype,
+        tensors = E2m1Tensors(
             read(codes, first // 2, last // 2),
             read(scale, first // size, last // size),
-            *(read(name, 0, 1) for name in global_scale),
+            read(global_scale[0], 0, 1) if global_scale else None,
         )
+        values = self._layer.decode_tensors(Matrix((last - first,)), self.dtype, tensors)
         if self._transposes:
             return values.view(-1, self.shape[2], self.shape[1]).mT.contiguous()
         return values
@@ -340,7 +339,7 @@ class _E2m1Tensor(DecodedTensor):
         if self._transposes:
             values = values.view(-1, *self.shape[1:]).mT.contiguous()
         # The global scale stays: it belongs to all parts of the tensor, and this is one of them.
-        global_scale = [read(name, 0, 1) for name in self.parts[2:]]
-        codes, scales = self._layer.quantize(values.flatten(), *global_scale)
-        yield self.parts[0], start // 2, codes
-        yield self.parts[1], start // self._layer.group_size, scales
+        global_scale = read(self.parts[2], 0, 1) if len(self.parts) > 2 else None
+        encoded = self._layer.quantize(values.flatten(), global_scale)
+        yield self.parts[0], start // 2, encoded.weight
+        yield self.parts[1], start // self._layer.group_size, encoded.scale
