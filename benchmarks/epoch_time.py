@@ -49,7 +49,7 @@ from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory
-from fsdp_qlora.data.run_data import prepare_data
+from fsdp_qlora.data.run_data import read_rows
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
@@ -75,12 +75,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_rows(args: argparse.Namespace) -> TokenizedRows:
+def training_rows(args: argparse.Namespace) -> TokenizedRows:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     config = TrainConfig(
         dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows
     )
-    found = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
+    found = read_rows(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
     return TokenizedRows(
         found.input_ids % VOCABULARY, found.learned, found.offsets, found.row_numbers
     )
@@ -176,7 +176,7 @@ def run_rounds(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
     quiet_on_one_thread()
-    data = read_rows(args)
+    data = training_rows(args)
     start_process_group(RANKS)
     try:
         with tempfile.TemporaryDirectory() as name:

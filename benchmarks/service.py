@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from benchmarks.common import describe_machine, write_results
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.run_data import prepare_data
+from fsdp_qlora.data.run_data import read_rows
 from fsdp_qlora.planning.reading import pick_data
 
 KEY = "tml-benchmark"
@@ -54,12 +54,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_rows(args: argparse.Namespace) -> TokenizedRows:
+def training_rows(args: argparse.Namespace) -> TokenizedRows:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     config = TrainConfig(
         dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows
     )
-    return prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
+    return read_rows(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
 
 
 def as_datum(rows: TokenizedRows, number: int) -> types.Datum:
@@ -181,7 +181,7 @@ def start_service(args: argparse.Namespace, folder: Path) -> subprocess.Popen[by
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    rows = read_rows(args)
+    rows = training_rows(args)
     data = [as_datum(rows, number) for number in range(len(rows))]
     found: dict[str, list[dict[str, float]]] = {"train": [], "loop": []}
     with tempfile.TemporaryDirectory() as name:

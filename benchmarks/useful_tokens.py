@@ -22,7 +22,7 @@ from benchmarks.common import write_results
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.run_data import RunData, prepare_data
+from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.planning.reading import pick_data
 
 LAYOUTS = ("padded", "padding_free", "packed")
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         config = TrainConfig(
             dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size
         )
-        data = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer))
+        data = read_rows(tokenizer, pick_data(config), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
             for name in LAYOUTS:
                 schedule = config.pick(

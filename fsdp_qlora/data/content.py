@@ -31,6 +31,7 @@ no room for; a chat with the tokens that begin and end it; or not at all.
 FOLDER = "folder of its file"
 # How the reason begins that may not be the row's fault: the cache does not keep such rows.
 ENDED_WORKERS = "two processes that fill the chat template have ended at it"
+TOO_DEEP = "nested too deeply"
 # Where models of images have one. Within a text it may be about HTML.
 _MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")
 ANSWERS = ("answer", "solution", "target", "label", "output", "response")

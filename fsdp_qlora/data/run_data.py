@@ -15,26 +15,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import join_cached
-from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.report import DataReport, check_report
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, mix, split_eval, split_rows
+from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.options import DataOptions
-from fsdp_qlora.data.pipeline import DatasetPipeline, check_report
+from fsdp_qlora.data.pipeline import DatasetPipeline, DatasetRows
 from fsdp_qlora.data.prompts import Prompt, join_prompts, rows_of_prompts
 from fsdp_qlora.data.sources import source as sources
-from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
+from fsdp_qlora.data.sources.dataset_name import (
+    DatasetName,
+    check_weights,
+    parse_eval_names,
+    parse_name,
+)
 from fsdp_qlora.data.sources.source import Source
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, describe_default, describe_lack, prompt_record
 from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.distributed.ranks import derive_seed
-from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.model.architecture.tokenizer import is_made_for_chats
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
@@ -155,29 +160,13 @@ class RunData:
 
 
 class LearningModel(NamedTuple):
-    """The model that learns from rows, as far as reading them depends on it."""
+    """The model that learns from rows, as far as their text depends on it."""
 
     name: str
     folder: Path
-    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
     takes_images: bool = True
     """Whether it has parts for images, if its folder has a processor for them."""
-
-
-def read_rows(options: DataOptions, model: LearningModel, *, keeps_template: bool) -> RunData:
-    """Read the rows as a model learns from them. Arguments as for `options_for`.
-
-    Raises:
-        UserError: as of `prepare_data`.
-    """
-    return prepare_data(
-        model.tokenizer,
-        options_for(options, model, keeps_template=keeps_template),
-        vocab_size=model.vocab_size,
-        longest=most_positions(model.config),
-    )
 
 
 def options_for(options: DataOptions, model: LearningModel, *, keeps_template: bool) -> DataOptions:
@@ -227,7 +216,7 @@ def say_prompts(
         log.warning("%s", lack)
 
 
-def prepare_data(
+def read_rows(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     *,
@@ -246,53 +235,73 @@ def prepare_data(
     eval_names = parse_eval_names(options.eval_dataset)
     names = [parse_name(dataset) for dataset in options.dataset]
     shares = check_weights(names)
-    for name in names if options.text.makes_rows else ():
-        if name.name == sources.DUMMY or name.weight is not None:
-            problem = "no prompts" if name.name == sources.DUMMY else "a weight: leave it out"
-            raise UserError(f"dataset: {name.name} has {problem}.")
+    if options.text.makes_rows:
+        _refuse_without_prompts(names)
     texts = [name for name in options.dataset if parse_name(name).name != sources.DUMMY]
     known_sources = {name: sources.find_source(name) for name in texts}
     if options.context_length == "auto":
         chosen = _choose_context_length(tokenizer, options, known_sources, longest)
         options = dataclasses.replace(options, context_length=chosen)
-    prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
-    data = _joined(prepared, options, shares)
+    datasets = [
+        read_dataset(
+            dataset, tokenizer, options, vocab_size=vocab_size, source=known_sources.get(dataset)
+        )
+        for dataset in options.dataset
+    ]
+    data = _joined(datasets, options, shares)
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
-        data = _with_evaluation(
-            data, _prepare_each(list(eval_names.values()), tokenizer, whole, vocab_size), eval_names
-        )
+        eval_datasets = [
+            read_dataset(dataset, tokenizer, whole, vocab_size=vocab_size)
+            for dataset in eval_names.values()
+        ]
+        data = _with_evaluation(data, eval_datasets, eval_names)
+    return dataclasses.replace(
+        data,
+        provenance=_provenance(data, options, eval_names.values()),
+        context_length=options.longest_row,
+        image_processor=options.text.image_processor,
+    )
+
+
+def _refuse_without_prompts(names: Iterable[DatasetName]) -> None:
+    """Raise UserError for a dataset that a run cannot take prompts from."""
+    for name in names:
+        if name.name == sources.DUMMY or name.weight is not None:
+            problem = "no prompts" if name.name == sources.DUMMY else "a weight: leave it out"
+            raise UserError(f"dataset: {name.name} has {problem}.")
+
+
+def _provenance(
+    data: RunData, options: DataOptions, eval_datasets: Iterable[str]
+) -> dict[str, Any]:
+    """The datasets and their prompts; see `RunData.provenance`."""
     first = data.reports[0]
     template = find_template(options.text.prompt_template)
-    provenance = {
+    return {
         "prompt": prompt_record(
             first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled
         ),
         "data": list(map(describe_dataset, options.dataset, data.reports)),
-        "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports)),
+        "eval_data": list(map(describe_dataset, eval_datasets, data.eval_reports)),
     }
-    length = options.longest_row
-    processor = options.text.image_processor
-    return dataclasses.replace(
-        data, provenance=provenance, context_length=length, image_processor=processor
-    )
 
 
 def _joined(
-    prepared: Sequence["Prepared"], options: DataOptions, shares: Sequence[float] | None
+    datasets: Sequence[DatasetRows], options: DataOptions, shares: Sequence[float] | None
 ) -> RunData:
     """The rows or prompts of all datasets. Some rows may be held out."""
-    parts = [part.rows for part in prepared]
-    num_rows = sum(part.report.num_used for part in prepared)
+    parts = [dataset.rows for dataset in datasets]
+    num_rows = sum(dataset.report.num_used for dataset in datasets)
     train_rows, held_out = split_eval(num_rows, fraction=options.eval_fraction, seed=options.seed)
     mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
-    reports = tuple(part.report for part in prepared)
+    reports = tuple(dataset.report for dataset in datasets)
     if options.text.makes_rows:
         return RunData(
             NO_ROWS,
             train_rows,
             reports=reports,
-            prompts=join_prompts(part.prompts for part in prepared),
+            prompts=join_prompts(dataset.prompts for dataset in datasets),
             completion_length=options.text.max_completion_length,
         )
     train = join_cached(parts)
@@ -301,13 +310,13 @@ def _joined(
 
 
 def _with_evaluation(
-    data: RunData, prepared: Sequence["Prepared"], names: Iterable[str]
+    data: RunData, datasets: Sequence[DatasetRows], names: Iterable[str]
 ) -> RunData:
     """The same run with the rows of other datasets to evaluate on, in the order of their names."""
-    evaluation = join_cached([part.rows for part in prepared])
-    ends = np.cumsum([len(part.rows) for part in prepared])
+    evaluation = join_cached([dataset.rows for dataset in datasets])
+    ends = np.cumsum([len(dataset.rows) for dataset in datasets])
     eval_sets = dict(zip(names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
-    reports = tuple(part.report for part in prepared)
+    reports = tuple(dataset.report for dataset in datasets)
     return dataclasses.replace(
         data, evaluation=evaluation, eval_sets=eval_sets, eval_reports=reports
     )
@@ -327,9 +336,10 @@ def _choose_context_length(
     """
     reports = []
     for dataset, source in known_sources.items():
-        one = dataclasses.replace(options, dataset=(dataset,), context_length=_UNCUT)
-        with _opened(tokenizer, one, source) as pipeline:
-            reports.append(pipeline.measured())
+        uncut = dataclasses.replace(options, context_length=_UNCUT)
+        with _template_workers() as workers:
+            text = DatasetText(tokenizer, uncut, workers)
+            reports.append(DatasetPipeline(dataset, text, source).measured())
     needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
     power_of_two = 2 ** max(1, (needed - 1).bit_length())
     chosen = min(power_of_two, MOST_OF_AUTO, longest or MOST_OF_AUTO)
@@ -343,36 +353,6 @@ def _choose_context_length(
         f"{needed:,}",
     )
     return chosen
-
-
-class Prepared(NamedTuple):
-    """The rows of a dataset, and what became of them."""
-
-    rows: TokenizedRows
-    report: DataReport
-    prompts: Sequence[Prompt] = ()
-    """The prompts, instead of rows, of a run that makes these."""
-
-
-def _prepare_each(
-    datasets: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
-    vocab_size: int,
-    known_sources: Mapping[str, Source] = {},
-) -> list[Prepared]:
-    """The rows of each dataset, and what became of them."""
-    prepared = []
-    samples = options.dataset_samples
-    for dataset in datasets:
-        one = dataclasses.replace(options, dataset=(dataset,))
-        prepared.append(prepare_rows(tokenizer, one, known_sources.get(dataset)))
-        num_rows = prepared[-1].report.num_rows
-        if samples is not None and num_rows < samples:
-            log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
-        rows = rows_of_prompts(prepared[-1].prompts) if prepared[-1].prompts else prepared[-1].rows
-        tokenization.check_vocabulary(rows, vocab_size)
-    return prepared
 
 
 def describe_dataset(dataset: str, report: DataReport) -> dict[str, Any]:
@@ -401,43 +381,57 @@ def _mixture(
     return mixture
 
 
-def prepare_rows(
-    tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None = None
-) -> Prepared:
-    """Tokenize the one `options.dataset`. Of a machine's ranks, which all call it, one does the
-    work.
+def read_dataset(
+    dataset: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    *,
+    vocab_size: int,
+    source: Source | None = None,
+) -> DatasetRows:
+    """Read one of the datasets. Of a machine's ranks, which all call it, one does the work.
 
+    Args:
+        source: of the dataset, if it is known already.
     Raises:
-        UserError: the dataset is missing, malformed, empty or has too many unusable rows.
+        UserError: the dataset is missing, malformed, empty or has too many unusable rows, or a
+            token that the model does not have.
     """
-    if parse_name(options.dataset[0]).name == sources.DUMMY:
-        samples = options.dataset_samples or sources.DEFAULT_SAMPLES[sources.DUMMY]
-        size = len(tokenizer)
-        context = options.longest_row
-        kind = options.text.row_kind
-        rows_and_report = tokenization.dummy_rows(
-            samples, size, kind, context_length=context, seed=options.seed
-        )
-        prepared = Prepared(*rows_and_report)
+    if parse_name(dataset).name == sources.DUMMY:
+        found = _dummy_rows(tokenizer, options)
     else:
-        with _opened(tokenizer, options, source) as pipeline:
-            prepared = Prepared(*pipeline.all_rows(), pipeline.prompts)
-    check_report(prepared.report, options)
-    return prepared
+        with _template_workers() as workers:
+            text = DatasetText(tokenizer, options, workers)
+            found = DatasetPipeline(dataset, text, source).all_rows()
+    check_report(found.report, allowed=options.max_bad_rows, context_length=options.longest_row)
+    samples = options.dataset_samples
+    num_rows = found.report.num_rows
+    if samples is not None and num_rows < samples:
+        log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
+    rows = rows_of_prompts(found.prompts) if found.prompts else found.rows
+    tokenization.check_vocabulary(rows, vocab_size)
+    return found
+
+
+def _dummy_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DatasetRows:
+    rows, report = tokenization.dummy_rows(
+        options.dataset_samples or sources.DEFAULT_SAMPLES[sources.DUMMY],
+        len(tokenizer),
+        options.text.row_kind,
+        context_length=options.longest_row,
+        seed=options.seed,
+    )
+    return DatasetRows(rows, report)
 
 
 @contextlib.contextmanager
-def _opened(
-    tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None
-) -> Iterator[DatasetPipeline]:
-    """The pipeline of the one `options.dataset`, with its own processes for the chat template."""
+def _template_workers() -> Iterator[list[TemplateWorker]]:
+    """Processes for the chat template of one dataset."""
     # The other ranks of the machine wait meanwhile, so their cores are free.
     num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))
-    pipeline = DatasetPipeline(
-        tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source
-    )
+    workers = [TemplateWorker() for _ in range(num_workers)]
     try:
-        yield pipeline
+        yield workers
     finally:
-        for worker in pipeline.workers:
+        for worker in workers:
             worker.close()

@@ -7,8 +7,9 @@ from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
 from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.options import DataOptions, TextOptions
-from fsdp_qlora.data.run_data import LearningModel, RunData, read_rows
+from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, read_rows
 from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.model.architecture.rope import changing_rope
 from fsdp_qlora.planning.plan import ModelPlan
 
@@ -50,17 +51,20 @@ def read_planned_rows(
     Returns:
         The options with the context_length that the rows decide, and the rows.
     Raises:
-        UserError: as of `prepare_data`.
+        UserError: as of `read_rows`.
     """
     model = LearningModel(
         name=config.model_name,
         folder=plan.folder,
-        config=plan.config,
         tokenizer=plan.tokenizer,
-        vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
         takes_images=bool(plan.meta.parts.towers),
     )
-    data = read_rows(pick_data(config), model, keeps_template=decisions.fills_template)
+    data = read_rows(
+        plan.tokenizer,
+        options_for(pick_data(config), model, keeps_template=decisions.fills_template),
+        vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
+        longest=most_positions(plan.config),
+    )
     if plan.documents is None or data.have_images:
         warn_of_padded_rope(plan, data)
     return dataclasses.replace(config, context_length=data.context_length), data

@@ -14,9 +14,10 @@ from fsdp_qlora.checkpoint.decisions import agree_on_decisions
 from fsdp_qlora.checkpoint.run_folder import is_finished
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.tokenization import describe_sample
-from fsdp_qlora.data.run_data import LearningModel, read_rows, say_prompts
+from fsdp_qlora.data.run_data import LearningModel, options_for, read_rows, say_prompts
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.upload import check_uploads
+from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.observability.metric_log import refuse_sinks
 from fsdp_qlora.planning.plan import Machine, plan_model, read_model, with_new_tokens
 from fsdp_qlora.planning.reading import (
@@ -93,10 +94,13 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     config = with_kept_context(config, decisions)
     folder, model_config, tokenizer = read_model(config)
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
-    model = LearningModel(
-        config.model_name, folder, model_config, tokenizer, vocab_size=len(tokenizer)
+    model = LearningModel(config.model_name, folder, tokenizer)
+    data = read_rows(
+        tokenizer,
+        options_for(pick_data(config), model, keeps_template=decisions.fills_template),
+        vocab_size=len(tokenizer),
+        longest=most_positions(model_config),
     )
-    data = read_rows(pick_data(config), model, keeps_template=decisions.fills_template)
     sides = ("student", "teacher") if config.objective == "distill" else ()
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     num_samples = int(str(config.dry_run).partition("=")[2] or _SAMPLES)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.run_data import prepare_rows
+from fsdp_qlora.data.run_data import read_dataset
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.planning.reading import pick_data
 from tests.data.rows import TOKENIZER
@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """prepare_rows with a tiny tokenizer and a cache of the test's own, cache/tokenized below
+    """read_dataset with a tiny tokenizer and a cache of the test's own, cache/tokenized below
     tmp_path.
     """
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
@@ -47,6 +47,6 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
         chosen = given.pop("tokenizer", TOKENIZER)
         config = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given})
-        return prepare_rows(chosen, pick_data(config))[:2]
+        return read_dataset(str(dataset), chosen, pick_data(config), vocab_size=2**31)[:2]
 
     return call

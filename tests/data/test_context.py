@@ -12,7 +12,7 @@ import yaml
 from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import pipeline
-from fsdp_qlora.data.run_data import RunData, prepare_data
+from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS
 from tests.tiny import flags, make_rows, run_ranks, spelled_tokenizer, write_rows
@@ -36,7 +36,7 @@ def prepared(
     }
     tokenizer = spelled_tokenizer("byte_level")
     options = pick_data(TrainConfig(**options))
-    return prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
+    return read_rows(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
 
 
 # Name -> (datasets of rows, options).

@@ -19,7 +19,7 @@ from fsdp_qlora import api
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import cache
 from fsdp_qlora.data.content import FOLDER
-from fsdp_qlora.data.run_data import RunData, prepare_data
+from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import are_as_kept, keep_all, load
@@ -223,7 +223,7 @@ def make_hostile(folder: Path) -> None:
 
 @pytest.fixture
 def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunData]:
-    """prepare_data for the model of images, in a folder with the image a.png and half of one,
+    """read_rows for the model of images, in a folder with the image a.png and half of one,
     cut.png.
     """
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
@@ -239,7 +239,7 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     def call(path: Path, **given: Any) -> RunData:
         config = TrainConfig(dataset=(str(path),), **{"context_length": 300, **given})
         options = pick_data(config, ImageProcessor.find(model, "model"))
-        return prepare_data(tokenizer, options, vocab_size=len(tokenizer))
+        return read_rows(tokenizer, options, vocab_size=len(tokenizer))
 
     return call
 

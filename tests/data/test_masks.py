@@ -146,13 +146,14 @@ def test_template_workers_render_rows_in_order() -> None:
     row_format = FORMATS["messages"]
     rows: list[dict[str, Any]] = [{"messages": turns(f"hi {i}", f"go {i}")} for i in range(250)]
     rows[77] = {"messages": [{"role": "user", "content": "so"}]}
+    contents = [row_format.read(row) for row in rows]
     found = []
     workers = [WORKER, TemplateWorker()]
     for some in (workers[:1], workers):
         renderer = Renderer(
             tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, some
         )
-        found.append(renderer.render_all(rows, row_format.read))
+        found.append(renderer.render_all(contents))
     workers[1].close()
     assert str(found[0].pop(77)) == str(found[1].pop(77)) and found[0] == found[1]
     assert len({str(rows) for rows in found[0]}) == 249

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule, mix
-from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, prepare_data
+from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, read_rows
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.planning.reading import earlier_run, pick_data
@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def prepare(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> Callable[..., tuple[RunData, str]]:
-    """prepare_data with options; returns the run's rows and what was logged."""
+    """read_rows with options; returns the run's rows and what was logged."""
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("fsdp_qlora.data.run_data.TemplateWorker", SharedWorker)
 
@@ -46,7 +46,7 @@ def prepare(
         config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given})
         caplog.clear()
         with caplog.at_level(logging.INFO, "fsdp_qlora"):
-            data = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer))
+            data = read_rows(tokenizer, pick_data(config), vocab_size=len(tokenizer))
         return data, caplog.text
 
     return call
@@ -510,7 +510,7 @@ def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: 
     def chosen(**given: Any) -> str | None:
         config = TrainConfig(output_dir=str(tmp_path / "run"), **given)
         keeps_template = earlier_run(config).decisions().fills_template
-        model = LearningModel("model", tmp_path, LlamaConfig(), asking, len(asking))
+        model = LearningModel("model", tmp_path, asking)
         return options_for(
             pick_data(config), model, keeps_template=keeps_template
         ).text.prompt_template

@@ -15,7 +15,7 @@ from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
-from fsdp_qlora.data.run_data import RunData, prepare_rows
+from fsdp_qlora.data.run_data import RunData, read_dataset
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.preferences import RATINGS
 from fsdp_qlora.data.text.recognition import RequestedFormat
@@ -125,7 +125,7 @@ def prepared(
     config = TrainConfig(
         dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options}
     )
-    return prepare_rows(tokenizer, pick_data(config))[:2]
+    return read_dataset(str(file), tokenizer, pick_data(config), vocab_size=len(tokenizer))[:2]
 
 
 @pytest.mark.quick

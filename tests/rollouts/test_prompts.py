@@ -23,7 +23,7 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.data.content import Chat, PreferenceRow, prompt_text, without_answer
-from fsdp_qlora.data.run_data import RunData, prepare_data
+from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.distributed.ranks import Ranks
@@ -64,7 +64,7 @@ def read(folder: Path, rows: list[Any], **options: Any) -> RunData:
         "rewards": ("number",),
     }
     picked = pick_data(TrainConfig(**{**usual, **options}))
-    return prepare_data(tokenizer, picked, vocab_size=len(tokenizer))
+    return read_rows(tokenizer, picked, vocab_size=len(tokenizer))
 
 
 def texts(data: RunData, folder: Path) -> list[str]:
@@ -274,7 +274,7 @@ def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
         "max_bad_rows": 1.0,
     }
     config = TrainConfig(dataset=(str(path),), **usual)
-    data = prepare_data(tokenizer, pick_data(config), vocab_size=3)
+    data = read_rows(tokenizer, pick_data(config), vocab_size=3)
     assert data.known_rows.input_ids.tolist() == [2, 2] and data.lengths.tolist() == [5]
     assert [reason for _, reason in data.rejected] == ["the prompt has no tokens"]
 

@@ -2,12 +2,16 @@
 
 import bisect
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.content import SourceFile
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import fit_line
+
+log = logging.getLogger("fsdp_qlora")
 
 # Rows, and unused columns, that a message names.
 NUMBERS_SHOWN = 10
@@ -156,8 +160,10 @@ class DataReport(RowCounts):
         return "; ".join(places)
 
     def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
+        # A batch is read before it is rendered, and either may refuse a row for the same reason.
+        ascending = {what: sorted(numbers) for what, numbers in rows.items()}
         lines = []
-        for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
+        for what, numbers in sorted(ascending.items(), key=lambda item: item[1]):
             line = self._locate(numbers[:NUMBERS_SHOWN])
             if len(numbers) > NUMBERS_SHOWN:
                 line += ", ..."
@@ -166,3 +172,28 @@ class DataReport(RowCounts):
                 line += f" ({len(numbers):,} rows)"
             lines.append(line)
         return lines
+
+
+def check_report(report: DataReport, *, allowed: float, context_length: int) -> None:
+    """Log what became of the rows. Raises UserError if none is left or too many were rejected.
+
+    Args:
+        allowed: the share of rows that may be left out.
+    """
+    num_bad = report.num_rejected
+    advice = report.describe_cut(context_length)
+    if report.num_used == 0 or num_bad > allowed * report.num_rows:
+        lines = report.describe_rejected()
+        if len(lines) > NUMBERS_SHOWN:
+            lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
+        cure = f"raise {'--context_length or ' if report.num_too_long else ''}--max_bad_rows"
+        raise UserError(
+            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are "
+            f"{allowed:.1%}. Repair them or {cure}."
+            + "".join(f"\n  {line}" for line in [*lines, *advice])
+        )
+    log.info("%s", report.describe())
+    for line in report.describe_rejected():
+        log.warning("Rows left out, %s", line)
+    for line in [*report.describe_notes(), *advice]:
+        log.warning("%s", line)

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TAUGHT, TEXTS, RowKind
 from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
+from fsdp_qlora.data.content import BadRow, Content, Rendered, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
-from fsdp_qlora.data.text.formats import Format
 from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.utils.errors import UserError
@@ -56,14 +55,14 @@ class EncodedRow(NamedTuple):
 
 
 def tokenize_batch(
-    rows: Sequence[tuple[int, Row]],
-    row_format: Format,
+    rows: Sequence[tuple[int, Content]],
+    row_kind: RowKind,
     renderer: Renderer,
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     report: DataReport,
 ) -> tuple[TokenizedRows, list[int]]:
-    """Render and tokenize (number, row) pairs, so that the boundaries of what is learned are exact.
+    """Tokenize (number, content) pairs, so that the boundaries of what is learned are exact.
 
     A row that is not filled into a chat template ends with the end-of-sequence token, which is
     learned if the last segment is. Rows are cut at `context_length`, from the end; documents become
@@ -74,17 +73,17 @@ def tokenize_batch(
         The tokenized rows, and the tokens of each before it was cut; of a pair those of the longer
         answer.
     """
-    rendered = _render(rows, row_format, renderer, report)
+    rendered = _render(rows, renderer, report)
     report.is_chat |= any(row.kind == "chat" for _, row in rendered)
     report.is_filled |= any(row.kind == "template" for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
     lengths = [len(row.ids) + row.num_cut for row in encoded]
-    join = {PAIRS: _pair, TAUGHT: _taught}.get(row_format.row_kind)
+    join = {PAIRS: _pair, TAUGHT: _taught}.get(row_kind)
     if join:
         encoded = [join(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
         lengths = [*map(max, lengths[::2], lengths[1::2])]
     chosen = _choose(encoded, report)
-    if row_format.row_kind == LABELS:
+    if row_kind == LABELS:
         chosen = with_mismatched_answers(chosen, context_length)
     return _flatten(chosen), lengths
 
@@ -174,11 +173,11 @@ def dummy_rows(
 
 
 def _render(
-    rows: Sequence[tuple[int, Row]], row_format: Format, renderer: Renderer, report: DataReport
+    rows: Sequence[tuple[int, Content]], renderer: Renderer, report: DataReport
 ) -> list[tuple[int, Rendered]]:
     """(number, text or tokens) of the rows that can be used. The others are in the report."""
     rendered: list[tuple[int, Rendered]] = []
-    rendered_rows = renderer.render_all([row for _, row in rows], row_format.read)
+    rendered_rows = renderer.render_all([content for _, content in rows])
     for (row_number, _), made in zip(rows, rendered_rows, strict=True):
         if isinstance(made, BadRow):
             report.reject(row_number, str(made))

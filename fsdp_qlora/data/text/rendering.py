@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.content import (
+    TOO_DEEP,
     BadRow,
     Chat,
     Content,
@@ -20,7 +21,6 @@ from fsdp_qlora.data.content import (
     PreferenceRow,
     PromptContent,
     Rendered,
-    Row,
     Segment,
     with_template_kwargs,
 )
@@ -39,6 +39,7 @@ IN_PARTS = (
     "an answer of several turns, which the chat template renders differently when others follow"
 )
 _MARK = "<<answer>>"
+R = TypeVar("R")
 T = TypeVar("T")
 # Rows for which all workers start, which takes a second or two.
 _WORTH_WORKERS = 200
@@ -71,13 +72,11 @@ class Renderer:
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
-    def render_all(
-        self, rows: Sequence[Row], read: Callable[[Row], Content]
-    ) -> list[list[Rendered] | BadRow]:
-        """Read and render rows, spread over the workers; of each what `render` returns, or why it
-        cannot be used.
+    def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
+        """Render rows, spread over the workers; of each what `render` returns, or why it cannot be
+        used.
         """
-        return over_workers(rows, lambda row, worker: self.render(read(row), worker), self._workers)
+        return over_workers(contents, self.render, self._workers)
 
     def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
         """The row as text or tokens; several where turns of a chat become rows of their own.
@@ -190,20 +189,20 @@ def _is_learned(segment: Segment) -> bool:
 
 
 def over_workers(
-    rows: Sequence[Row], make: Callable[[Row, TemplateWorker], T], workers: Sequence[TemplateWorker]
+    rows: Sequence[R], make: Callable[[R, TemplateWorker], T], workers: Sequence[TemplateWorker]
 ) -> list[T | BadRow]:
-    """Make something of each row, of many rows on all workers.
+    """Make something of each row's content, of many rows on all workers.
 
     The result of a row that cannot be used is the reason.
     """
 
-    def make_one(row: Row, worker: TemplateWorker) -> T | BadRow:
+    def make_one(row: R, worker: TemplateWorker) -> T | BadRow:
         try:
             return make(row, worker)
         except BadRow as reason:
             return reason
         except RecursionError:
-            return BadRow("nested too deeply")
+            return BadRow(TOO_DEEP)
 
     num = len(workers) if len(rows) >= _WORTH_WORKERS else 1
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from fsdp_qlora.data.content import BadRow, Content, Row, plain_value, with_template_kwargs
+from fsdp_qlora.data.content import BadRow, Row, plain_value
 
 COLUMN = "chat_template_kwargs"
 """The column with an object of several, as TRL has it. Others have the variable's name."""
@@ -108,11 +108,6 @@ def read_kwargs(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
                 )
     plain: dict[str, Any] = plain_value(given)
     return plain
-
-
-def read_with_kwargs(row: Row, read: Callable[[Row], Content]) -> Content:
-    """A row's content, with the variables that it has in COLUMN. Raises BadRow."""
-    return with_template_kwargs(read(row), row.get(COLUMN) or {})  # type: ignore[arg-type]
 
 
 def _object(value: object, column: str) -> Mapping[str, Any]:

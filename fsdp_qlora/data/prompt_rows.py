@@ -1,0 +1,183 @@
+"""Reads the rows of a dataset as prompts, to which a run generates completions."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fsdp_qlora.config.objectives import OBJECTIVES
+from fsdp_qlora.data.batches import tokenization
+from fsdp_qlora.data.batches.report import NO_ROOM, DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
+from fsdp_qlora.data.content import (
+    BadRow,
+    Fields,
+    PromptContent,
+    Rendered,
+    Row,
+    prompt_text,
+    with_template_kwargs,
+)
+from fsdp_qlora.data.dataset_text import DatasetText
+from fsdp_qlora.data.prompts import Prompt
+from fsdp_qlora.data.text import preferences
+from fsdp_qlora.data.text.chat_template import TemplateWorker
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import IGNORE
+from fsdp_qlora.data.text.rendering import Renderer, over_workers
+from fsdp_qlora.data.text.template_kwargs import read_kwargs
+from fsdp_qlora.data.text.templates import as_chat
+
+# Names that reward functions know for something else.
+_OURS = {"prompt", "completion", "completion_ids"}
+
+
+class ReadPrompt(NamedTuple):
+    """A row as it was read."""
+
+    columns: Row
+    """All of its columns, under the dataset's names."""
+    format_name: str
+    content: PromptContent
+    for_teacher: PromptContent | None
+    """The prompt that the teacher sees instead, if it is another one."""
+    answer: object
+    """As in `Prompt`."""
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt as text."""
+
+    prompt: Rendered
+    for_teacher: Rendered | None
+
+
+class PromptRows:
+    """The prompts of a dataset, each of the format that its filled columns fit."""
+
+    def __init__(self, text: DatasetText) -> None:
+        self._text = text
+        self._template_columns: Mapping[str, str] | None = None
+        self._renderers: dict[str, Renderer] = {}
+        options = text.options.text
+        self._has_teacher = options.has_teacher
+        self._may_have_teacher = "teacher" in OBJECTIVES[options.objective].options
+        self.found: list[Prompt] = []
+        """All prompts that can be used, in the order of the dataset."""
+
+    def look_at(self, columns: Sequence[str], rows: Sequence[Row], report: DataReport) -> None:
+        """Find the variables of the chat template; see `KindOfRows`."""
+        is_first = self._template_columns is None
+        self._template_columns = self._text.template_columns(FORMATS["messages"], columns)
+        if is_first:
+            self._text.requested.check(columns, report.origin)
+
+    def read(self, row: Row, folder: str) -> ReadPrompt:
+        """Read the prompt of a row; see `KindOfRows`."""
+        assert self._template_columns is not None
+        requested = self._text.requested
+        name, content, said = requested.prompt(row)
+        for_teacher = None
+        if self._has_teacher or (
+            self._may_have_teacher and any(map(row.get, preferences.TEACHERS))
+        ):
+            _, for_teacher, _ = requested.prompt(row, for_teacher=True)
+        template_kwargs = read_kwargs(row, self._template_columns)
+        content = with_template_kwargs(content, template_kwargs)
+        if for_teacher is not None:
+            for_teacher = with_template_kwargs(for_teacher, template_kwargs)
+        return ReadPrompt(row, name, content, for_teacher, _right_answer(row, said))
+
+    def tokenize(
+        self, contents: Sequence[tuple[int, ReadPrompt]], report: DataReport
+    ) -> tuple[TokenizedRows, list[int]]:
+        """Add prompts, each with all columns, to `found`.
+
+        Returns:
+            No rows, since the run makes them, and the tokens of each prompt with the longest
+            completion.
+        """
+        lengths: list[int] = []
+        options = self._text.options
+        rows = [row for _, row in contents]
+        all_rendered = over_workers(rows, self._render, self._text.workers[:1])
+        for (row_number, row), rendered in zip(contents, all_rendered, strict=True):
+            if isinstance(rendered, BadRow):
+                report.reject(row_number, str(rendered))
+                continue
+            report.dataset_format = report.dataset_format or row.format_name
+            report.is_chat |= rendered.prompt.kind == "chat"
+            report.is_filled |= rendered.prompt.kind == "template"
+            prompt = self._encode(row_number, row, rendered)
+            longest = max(len(prompt.ids), len(prompt.teacher_ids or ()))
+            lengths.append(longest + options.text.max_completion_length)
+            if not prompt.ids:
+                report.reject(row_number, "the prompt has no tokens")
+            elif lengths[-1] > options.longest_row:
+                report.reject(row_number, NO_ROOM)
+            else:
+                self.found.append(prompt)
+        return NO_ROWS, lengths
+
+    def _render(self, row: ReadPrompt, worker: TemplateWorker) -> RenderedPrompt:
+        name = row.format_name
+        if name not in self._renderers:
+            self._renderers[name] = self._text.renderer(FORMATS[name], "assistant")
+        renderer = self._renderers[name]
+        prompt = renderer.prompt(row.content, worker)
+        for_teacher = None
+        if row.for_teacher is not None:
+            for_teacher = renderer.prompt(row.for_teacher, worker)
+        return RenderedPrompt(prompt, for_teacher)
+
+    def _encode(self, row_number: int, row: ReadPrompt, rendered: RenderedPrompt) -> Prompt:
+        tokenizer = self._text.tokenizer
+        teacher_ids = None
+        if rendered.for_teacher is not None:
+            teacher_ids = tokenization.encode_prompt(rendered.for_teacher, tokenizer)
+        return Prompt(
+            row_number,
+            tokenization.encode_prompt(rendered.prompt, tokenizer),
+            _shown(row.content, rendered.prompt),
+            self._beside(row.columns),
+            row.answer,
+            teacher_ids,
+        )
+
+    def _beside(self, row: Row) -> Row:
+        """The columns for reward functions, under the names that --columns gives."""
+        renames = self._text.requested.renames
+        columns = {renames.get(name, name): value for name, value in row.items()}
+        if isinstance(columns.get("prompt"), list):
+            columns["messages"] = columns["prompt"]
+        return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
+
+
+def _right_answer(row: Row, said: str | None) -> object:
+    """The right answer that is in no column of its own.
+
+    It is in an object of verl's rows, or is what the assistant says at the end.
+    """
+    for name in ("reward_model", "verification_info"):
+        value = row.get(name)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping) and value.get("ground_truth") is not None:
+            return value["ground_truth"]
+    last = row.get("completion")
+    if isinstance(last, list) and last:
+        last = last[-1]
+    if isinstance(last, Mapping):
+        last = last.get("content")
+    return said or last
+
+
+def _shown(content: PromptContent, rendered: Rendered) -> Any:
+    """The prompt as reward functions get it: messages where it is a chat, else text."""
+    if rendered.kind != "chat":
+        return prompt_text(content)
+    if isinstance(content, Fields):
+        content = as_chat(dataclasses.replace(content, context=""))
+    assert not isinstance(content, Rendered)
+    return content.messages
