@@ -359,13 +359,13 @@ def find_checkpoint(source: Path, *, best: bool) -> Path:
     if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
         return source
     if not source.is_dir():
-        raise UserError(f"{source}: there is no such folder. Give a checkpoint's or a run's.")
+        raise UserError(
+            f"{source}: there is no such folder. Give the folder of a checkpoint or run."
+        )
     root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     folders = checkpoint.published(root)
     if not folders:
-        raise UserError(
-            f"{source} has no checkpoint in it. Give a checkpoint's folder, or that of a run."
-        )
+        raise UserError(f"{source} has no checkpoint. Give the folder of a checkpoint or run.")
     step = best_step(folders) if best else max(folders)
     if step is None:
         raise UserError(

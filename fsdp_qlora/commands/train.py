@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     if final_exit is not None:
         status, message = final_exit
         print_error(
-            RuntimeError(f"not restarted, since the end of the attempt before was final: {message}")
+            RuntimeError(f"not restarted, since the previous attempt ended for good: {message}")
         )
         return status
     signals = Signals(ends_process=True)

@@ -287,7 +287,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
     for key, value in _yaml_pairs(path):
         line = key.start_mark.line + 1
         if len(errors) == _MOST_ERRORS:
-            errors.append(f"{path}: what follows from line {line} on is not read.")
+            errors.append(f"{path}: the lines from {line} on are not checked.")
             break
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
@@ -328,7 +328,7 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     except OSError as error:
         hint = ""
         if isinstance(error, FileNotFoundError):
-            hint = f" It is no file, and not one of {', '.join(shipped_configs())} either."
+            hint = f" Give a file, or one of {', '.join(shipped_configs())}."
         raise UserError(f"--config {path}: cannot read it: {error.strerror}.{hint}") from error
     except UnicodeError as error:  # of the content, or of the name
         raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error

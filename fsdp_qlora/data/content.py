@@ -169,7 +169,7 @@ Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
 
 PromptContent = Fields | Chat | Rendered
 """A prompt: what a row holds in front of its answer."""
-NO_CHAT = "the row is no chat, so what it has for a chat template is not used"
+NO_CHAT = "the row is not a chat, so its values for a chat template are not used"
 AnyContent = TypeVar("AnyContent", bound=Content)
 
 
@@ -195,7 +195,7 @@ def without_answer(content: Content) -> PromptContent:
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not messages:
-            raise BadRow("the assistant alone speaks, so nothing is asked")
+            raise BadRow("only the assistant speaks, so there is no prompt")
         return dataclasses.replace(content, messages=messages, weights=())
     assert not isinstance(content, PreferenceRow)
     rendered = content if isinstance(content, Rendered) else Rendered(content)

@@ -102,8 +102,8 @@ def _check_objective(
         return
     if wanted != TEXTS:
         raise UserError(
-            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these "
-            "rows have none in columns of known names. Other names are given with --columns."
+            f"{origin}: --objective {options.objective} needs {wanted.described}, and no column "
+            "with a known name has them. Name the columns with --columns."
         )
     alone = ""
     if "chosen" in reading.names.values():

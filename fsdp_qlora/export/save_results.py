@@ -344,7 +344,7 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
     with raise_on_all_ranks(TrainingError, ranks.device):
         if ranks.is_rank_0 and form.adapter is None:
             log.info(
-                "The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR",
+                "To export the newest checkpoint as a model: fsdp-qlora export %s --out DIR",
                 output_dir,
             )
         elif ranks.is_rank_0:

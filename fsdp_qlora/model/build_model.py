@@ -158,9 +158,8 @@ def _choose(
     _check_blocks_share_nothing(parts.blocks, config)
     if parts.adds_tokens:
         raise UserError(
-            f"The {config.model_type} model cannot be trained here: it puts tokens of its own "
-            "before a row's, and takes rows that are padded on the left alone. Choose a model of "
-            "another family."
+            f"The {config.model_type} model cannot be trained here: it puts its own tokens before "
+            "a row's, and supports only padding on the left. Choose a model of another family."
         )
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
     trained = [path for path, module in model.named_modules() if module in new]
@@ -177,7 +176,7 @@ def _choose(
         # Routers are left out on purpose (`router_linears`), which needs no reason in the log.
         for path in block_linears(model, by_class_alone=True):
             if path not in routers:
-                left_out[path] = "their products are not those of linear layers"
+                left_out[path] = "they subclass nn.Linear and compute something else"
         left_out |= dict.fromkeys(read_directly(model), "other modules read their weights")
     return MetaModel(
         parts=parts,

@@ -57,7 +57,7 @@ def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
     if size not in possible:
         raise UserError(
             f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, "
-            f"which so many ranks cannot share equally. Possible: {', '.join(map(str, possible))}."
+            f"which {size} ranks cannot share equally. Give one of {', '.join(map(str, possible))}."
         )
 
 

@@ -47,7 +47,7 @@ class Facts:
         try:
             self._about |= about()
         except Exception as error:  # such as a driver's program that has gone wrong
-            log.debug("Facts for the report could not be found out: %s", error)
+            log.debug("The report lacks some facts, which cannot be read: %s", error)
 
     def mark(self, phase: str) -> None:
         """Count the time since the last mark for this phase."""

@@ -132,14 +132,14 @@ def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | N
     if len(sizes) == 1:
         return None
     if free is None:
-        faster = ", ".join(f"{name} if {size} are free" for name, size in sizes[:-1])
+        faster = ", ".join(f"{name} needs {size} free" for name, size in sizes[:-1])
         slowest, size = sizes[-1]
-        return f"Placement, on each GPU: {faster}, else {slowest} ({size})."
+        return f"Each GPU: {faster}; otherwise {slowest} ({size})."
     chosen = choose(needs, free)
     all_sizes = ", ".join(f"{name} needs {size}" for name, size in sizes)
     line = (
-        f"Placement: {chosen.describe()}. With a margin {all_sizes} on each GPU, and "
-        f"{_gib(free)} are free."
+        f"Placement: {chosen.describe()}. On each GPU, with a margin, {all_sizes}; {_gib(free)} "
+        "are free."
     )
     if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
@@ -153,8 +153,8 @@ def describe_reduction(needs: Mapping[Placement, int], free: int | None) -> str 
     if free is None or chosen.accumulates or more is None:
         return None
     return (
-        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU "
-        f"until the last one needs {_gib(more)}, and {_gib(free)} are free."
+        "Gradients are reduced in each micro-batch: accumulating them on each GPU needs "
+        f"{_gib(more)} with a margin, and {_gib(free)} are free."
     )
 
 

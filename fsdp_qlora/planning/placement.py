@@ -177,7 +177,7 @@ def _open_offloads(config: TrainConfig, plan: ModelPlan) -> list[Offload]:
     if on_host not in ("auto", True, False) and int(on_host) > blocks:
         raise UserError(
             f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most "
-            "that, or true for the embeddings too."
+            f"{blocks}, or true for the embeddings too."
         )
     everything = Offload(blocks, embeddings=True)
     if on_host is True:

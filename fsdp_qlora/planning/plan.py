@@ -258,8 +258,8 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
     missing = " ".join(missing_kernels(meta.model))
     if missing:
         yield (
-            "PyTorch computes convolutions and states, much slower on a GPU than: pip install "
-            f"{missing}"
+            "Convolutions and states run in plain PyTorch, which is much slower on a GPU. Install "
+            f"the kernels: pip install {missing}"
         )
     for path, (module, rows) in with_token_rows(meta.model).items():
         count = len(rows.indices)
@@ -423,7 +423,8 @@ def with_new_tokens(
         tokens = NewTokens(adapter_ids)
         if not {*add_tokens(tokenizer, config.add_tokens, 0)[1].ids} <= {*adapter_ids}:
             raise UserError(
-                f"--adapter {folder} has other new tokens than --add_tokens: leave that out."
+                f"--adapter {folder} has other new tokens than --add_tokens. Leave out "
+                "--add_tokens."
             )
     elif config.add_tokens:
         tokenizer, tokens = add_tokens(

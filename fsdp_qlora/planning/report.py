@@ -48,7 +48,7 @@ class PlanReport:
         placement = self.placed.placement.describe()
         yield f"Memory: each rank needs {self._needs()}; {_describe_device(machine)}, {placement}"
         yield f"  {_named(memory.weights)}"
-        peak = f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}"
+        peak = f"  peak at the {memory.peak}: {_named(memory.phases[memory.peak])}"
         if self.placed.step.trains:
             peak += f"; each block without recompute keeps {format_bytes(memory.block)} more"
         yield peak

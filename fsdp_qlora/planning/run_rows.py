@@ -81,7 +81,7 @@ def _of_answers(schedule: Schedule) -> Schedule:
         divisors = ", ".join(str(size) for size in range(2, rows + 1) if rows % size == 0)
         raise UserError(
             f"num_generations: a step learns from {rows} answers (batch_size x "
-            f"gradient_accumulation_steps x ranks), which are no whole groups of {group}. Give "
+            f"gradient_accumulation_steps x ranks), not a multiple of {group}. Give "
             f"{divisors or 'more rows'}, or a multiple of {group} answers."
         )
     if schedule.num_rows < prompts:

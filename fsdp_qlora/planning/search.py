@@ -402,7 +402,7 @@ def choose_settings(
         names = tuple(dict.fromkeys(names + _OF_CONTEXT))
     free = least_free(machine, "the memory for --auto", store)
     if free is None and not config.auto:
-        log.info("context_parallel_size: auto is 1, since the memory of no GPU is known.")
+        log.info("context_parallel_size: auto is 1, because no GPU's memory is known.")
         return {"context_parallel_size": 1}
     if free is None:
         raise UserError(

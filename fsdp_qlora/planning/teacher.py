@@ -89,9 +89,7 @@ def plan_teacher(
         UserError: it cannot be planned, has another tokenizer, or rows have images.
     """
     if data.have_images:
-        raise UserError(
-            "--teacher: rows with images can be learned as they are alone, with --objective sft."
-        )
+        raise UserError("--teacher: rows with images can only be trained with --objective sft.")
     teacher_options = teacher_config(config)
     store = dist.PrefixStore(TEACHER, store) if store else None
     log.info("%s", fit_line("Teacher: ", config.teacher or ""))
@@ -103,16 +101,16 @@ def plan_teacher(
         return None
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(
-            f"--teacher {config.teacher} has no config.json, as the folder of a model, and no "
-            "teacher.json, as one that `fsdp-qlora teach` has written."
+            f"--teacher {config.teacher} has neither the config.json of a model nor the "
+            "teacher.json of `fsdp-qlora teach`. Give another folder."
         )
     # A server's model is not planned: its tokenizer is all that has to fit.
     plan = None if config.teacher_url else plan_model(teacher_options, student.machine, store)
     tokenizer = plan.tokenizer if plan else read_model(teacher_options)[2]
     if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
         raise UserError(
-            f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens "
-            "have other ids or none."
+            f"--teacher {config.teacher} has another tokenizer than {config.model_name}: token ids "
+            "differ or are missing. Give a teacher with the same tokenizer."
         )
     if not plan:
         return None

@@ -67,8 +67,8 @@ class Measured:
         if excess > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. "
-                "Please report it with the run's facts.json: the plan is to be within 5%%.",
+                "The plan estimated %.1f GiB of GPU memory, and the fullest rank has reserved "
+                "%.1f. Please report it with the run's facts.json: the plan is to be within 5%%.",
                 planned["reserved"],
                 measured["reserved"],
             )

@@ -121,9 +121,8 @@ def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | N
     trained_on = adapter.record.get("base", {}).get("weights")
     if failure is None and config.base_name is None and trained_on not in (None, base):
         failure = (
-            f"it was trained on other weights than those of --model_name {config.model_name}. If "
-            "they are the same in other bits or files, say so by naming them: "
-            "--base_name OWNER/NAME"
+            f"it was trained on other weights than --model_name {config.model_name} has. If they "
+            "are the same weights in another format, name the base: --base_name OWNER/NAME"
         )
     if failure:
         raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")

@@ -190,8 +190,8 @@ def _opened(address: Address) -> Opened:
     has_no_key = address.api_key == NO_KEY
     if has_no_key and not is_of_this_machine(address.host):
         raise UserError(
-            f"--host {address.host} lets other machines in, and --api_key none anybody on them. "
-            "Leave --api_key out."
+            f"--host {address.host} accepts other machines, and --api_key none accepts anybody on "
+            "them. Leave out --api_key."
         )
     if address.api_key is not None and not has_no_key:
         check_key(address.api_key, "--api_key or TINKER_API_KEY")
@@ -201,7 +201,7 @@ def _opened(address: Address) -> Opened:
         return Opened(records, socket.create_server((address.host, address.port)), key)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"--host {address.host} --port {address.port}: {error}. Give others."
+            f"--host {address.host} --port {address.port}: {error}. Give another address or port."
         ) from error
 
 
@@ -248,7 +248,7 @@ def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
     ]
     if changes:
         raise UserError(
-            f"--folder {folder} has adapters that were made in another way: {'; '.join(changes)}. "
+            f"--folder {folder} has adapters of another base or options: {'; '.join(changes)}. "
             "Give the same options and base, or another folder."
         )
     records.put("service", "base", named | {"identity": identity})
@@ -287,7 +287,8 @@ def _plan(
     )
     if plain != ("lora", (), False, "true", None) or placed.model.trains_whole_modules:
         raise UserError(
-            "serve has new, plain LoRA adapters: --train_type qlora, lora, int8_lora or hqq_lora."
+            "serve trains new, plain LoRA adapters only: give --train_type qlora, lora, int8_lora "
+            "or hqq_lora."
         )
     size = format_bytes(adapter_bytes(placed))
     line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"

@@ -1,5 +1,6 @@
-"""A teacher's pass over the rows, before the student is loaded or without one: its likeliest tokens
-go to files.
+"""Computes a teacher's top tokens for all rows, and writes them to files.
+
+The pass runs before the student is loaded, or without a student (`fsdp-qlora teach`).
 """
 
 import dataclasses
@@ -56,12 +57,12 @@ File = tuple[TaughtRows, int]
 
 
 def teach(config: TrainConfig) -> None:
-    """Leave what the teacher says of the rows in output_dir. Called on every rank."""
+    """Write the teacher's probabilities for all rows to output_dir. Called on every rank."""
     ranks = enter_rank(config)
     output = Path(config.output_dir).expanduser()
     with open_session(ranks) as session:
         _teach_in_session(config, session, output)
-    log.info("Taught: give --teacher %s to a run with the same rows and options", output)
+    log.info("Done. Train with --teacher %s and the same rows and options", output)
 
 
 def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> None:
@@ -70,7 +71,7 @@ def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> No
         run = prepare_run(config, ranks, session.store)
         if run.plan.teacher is None:
             raise UserError(
-                "teach needs --objective distill and --teacher NAME, which is loaded here."
+                "teach needs --objective distill and --teacher NAME, the model to load."
             )
         teacher_base(run.config, run.plan.teacher, session).fetch()
     session.start_group(run.plan.placed.layout)
@@ -80,15 +81,16 @@ def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> No
 def taught_by_teacher(
     config: TrainConfig, plan: Plan, ranks: Ranks, control: Control, output: Path | None = None
 ) -> OfTargets | None:
-    """The teacher's likeliest tokens, read or computed, or told by its server; None if no other
-    model teaches.
+    """Return the teacher's top tokens: read from files, computed, or requested from its server.
 
-    Called on every rank, with the teacher's files here. Nothing of the teacher is left in memory.
+    None without a separate teacher. Called on every rank, with the teacher's files on this machine.
+    The teacher leaves memory before this returns.
 
     Args:
-        output: where its files go, if not to the cache.
+        output: folder for the computed files, instead of the cache.
     Raises:
-        UserError: --teacher is such a folder, and lacks files of these rows or is of other options.
+        UserError: --teacher is a folder of `teach` that lacks files of these rows, or has other
+            options.
     """
     vocabulary = plan.model.meta.model.get_input_embeddings().num_embeddings
     likeliest = Likeliest(min(config.top_k, vocabulary), vocabulary)
@@ -172,9 +174,9 @@ def _begin(
 def _compute(
     missing: Sequence[File], forward: ForwardPass, likeliest: Likeliest, ranks: Ranks
 ) -> None:
-    """Let the teacher go over the rows of the missing files. Each is kept before the next begins.
+    """Compute the missing files one after another. Each is written before the next begins.
 
-    An interrupted pass so continues at the file that it was at.
+    So an interrupted pass continues at the file where it stopped.
     """
     for taught, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
         arrays = likeliest_of_rows(forward, taught.table, taught.files[number], likeliest)
@@ -202,15 +204,13 @@ def _key(teacher_options: TrainConfig, plan: Plan, vocabulary: int) -> str:
 
 
 def _refuse_another(output: Path, new: TeacherFolder) -> None:
-    """Raise UserError if a folder has what another teacher said, or the same one with other
-    settings.
-    """
+    """Raise UserError if the folder is of another teacher, or of this one with other settings."""
     earlier = TeacherFolder.read(output, "output_dir")
     differences = ", ".join(earlier.differences(new.settings)) if earlier else ""
     if earlier and differences:
         raise UserError(
-            f"--output_dir {output} has what {earlier.teacher} said with other settings: "
-            f"{differences}. Nothing there is replaced: give another folder, or remove this one."
+            f"--output_dir {output} has the probabilities of {earlier.teacher} with other "
+            f"settings: {differences}. Give another folder, or remove this one."
         )
 
 
@@ -231,8 +231,9 @@ def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> l
     if given and missing:
         raise UserError(
             f"--teacher {given} lacks {len(missing)} of the {len(files)} files of these rows, such "
-            f"as {missing[0][0].path(missing[0][1])}: it has other rows, or `fsdp-qlora teach` was "
-            "interrupted. Run that to its end, with the same options of rows and student."
+            f"as {missing[0][0].path(missing[0][1])}. Its rows, --temperature or vocabulary "
+            "differ, or `fsdp-qlora teach` was interrupted: run it again with the same rows and "
+            "options."
         )
     return missing
 
@@ -278,7 +279,7 @@ def _no_room(root: Path, reason: str) -> str:
 
 
 def _enter(output: Path, folder: TeacherFolder) -> None:
-    """Make the folder, and say in it what its files will be of. Raises UserError."""
+    """Make the folder, and write its settings into it. Raises UserError."""
     with refusal_named("output_dir", output):
         output.mkdir(parents=True, exist_ok=True)
         folder.write(output)
@@ -288,8 +289,8 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
     """Write a file on each machine, and read it on every rank.
 
     Raises:
-        TrainingError: the teacher has said nothing that can be learned. UserError: the file cannot
-        be written. The same on every rank.
+        TrainingError: the probabilities cannot be learned. UserError: the file cannot be written.
+            The same on every rank.
     """
     try:
         taught.check(number, arrays)
@@ -324,7 +325,7 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
 
 
 def _load(options: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:
-    """The teacher as it was planned, built once more: the plan's own would stay in memory."""
+    """Load the planned teacher. It is built once more, since the plan's copy stays in memory."""
     assert plan.teacher is not None
     model = build_plan(options, plan.teacher.model.machine, *read_model(options))
     placed = dataclasses.replace(plan.teacher, model=model)

@@ -325,7 +325,7 @@ class Lookup(_RowExchange):
         used_N = tokens[self.rank][: self.first]
         # Ranks that plan for other tokens would exchange other numbers of rows, and hang.
         assert used_N.numel() == ids_BT.numel(), (
-            "the model looks up other tokens than those of its batch"
+            "the model looks up tokens that are not in its batch"
         )
         plan = plan_row_exchange(tokens, num_rows, self.rank)
         places_BT = plan.places[: self.first].view(ids_BT.shape)

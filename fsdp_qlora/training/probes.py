@@ -110,10 +110,10 @@ def check_reference(
         inputs: as for `probe_head_loss`.
         both: the same, or with these tokens as a teacher's behind them.
     Raises:
-        UserError: the model's blocks tell each other more than hidden states, or refuse two batches
-            in one.
+        UserError: the model passes other values than hidden states between its blocks, or refuses
+            two batches in one.
     """
-    other_way = "Compute it before: --precompute_reference true."
+    other_way = "Compute it before training: --precompute_reference true."
     model.eval()
     try:
         with reference.beside_policy(), same_tokens(model, both["input_ids"].cpu()):
@@ -124,7 +124,7 @@ def check_reference(
             raise
         name = type(model).__name__.removeprefix("FSDP")
         raise UserError(
-            f"{name} refuses a reference beside the model that trains ({first_line(error)}). "
+            f"{name} cannot run a reference in the policy's forward pass ({first_line(error)}). "
             f"{other_way}"
         ) from error
     reshard_all(model)
@@ -137,8 +137,8 @@ def check_reference(
     most = _most(difference / alone.float().norm())
     if len(together) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
-            f"The blocks of {type(model).__name__} tell each other more than hidden states, so a "
-            f"reference cannot pass through them beside the model that trains. {other_way}"
+            f"{type(model).__name__} passes other values than hidden states between its blocks, so "
+            f"the reference cannot run in the policy's forward pass. {other_way}"
         )
 
 
@@ -239,7 +239,8 @@ class Probed(NamedTuple):
 def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
     """Why the rows of a model must be padded, in words; None if they can be concatenated.
 
-    Called on every rank. num_shared: try documents that begin with so many tokens computed once.
+    Called on every rank. num_shared: try documents whose first `num_shared` tokens are computed
+    once.
     """
     if probed.documents is None:
         return "its attention has no such form"
@@ -293,9 +294,9 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     most = _most(_relative(logits[:_FIRST_TOKENS], expected[:_FIRST_TOKENS]))
     if most > probed.tolerance:
         raise UserError(
-            f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: its "
-            f"tokens differ by {most:.0%} where ranks share a row, so something besides attention "
-            "looks at other tokens."
+            f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: with "
+            f"rows split across ranks, its outputs change by {most:.0%}. A layer other than "
+            "attention mixes tokens."
         )
 
 

@@ -34,8 +34,8 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _REASONS: dict[type[Exception], str] = {
     GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with "
     "`hf auth login` or set HF_TOKEN",
-    RepositoryNotFoundError: "the hub has none of this name that your login may see: check the "
-    "spelling, or set HF_TOKEN if it is private",
+    RepositoryNotFoundError: "the hub has no repository of this name that your login can see: "
+    "check the spelling, or set HF_TOKEN if it is private",
     HFValidationError: "it is not a valid name on the hub",
 }
 

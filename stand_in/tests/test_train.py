@@ -207,7 +207,7 @@ def test_auto_replicates_what_fits_and_keeps_the_activations(
 ) -> None:
     ended, is_saved = train(Case({}, model=("llama", {})))
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
-    assert "Placement: ddp. With a margin ddp needs 0.5 GiB" in ended[0].output
+    assert "Placement: ddp. On each GPU, with a margin, ddp needs 0.5 GiB" in ended[0].output
     assert "each rank holds a whole copy" in ended[0].output
     assert "Recompute: 0 of 2 blocks, found by probing." in ended[0].output
     measured = json.loads((tmp_path / "output" / "facts.json").read_text())["measured"]
@@ -226,7 +226,8 @@ def test_all_ranks_do_what_the_smallest_card_needs(train: Callable[..., Any]) ->
     )
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
     assert (
-        "Placement: full_shard with the base in host memory. With a margin ddp needs 0.5"
+        "Placement: full_shard with the base in host memory. "
+        "On each GPU, with a margin, ddp needs 0.5"
     ) in ended[0].output
     assert "Recompute: 2 of 2 blocks, found by probing." in ended[0].output
 

@@ -216,7 +216,7 @@ def test_bad_input_is_shown_ends_all_and_is_not_restarted(
     argv = flags(**reference.same_but(tmp_path / "out", dataset=tmp_path / "absent.jsonl"))
     process = start([*TORCHRUN, "--max-restarts", "1", str(ROOT / "train.py"), *argv])
     assert process.wait(HANG_SECONDS) != 0
-    assert "not restarted, since the end of the attempt before was final: " in log(tmp_path)
+    assert "not restarted, since the previous attempt ended for good: " in log(tmp_path)
     assert f"{tmp_path}/absent.jsonl" in log(tmp_path)
     assert 'train.py", line' not in log(tmp_path)  # the only traceback is torchrun's own
     assert not (tmp_path / "out").exists()

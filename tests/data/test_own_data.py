@@ -159,7 +159,7 @@ LONG = [{"instruction": "a" * 3000, "output": "b"}]
 CASES = {
     "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
     "train and test files": Case(
-        split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not test.jsonl"
+        split_files, "folder", ALPACA, 4, "train.jsonl is trained on, and not test.jsonl"
     ),
     "sharegpt": Case(
         write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"
@@ -178,7 +178,7 @@ CASES = {
     "json with lines": Case(write_jsonl, "a.json", ALPACA, 4),
     "save_to_disk": Case(saved, "folder", ALPACA, 4),
     "save_to_disk with splits": Case(
-        saved_splits, "folder", ALPACA, 4, "the split train is trained on; not test"
+        saved_splits, "folder", ALPACA, 4, "the split train is trained on, and not test"
     ),
     "packed": Case(packed, "a.jsonl.gz", ALPACA, 4),
     "train and val folders": Case(split_folders, "folder", ALPACA, 4, "not val/rows.jsonl.gz"),

@@ -177,13 +177,13 @@ BAD: dict[str, dict[str, Any]] = {
         "content": [text("x", "document")],
     },
     "turn 2: its parts are not in the order": says(text("blue"), text("hm", "reasoning")),
-    "turn 2: its reasoning in reasoning_content is another": says(
+    "turn 2: its reasoning in reasoning_content differs from": says(
         text("hm", "reasoning"), text("a"), reasoning_content="ah"
     ),
     "turn 2: its reasoning has no text": says(
         {"type": "reasoning", "encrypted_content": "x"}, text("blue")
     ),
-    "turn 2: its tool calls are others": says(
+    "turn 2: its tool calls differ from": says(
         {"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]
     ),
     "turn 2: a tool call without a name": says({"type": "tool_use", "input": {}}),

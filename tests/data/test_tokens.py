@@ -158,8 +158,8 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
     assert f"{path}:1, 2, 7: empty output (3 rows)" in caplog.text
     # Now from the cache, whose file does not make the limit void.
     for options, limit in (
-        ({"max_bad_rows": 0.07}, "allowed are 7.0%"),
-        ({"max_bad_rows": 0.0}, "allowed are 0.0%"),
+        ({"max_bad_rows": 0.07}, "7.0% are allowed"),
+        ({"max_bad_rows": 0.0}, "0.0% are allowed"),
     ):
         with pytest.raises(
             UserError,
@@ -216,8 +216,8 @@ def test_a_tokenizer_is_that_of_its_file_whatever_its_class_rebuilds(
     )
     found = load_tokenizer(tmp_path, "x")
     assert found.tokenize("12 12") == ["1", "2", "Ġ", "1", "2"]
-    assert [line for line in lines if "otherwise than tokenizer.json" in line] == [
-        f"{kind} splits some texts otherwise than tokenizer.json; tokenizer.json is used."
+    assert [line for line in lines if "differently from tokenizer.json" in line] == [
+        f"{kind} splits some texts differently from tokenizer.json; tokenizer.json is used."
     ] * (kind != "PreTrainedTokenizerFast")
     found.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").tokenize("12") == ["1", "2"]

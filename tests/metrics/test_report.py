@@ -342,6 +342,6 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
     for _ in range(2):
         stepped(10.6, seconds=4.0)
     [record] = caplog.records
-    assert ("The plan said 10.0 GiB") in record.getMessage() and (
+    assert ("The plan estimated 10.0 GiB") in record.getMessage() and (
         "reserved 10.6"
     ) in record.getMessage()

@@ -145,7 +145,7 @@ def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(
     )
     assert re.fullmatch(needs + ", full_shard with the base in host memory", memory)
     assert re.search(
-        r"most at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block inputs",
+        r"peak at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block inputs",
         step,
     )
 

@@ -105,7 +105,7 @@ def test_an_unknown_size_is_refused_with_all_of_its_family(
 ) -> None:
     assert main(["plan", "--gpu", "H100", "--model_name", written]) == 2
     said = capsys.readouterr().err
-    listed = said.partition("whose sizes come along: ")[2].rstrip(".\n")
+    listed = said.partition("with similar names: ")[2].rstrip(".\n")
     assert listed.split(", ") == (near or [""])
 
 
@@ -116,9 +116,7 @@ def test_a_family_has_no_models_of_its_neighbours(
     written: str, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", "--gpu", "H100", "--model_name", written])
-    listed = (
-        capsys.readouterr().err.partition("whose sizes come along: ")[2].rstrip(".\n").split(", ")
-    )
+    listed = capsys.readouterr().err.partition("with similar names: ")[2].rstrip(".\n").split(", ")
     wanted = {
         name
         for name, entry in KNOWN_MODELS.items()

@@ -135,15 +135,14 @@ def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
     ]
     line = describe_choice(needs, 23 * GIB)
     assert line and line.startswith(
-        "Placement: ddp. With a margin ddp needs 13.0 GiB, full_shard needs 10.0 GiB, "
+        "Placement: ddp. On each GPU, with a margin, ddp needs 13.0 GiB, full_shard needs "
     )
     assert (
-        "on each GPU, and 23.0 GiB are free. The base is not sharded, since it fits: "
-        "--sharding_strategy"
+        "; 23.0 GiB are free. The base is not sharded, since it fits: --sharding_strategy"
     ) in line
     assert "not sharded" not in str(describe_choice(needs, 11 * GIB))
     assert describe_choice(needs, None) == (
-        "Placement, on each GPU: ddp if 13.0 GiB are free, full_shard if 10.0 GiB are free, else "
+        "Each GPU: ddp needs 13.0 GiB free, full_shard needs 10.0 GiB free; otherwise "
         "full_shard with the base in host memory (4.0 GiB)."
     )
 
@@ -163,12 +162,12 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
         False,
     ]
     assert str(describe_choice(needs, 13 * GIB)).startswith(
-        "Placement: full_shard. With a margin ddp needs 15.0 GiB, "
+        "Placement: full_shard. On each GPU, with a margin, ddp needs 15.0 GiB, "
     )
     assert describe_reduction(needs, 12 * GIB) is None
     assert describe_reduction(needs, 11 * GIB) == (
-        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU "
-        "until the last one needs 12.0 GiB, and 11.0 GiB are free."
+        "Gradients are reduced in each micro-batch: accumulating them on each GPU needs 12.0 GiB "
+        "with a margin, and 11.0 GiB are free."
     )
     # Where the rest is asked for, and where whole modules train.
     asked = {each: needs[each] for each in found[1:3]}

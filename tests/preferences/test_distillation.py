@@ -440,7 +440,7 @@ def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(
     train_ok(2, tmp_path / "whole", **run)
     argv = ["teach", *flags(output_dir=tmp_path / "taught", **run)]
     statuses, said = on_ranks(2, main, (argv,), tmp_path / "logs")
-    assert statuses == [0, 0] and "Taught: " in said, said[-4000:]
+    assert statuses == [0, 0] and "Done. Train with --teacher" in said, said[-4000:]
     shutil.rmtree(teacher)
     run |= {"teacher": tmp_path / "taught", "quant_cache": "off"}
     train_ok(1, tmp_path / "read", **{**run, "batch_size": 8})

@@ -286,5 +286,5 @@ def test_a_model_that_refuses_two_batches_in_one_is_named(models: Models, tmp_pa
     }
     argv = flags(output_dir=tmp_path / "out", context_length=64, log_to="stdout", **options)
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
-    assert statuses == [2] and "refuses a reference beside the model that trains" in output
+    assert statuses == [2] and "cannot run a reference in the policy's forward pass" in output
     assert "--precompute_reference true" in output

@@ -226,7 +226,7 @@ def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Pa
             prepared([ROWS[0][0]], tmp_path, objective="sft")
         single = [{"prompt": "hi", "completion": " go"}]
         prepared(single, tmp_path, objective="sft")
-        with pytest.raises(UserError, match="--objective dpo learns from preferences"):
+        with pytest.raises(UserError, match="--objective dpo needs preferences"):
             prepared(single, tmp_path)
 
 

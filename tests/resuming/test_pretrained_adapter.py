@@ -176,10 +176,7 @@ def test_another_base_or_a_changed_adapter_file_is_refused(
     save_file(state, other / "model.safetensors", metadata={"format": "pt"})
     given = {**data, "adapter": tmp_path / "first", "output_dir": tmp_path / "out"}
     statuses, output = run_ranks(2, flags(**given, model_name=other), tmp_path / "logs0")
-    assert (
-        statuses == [2, 2]
-        and ("it was trained on other weights than those of --model_name") in output
-    )
+    assert statuses == [2, 2] and ("it was trained on other weights than --model_name") in output
     weights = tmp_path / "first" / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-3] ^= 1

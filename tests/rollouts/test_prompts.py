@@ -150,7 +150,7 @@ def test_columns_that_change_a_prompt_are_used_or_refused(
     with pytest.raises(UserError, match=rf"{expected}.*--columns ignore={column}"):
         read(tmp_path, [row])
     if row.get("prompt") != "sort":  # as `generate` takes an instruction
-        with pytest.raises(UserError, match=rf"no question that can be asked: {expected}[^;]*\.$"):
+        with pytest.raises(UserError, match=rf"no usable question: {expected}[^;]*\.$"):
             read_questions(write_rows(tmp_path / "prompts.jsonl", [row]))
     kept = read(tmp_path, [row], columns=(f"own={column}",)).prompts[0].columns
     assert kept["own"] == row[column]
@@ -333,7 +333,7 @@ def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path
     assert (steps[0] != steps[4]).any()
     [(_, rows)] = [each for each in schedule.rows_of_steps(data.train_rows, first=5)][:1]
     assert (rows.reshape(3, 4) == steps[5]).all()
-    with pytest.raises(UserError, match=r"no whole groups of 5\. Give 2, 3, 4, 6, 12"):
+    with pytest.raises(UserError, match=r"not a multiple of 5\. Give 2, 3, 4, 6, 12"):
         make_schedule(dataclasses.replace(config, num_generations=5), data, 2)
     with pytest.raises(
         UserError,

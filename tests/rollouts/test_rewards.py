@@ -69,7 +69,7 @@ def test_builtin_rewards_score_text_and_messages() -> None:
         ("def g(): pass\n", "{path}:f", "has no function 'f'. It has: g."),
         ("f = 3\n", "{path}:f", "has no function 'f'"),
         ("", "/dev/zero/../zero.py:f", "cannot be read"),
-        ("", "nosuch", "of exact_match, number, regex:..., length:..."),
+        ("", "nosuch", "one of exact_match, number, regex:..., length:..."),
         ("", "regex:(", "cannot be used"),
         ("", "length:0", "cannot be used"),
         ("", "regex", "there is no such function"),

@@ -232,16 +232,16 @@ def slowly(first: bytes, then: bytes) -> Any:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (answer(model="run-v7"), "answers as run-v7 where run-v0-"),
+        (answer(model="run-v7"), "answers as run-v7 instead of run-v0-"),
         (answer(token_ids=None), "text alone"),
         (
             answer(token_ids=[1, 2, 3, 10]),
             "returns the token 10, and the model's vocabulary has 10",
         ),
         (answer(token_ids=[1, 2, True, 3]), "returns the token True"),
-        (answer(token_ids=[1] * 5), "returns 5 tokens, cut, where 4 are asked"),
+        (answer(token_ids=[1] * 5), "returns 5 tokens, cut, instead of 4"),
         (answer(token_ids=[1] * 3000, finish_reason="stop"), "returns 3,000 tokens"),
-        (answer(token_ids=[1]), "returns 1 tokens, cut, where 4 are asked"),
+        (answer(token_ids=[1]), "returns 1 tokens, cut, instead of 4"),
         (answer(token_ids=[1, END, 1, 1]), "goes on behind the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [-(10**400)] * LONGEST}), "no log-probability"),
         (says(b"[" * 200_000), "answers /v1/completions with no JSON"),
@@ -254,8 +254,8 @@ def slowly(first: bytes, then: bytes) -> Any:
         (says(b" " * 2**22), "answers /v1/completions with more than"),
         (says({"error": {"message": "x\ud800" * 10**4}}, 400), r"HTTP 400: x\ud800x"),
         (says("http://localhost:1/", 302), "HTTP 302: http://localhost:1/"),
-        (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" "), "was waited for, 0.3 s: timed out"),
-        (slowly(b"HTTP/1.1 200 OK\r\nX: ", b"a"), "was waited for, 0.3 s: timed out"),
+        (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" "), "did not answer within 0.3 s: timed out"),
+        (slowly(b"HTTP/1.1 200 OK\r\nX: ", b"a"), "did not answer within 0.3 s: timed out"),
         (
             slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20),
             "answers /v1/completions with more than",
@@ -284,7 +284,7 @@ def slowly(first: bytes, then: bytes) -> Any:
             lambda path, body: (500, {}) if "lora_path" in body else None,
             "does not load the adapter",
         ),
-        (lambda path, body: (0, None) if "prompt" in body else None, "was waited for, 0.3 s"),
+        (lambda path, body: (0, None) if "prompt" in body else None, "did not answer within 0.3 s"),
     ],
 )
 def test_unusable_rollout_server_ends_the_run_in_one_sentence(
@@ -420,7 +420,7 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(
             "answers /v1/models without a base model",
         ),
         (lambda path, body: (200, b"<html>"), "answers /v1/models with no JSON"),
-        (lambda path, body: (0, None), "was waited for"),
+        (lambda path, body: (0, None), "did not answer within"),
     ],
 )
 def test_the_server_is_asked_before_the_run_begins(
@@ -647,7 +647,9 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
         [2, 2],
     )
     assert "--served-model-name" in refused.output() and "Tokenizing" not in refused.output()
-    assert "[rank 1] error: The server" in job.output() and "was waited for, 6 s" in job.output()
+    assert (
+        "[rank 1] error: The server" in job.output() and "did not answer within 6 s" in job.output()
+    )
     saved = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()]
     assert saved == [f"step_{steps_done(tmp_path / 'out'):06}"]
 

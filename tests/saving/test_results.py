@@ -245,7 +245,7 @@ def test_export_names_folders_that_it_cannot_use(
     other = models("qwen2", num_hidden_layers=1)
     cases = [
         ([str(tmp_path / "none")], "there is no such folder"),
-        ([str(other)], "has no checkpoint in it"),
+        ([str(other)], "has no checkpoint. Give"),
         ([str(damaged)], "is damaged: state_00000.safetensors has"),
         (
             [str(newest), "--model_name", str(other)],

@@ -121,8 +121,8 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
 @pytest.mark.parametrize(
     ("options", "environment", "reason"),
     [
-        ({"host": "0.0.0.0", "api_key": "none"}, {}, "lets other machines in"),
-        ({"host": "::", "api_key": "none"}, {}, "lets other machines in"),
+        ({"host": "0.0.0.0", "api_key": "none"}, {}, "accepts other machines"),
+        ({"host": "::", "api_key": "none"}, {}, "accepts other machines"),
         ({}, {"TINKER_API_KEY": "short"}, "8 characters"),
     ],
     ids=["all_hosts", "all_hosts_of_ipv6", "short_key"],

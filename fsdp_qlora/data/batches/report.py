@@ -188,8 +188,8 @@ def check_report(report: DataReport, *, allowed: float, context_length: int) -> 
             lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
         cure = f"raise {'--context_length or ' if report.num_too_long else ''}--max_bad_rows"
         raise UserError(
-            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are "
-            f"{allowed:.1%}. Repair them or {cure}."
+            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, and "
+            f"{allowed:.1%} are allowed. Repair them or {cure}."
             + "".join(f"\n  {line}" for line in [*lines, *advice])
         )
     log.info("%s", report.describe())

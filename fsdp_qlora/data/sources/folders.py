@@ -101,7 +101,7 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
     if not held_out or not chosen:
         return files
     log.info(
-        "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
+        "%s: %s trained on, and not %s. To evaluate on the held-out rows: --eval_dataset '%s[%s]'.",
         folder,
         _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
         _names(

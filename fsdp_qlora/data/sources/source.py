@@ -209,7 +209,7 @@ def saved_source(path: Path, split: str | None) -> Source:
             )
         if split is None and len(splits) > 1:
             log.info(
-                "%s: the split %s is trained on; not %s.",
+                "%s: the split %s is trained on, and not %s.",
                 path,
                 name,
                 ", ".join(s for s in splits if s != name),
@@ -319,5 +319,5 @@ def _choices() -> str:
     return (
         f"Datasets by name: {', '.join([*DATASETS, DEMO, DUMMY])}. Or give the path of a "
         f"{', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. Separate "
-        "several datasets by blanks."
+        "several datasets by spaces."
     )

@@ -183,7 +183,7 @@ def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str
         return thoughts
     if any(thoughts.values()):
         raise BadRow(
-            f"{where}: its reasoning in {', '.join(thoughts)} is another than that in its content"
+            f"{where}: its reasoning in {', '.join(thoughts)} differs from the one in its content"
         )
     return {REASONING[0]: said.thought}
 
@@ -227,7 +227,7 @@ def _all_calls(turn: Mapping[str, Any], said: parts.Said, turn_number: int) -> l
         [call["function"] for call in calls] for calls in (called, among_parts)
     )
     if called and among_parts and functions != functions_among_parts:
-        raise BadRow(f"turn {turn_number}: its tool calls are others than those in its content")
+        raise BadRow(f"turn {turn_number}: its tool calls differ from the ones in its content")
     return called or among_parts
 
 

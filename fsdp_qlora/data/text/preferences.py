@@ -237,7 +237,7 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
     unused = "input" if is_chat else "tools"
     if unused != name and str(row.get(unused) or "").strip() not in ("", "[]"):
         raise BadRow(
-            f"{unused} (or {_UNUSED[unused]}) is filled, and beside {name} it is not used; "
+            f"{unused} (or {_UNUSED[unused]}) is filled, but not used with {name}; "
             f"--columns ignore={unused} trains without it"
         )
     if is_chat:

@@ -124,8 +124,8 @@ class RequestedFormat(NamedTuple):
         lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
         middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
         unasked = (
-            f"{origin}: its answers have ratings. Say from which on one is good, such as "
-            f"{middle} --objective"
+            f"{origin}: its answers have ratings. Give the rating from which an answer is good, "
+            f"such as {middle} --objective"
         )
         if self.name == "auto" and any(self._replace(name="ratings")._fitting(lists)):
             raise UserError(f"{unasked} dpo.")

@@ -264,10 +264,7 @@ def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
             f"Prompts: the chat template that the model was made for (--prompt_template {name} for "
             "plain text)"
         )
-    return (
-        f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for "
-        "that)"
-    )
+    return f"Prompts: {name}, not the model's own chat template (--prompt_template chat for that)"
 
 
 def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:

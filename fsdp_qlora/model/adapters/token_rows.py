@@ -144,8 +144,8 @@ def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool)
     if not looks_up or type(head).forward is not nn.Linear.forward or head.bias is not None:
         name = type(model).__name__
         raise UserError(
-            f"--add_tokens: embedding and head of {name} do more than with rows. Use "
-            "--modules_to_save."
+            f"--add_tokens: embedding and head of {name} compute more than a lookup and a product, "
+            "so single rows cannot train. Use --modules_to_save."
         )
     # A tied head uses the embedding's rows, as it uses its weight.
     modules = [embedding] if has_tied_embeddings(model) else [embedding, head]

@@ -80,7 +80,7 @@ def _as_in_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
     if is_plain:
         decision = "tokenizer.json is used"
     log.warning(
-        "%s splits some texts otherwise than tokenizer.json; %s.",
+        "%s splits some texts differently from tokenizer.json; %s.",
         type(tokenizer).__name__,
         decision,
     )

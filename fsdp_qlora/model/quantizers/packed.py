@@ -300,7 +300,7 @@ def _of_scheme(settings: Settings, scheme: Scheme) -> PackedFormat:
 def _of_integers(scheme: Scheme, bits: int) -> PackedFormat:
     if bits > 8:
         raise _Unreadable(
-            f"{scheme.name} has integers of {bits} bits, and those of 1 to 8 can be read"
+            f"{scheme.name} has integers of {bits} bits, and only 1 to 8 bits are supported"
         )
     if scheme.layout not in _INTEGER_LAYOUTS:
         raise _Unreadable(

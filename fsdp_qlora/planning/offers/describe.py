@@ -66,7 +66,7 @@ def describe(
     # The first is the mildest: other variants are not even planned then.
     way = next(offer.planner.ways_to_fit(), None)
     if way is None:
-        yield "nothing that was tried makes it fit: take more or larger GPUs"
+        yield "no settings make it fit: take more or larger GPUs"
         return
     yield "it would fit with:"
     yield f"  {command_line(way)}"
@@ -108,7 +108,7 @@ def _generation_lines(run: PlannedRun) -> list[str]:
         run.placed, answers, config.longest_row, config.max_completion_length, free, gpus.gpu
     )
     line = generation.describe(answers // config.answers_per_prompt, config.answers_per_prompt, 0)
-    return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
+    return textwrap.wrap(f"{line}; in addition to the time above", 80, subsequent_indent="  ")
 
 
 def _teacher_lines(data: RunData | None, run: PlannedRun, teacher: PlannedRun) -> list[str]:

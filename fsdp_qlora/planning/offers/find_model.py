@@ -66,6 +66,6 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
             )
     except UserError as error:
         near = ", ".join(names_near(name))
-        hint = f" Models of that family whose sizes come along: {near}." if near else ""
+        hint = f" Known models with similar names: {near}." if near else ""
         raise UserError(f"{error}{hint}") from error
     return load_config(path, name, trust_remote_code=trust_remote_code), path

@@ -39,7 +39,7 @@ def make_planner(config: TrainConfig, gpus: GpuSet, tokens: float | None = None)
         if config.context_length == "auto":
             most = at_most_positions(model_config, config.longest_row)
             log.info(
-                "Context: rows of %s tokens, the most that auto takes; with --dataset they decide",
+                "Context: rows of %s tokens, the maximum of auto; with --dataset, its rows decide",
                 f"{most:,}",
             )
             config = dataclasses.replace(config, context_length=most)
@@ -70,7 +70,7 @@ def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
         return None
     try:
         if folder is None:
-            raise UserError(f"{config.model_name} comes along without a tokenizer.")
+            raise UserError(f"The package has no tokenizer for {config.model_name}.")
         return load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     except UserError as error:
         log.info("Planned without the rows of --dataset: %s", error)

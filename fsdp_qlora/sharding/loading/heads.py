@@ -70,8 +70,8 @@ def settle_head(
     if own_heads:
         _untie(config)
         log.info(
-            "%s in the weight files is a head of its own, and used, as transformers uses it, "
-            "though the configuration ties embeddings and head.",
+            "The weight files have a separate head, %s, which is used as in transformers, although "
+            "the configuration ties embeddings and head.",
             own_heads[0],
         )
     return bool(own_heads)
@@ -183,5 +183,5 @@ def _assume(config: PretrainedConfig, folder: Path) -> bool:
     if is_own:
         _untie(config)
     form = "a head of its own" if is_own else "one tensor for embeddings and head"
-    log.info("The configuration is believed, without weights that would tell: %s.", form)
+    log.info("The configuration decides, because no weights are here: %s.", form)
     return is_own

@@ -141,9 +141,7 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
         except BadRow as reason:
             # --columns is an option of training, and there is none for prompts.
             why = str(reason).partition("; --columns")[0]
-            raise UserError(
-                f"{path}:{line_number} has no question that can be asked: {why}."
-            ) from reason
+            raise UserError(f"{path}:{line_number} has no usable question: {why}.") from reason
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}:{line_number} is not JSON ({error}). Give one object in each line."

@@ -157,7 +157,7 @@ class Server:
                 # and not lost.
                 if awake() - max(began, self._answered_at) + pause > limit:
                     raise RolloutError(
-                        f"The server {self.url} was waited for, {limit:.3g} s: {error}."
+                        f"The server {self.url} did not answer within {limit:.3g} s: {error}."
                     ) from error
             else:
                 self._note("")
@@ -207,7 +207,7 @@ class Server:
         with self._noting:
             if reason and reason != self._logged_reason:
                 log.warning(
-                    "Waiting for the server %s, %.3g s at most: %s.", self.url, limit, reason
+                    "Waiting for the server %s, at most %.3g s: %s.", self.url, limit, reason
                 )
                 # With another reason it is still away since the first one.
                 if not self._logged_reason:

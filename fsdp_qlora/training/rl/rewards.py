@@ -195,7 +195,7 @@ def builtin(word: str) -> Callable[..., Any]:
     if colon or name not in REWARDS:
         names = ", ".join([*REWARDS, *(f"{factory}:..." for factory in REWARD_FACTORIES)])
         raise UserError(
-            f"--rewards {word}: there is no such function. Give FILE.py:function, or of {names}."
+            f"--rewards {word}: there is no such function. Give FILE.py:function or one of {names}."
         )
     return REWARDS[name]
 

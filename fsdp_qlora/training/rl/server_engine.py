@@ -123,8 +123,8 @@ class ServerEngine:
             model: str = reply.get("model", kind=str)
             if model != request["model"]:
                 raise Unusable(
-                    f"answers as {shortened(model)} where {request['model']} is asked, "
-                    "and nothing is learned from other weights"
+                    f"answers as {shortened(model)} instead of {request['model']}: it may "
+                    "have sampled from other weights"
                 )
             tokens = reply.get("choices", 0, kind=dict).get("token_ids")
             problem = self._problem(tokens, is_done=finish == "stop")
@@ -145,7 +145,7 @@ class ServerEngine:
                 )
         most = self.options.max_new_tokens
         if len(tokens) > most or not (is_done or len(tokens) == most):
-            return f"returns {len(tokens):,} tokens, cut, where {most:,} are asked"
+            return f"returns {len(tokens):,} tokens, cut, instead of {most:,}"
         if not self.stops.tokens.isdisjoint(tokens[:-1]):
             return "goes on behind the token that ends an answer"
         if is_done and not self.stops.ends(tokens):
