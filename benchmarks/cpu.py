@@ -77,9 +77,11 @@ from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
-from fsdp_qlora.training.divergence import Likeliest
-from fsdp_qlora.training.forward import likeliest_of_rows
-from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
+from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.forward import top_tokens_of_rows
+from fsdp_qlora.training.head_loss import chunked_loss
+from fsdp_qlora.training.token_loss import whole_head
+from fsdp_qlora.training.top_tokens import TopTokens
 
 # part -> the other -> what ours may take of its CPU time and peak memory
 LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
@@ -191,7 +193,9 @@ def head_and_loss(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     def ours() -> float:
         rows = (labels != -100).nonzero().flatten()
         return backward(
-            chunked_loss(hidden.index_select(0, rows), weight, None, labels[rows], LogitForm())
+            chunked_loss(
+                hidden.index_select(0, rows), whole_head(weight), labels[rows], CrossEntropy()
+            )
         )
 
     def all_logits() -> float:
@@ -275,12 +279,12 @@ def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     teacher = make_checkpoint(folder / "teacher", of_teacher)
     config = make_checkpoint(folder, shape)
     data = random_rows(8, shape.length, shape.vocab, masked=int(MASKED * shape.length), seed=SEED)
-    wanted = Likeliest(TrainConfig.top_k, shape.vocab)
+    wanted = TopTokens(TrainConfig.top_k, shape.vocab)
     plain: dict[str, Any] = {"train_type": "lora"}
     forward = our_run(
         folder / "teacher", teacher, data, of_teacher, target_numbers, **plain
     ).trainer.forward
-    found = likeliest_of_rows(forward, data, numbers, wanted)
+    found = top_tokens_of_rows(forward, data, numbers, wanted)
 
     def told(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
         values = torch.from_numpy(found)[target_numbers(table, rows)["table_indices"]]
@@ -291,7 +295,7 @@ def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     )
 
     def with_teacher() -> float:
-        likeliest_of_rows(forward, data, numbers, wanted)
+        top_tokens_of_rows(forward, data, numbers, wanted)
         return ours()
 
     steps: dict[str, Step] = {"ours": ours, "ours, both": with_teacher}

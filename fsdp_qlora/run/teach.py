@@ -41,10 +41,10 @@ from fsdp_qlora.run.build_trainer import build_forward
 from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.run.session import Session, enter_rank, open_session
-from fsdp_qlora.training.divergence import Likeliest
-from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
+from fsdp_qlora.training.forward import ForwardPass, top_tokens_of_rows
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
+from fsdp_qlora.training.top_tokens import TopTokens
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import cache_folder, fingerprint_files, record_of, refusal_named
 from fsdp_qlora.utils.machine import free_disk
@@ -93,10 +93,10 @@ def taught_by_teacher(
             options.
     """
     vocabulary = plan.model.meta.model.get_input_embeddings().num_embeddings
-    likeliest = Likeliest(min(config.top_k, vocabulary), vocabulary)
+    top_tokens = TopTokens(min(config.top_k, vocabulary), vocabulary)
     if config.teacher_url:
         server = Server(config.teacher_url, [config.teacher], config.hang_seconds)
-        return ServerTeacher(server, *likeliest, ranks, control)
+        return ServerTeacher(server, top_tokens.k, vocabulary, ranks, control)
     if not config.teacher:
         return None
     given = Path(config.teacher).expanduser()
@@ -108,18 +108,18 @@ def taught_by_teacher(
         _say_read(tables)
     elif plan.teacher:
         in_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
-        likeliest = likeliest._replace(k=min(likeliest.k, in_teacher))
+        top_tokens = dataclasses.replace(top_tokens, k=min(top_tokens.k, in_teacher))
         root = output or cache_folder() / "taught"
         teacher_options = teacher_config(config)
         # The key has hashes of all weights, which rank 0 computes for all.
         own_key = _key(teacher_options, plan, vocabulary) if ranks.is_rank_0 else ""
         [key, *_] = all_gather_strings(own_key, ranks.device)
-        folder = TeacherFolder(key, likeliest.k, config.teacher)
+        folder = TeacherFolder(key, top_tokens.k, config.teacher)
         tables = _taught_rows(plan, root, folder, vocabulary)
         missing = _begin(tables, root, folder, ranks, output)
         if missing:
             forward = _load(teacher_options, plan, ranks, control)
-            _compute(missing, forward, likeliest, ranks)
+            _compute(missing, forward, top_tokens, ranks)
             del forward
             gc.collect()  # modules and hooks know each other
             release_cached_memory(ranks.device)
@@ -172,15 +172,15 @@ def _begin(
 
 
 def _compute(
-    missing: Sequence[File], forward: ForwardPass, likeliest: Likeliest, ranks: Ranks
+    missing: Sequence[File], forward: ForwardPass, top_tokens: TopTokens, ranks: Ranks
 ) -> None:
     """Compute the missing files one after another. Each is written before the next begins.
 
     So an interrupted pass continues at the file where it stopped.
     """
     for taught, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
-        arrays = likeliest_of_rows(forward, taught.table, taught.files[number], likeliest)
-        _keep(taught, number, rounded(arrays, likeliest.k), ranks)
+        arrays = top_tokens_of_rows(forward, taught.table, taught.files[number], top_tokens)
+        _keep(taught, number, rounded(arrays, top_tokens.k), ranks)
 
 
 def _key(teacher_options: TrainConfig, plan: Plan, vocabulary: int) -> str:

@@ -15,6 +15,7 @@ from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
 from fsdp_qlora.service.losses import LOSSES
 from fsdp_qlora.service.messages import TrainRequest
 from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.utils.errors import UserError
 
 
@@ -79,7 +80,9 @@ class RequestTrainer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A micro-batch's loss; its targets' log-probabilities, and their places in the request."""
         forward = self.adapters.trainer.forward
-        losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
+        losses, on_device = forward.token_losses(
+            request.with_targets(batch), CrossEntropy(by_token=True)
+        )
         is_target = on_device.targets != IGNORE_INDEX
         logps = -losses[0]
         given = on_device.target_values

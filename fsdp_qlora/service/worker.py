@@ -28,10 +28,10 @@ from fsdp_qlora.service.messages import (
 )
 from fsdp_qlora.service.training import RequestTrainer
 from fsdp_qlora.sharding.parallelize import kept_gathered, reshard_all
-from fsdp_qlora.training.divergence import Likeliest
-from fsdp_qlora.training.forward import likeliest_of_tokens, token_logprobs
+from fsdp_qlora.training.forward import token_logprobs, values_of_tokens
 from fsdp_qlora.training.generation.generator import TextGenerator
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.top_tokens import TopTokens
 
 BASE: Mapping[str, Any] = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}
 # Saved weights that are kept in host memory; others are read again.
@@ -224,7 +224,7 @@ class Worker:
         most = max(each["top"] for _, each in wanted)
         wide = None
         if most:
-            wide = likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary))
+            wide = values_of_tokens(forward, table, TopTokens(most, self.limits.vocabulary))
         for (number, each), (first, last) in zip(
             wanted, itertools.pairwise(table.offsets), strict=True
         ):

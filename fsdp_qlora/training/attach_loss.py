@@ -1,8 +1,8 @@
 """Attaches the loss in chunks to a sharded model: its decoder and head compute it together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,24 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.model.adapters.token_rows import head_token_rows
 from fsdp_qlora.sharding.vocabulary import shared_head_of
-from fsdp_qlora.training.divergence import Likeliest, Teacher, Vocabulary, WholeVocabulary
-from fsdp_qlora.training.head_loss import LogitForm, Reduction, chunked_loss, likeliest_tokens
+from fsdp_qlora.training.head_loss import chunked_loss
+from fsdp_qlora.training.token_loss import Head, LogitForm, TokenLoss, WholeVocabulary
 
-# ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all
-# tokens of the batch. With reduction="none" the loss of each token instead of the sum: [1, N], or
-# [2, N] with the reference's (sharding/recompute.py); "entropy" puts another row behind the first,
-# the entropy of the policy, without gradient. With a Teacher, whose hidden states may follow the
-# student's, the rows are the divergence from it, the agreement with it, without gradient, and the
-# loss if that is wanted. With Likeliest it gives these tokens, [2 * k + 1, N].
-HeadLoss = Callable[..., Tensor]
+
+class HeadLoss(Protocol):
+    """Runs a model and computes a loss of its tokens."""
+
+    def __call__(
+        self, inputs: Mapping[str, Any], rows: Tensor, targets: Tensor, loss: TokenLoss
+    ) -> Tensor:
+        """Return the sum, [], or the loss's values, [R, N], and behind them a reference's losses.
+
+        Args:
+            inputs: arguments of the base model.
+            rows: which of its outputs predict a target, int64 [N], counted through all tokens of
+                the batch; where a teacher's tokens follow, [2 * N].
+            targets: int64 [N].
+        """
 
 
 def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
@@ -33,72 +41,41 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     shared = shared_head_of(model)
     new_rows = head_token_rows(model)
 
-    def loss_of_hidden(
-        self: nn.Module, hidden: Tensor, targets: Tensor, *, reduction: Reduction = "sum"
-    ) -> Tensor:
+    def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, loss: TokenLoss) -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
         whole = WholeVocabulary(len(weight), new_rows)
         if whole.new_rows and not shared:
             whole.new_rows.write_into(weight)
         bias: Any = self.bias
-        if isinstance(reduction, Tensor) or reduction == "sum":
-            return chunked_loss(
-                hidden, weight, bias, targets, form, shared or whole, reduction=reduction
-            )
-        if isinstance(reduction, Likeliest):
-            return likeliest_tokens(hidden, weight, bias, form, reduction, shared or whole)
-        losses = _token_losses(hidden, (weight, bias), targets, form, shared, reduction)
-        return torch.cat([part.view(-1, len(targets)) for part in losses])
+        own_head = Head(weight, bias, form, shared or whole)
+        # A reference's or a teacher's states follow the policy's.
+        has_others = len(hidden) > len(targets)
+        states = hidden.split(len(targets)) if has_others else (hidden,)
+        values = [
+            chunked_loss(each.hidden_NH, each.head, targets, each.loss)
+            for each in loss.passes(states, own_head)
+        ]
+        return torch.cat(values) if len(values) > 1 else values[0]
 
     def loss_of_tokens(
         self: PreTrainedModel,
         inputs: Mapping[str, Any],
         rows: Tensor,
         targets: Tensor,
-        *,
-        reduction: Reduction = "sum",
+        loss: TokenLoss,
     ) -> Tensor:
         hidden = self.base_model(**inputs, use_cache=False)[0]
         rows = rows_of_copies(rows, inputs, copies=len(hidden) // len(inputs["input_ids"]))
         # Only tokens with a target go through the head.
         hidden_NH = hidden.flatten(0, 1).index_select(0, rows)
-        loss: Tensor = head.loss_of_hidden(hidden_NH, targets, reduction=reduction)
-        return loss
+        values: Tensor = head.loss_of_hidden(hidden_NH, targets, loss)
+        return values
 
     for module, method in ((head, loss_of_hidden), (model, loss_of_tokens)):
         setattr(module, method.__name__, MethodType(method, module))
         register_fsdp_forward_method(module, method.__name__)
     result: HeadLoss = model.loss_of_tokens
     return result
-
-
-def _token_losses(
-    hidden: Tensor,
-    parameters: tuple[Tensor, Tensor | None],
-    targets: Tensor,
-    form: LogitForm,
-    shared: Vocabulary | None,
-    reduction: Reduction,
-) -> list[Tensor]:
-    """The rows of losses that `HeadLoss` has for reductions by token.
-
-    hidden: the policy's states, and behind them the reference's or the teacher's. parameters:
-    weight and bias.
-    """
-    weight, bias = parameters
-    policy, *others = hidden.split(len(targets))
-    if isinstance(reduction, Teacher) and others:
-        reduction = reduction._replace(hidden=others.pop().detach())
-    losses = [chunked_loss(policy, weight, bias, targets, form, shared, reduction=reduction)]
-    for reference in others:
-        losses.append(
-            chunked_loss(reference.detach(), weight, bias, targets, form, shared, reduction="none")
-        )
-    if isinstance(reduction, Teacher) and reduction.with_nll:
-        # The usual loss beside the divergence uses the model's own probabilities, unscaled.
-        plain = form._replace(temperature=1.0)
-        losses.append(chunked_loss(policy, weight, bias, targets, plain, shared, reduction="none"))
-    return losses
 
 
 def rows_of_copies(rows: Tensor, inputs: Mapping[str, Any], copies: int) -> Tensor:

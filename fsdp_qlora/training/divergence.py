@@ -1,23 +1,20 @@
 """The divergence of a student from its teacher in a chunk of logits.
 
-Also finds the likeliest tokens of a teacher. Probabilities are those of logits divided by the
-temperature. Suffixes of tensors, one letter for each dim:
+Probabilities are those of logits divided by the temperature. Suffixes of tensors besides
+training/token_loss.py's, one letter for each dim:
 
-    N  tokens with a target on this rank
-    C  tokens of a chunk, of which each rank that shares the head has all
-    V  vocabulary, or this rank's part of it where ranks share the head
-    K  likeliest tokens of the teacher; L = K + 1 with one outcome for all other tokens
-    R  ranks that share the head
+    K  top tokens of the teacher; L = K + 1 with one outcome for all other tokens
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.adapters.token_rows import TokenRows
-from fsdp_qlora.sharding.vocabulary import SharedHead
+from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary, needs_chunks
 
 # The least probability of an outcome, whose logarithm is taken: far below any that matters, and a
 # normal number in float32.
@@ -25,62 +22,92 @@ LEAST = 1e-30
 LEAST_LOGP = math.log(LEAST)
 
 
-class WholeVocabulary:
-    """Stands in for `SharedHead` where a rank has the whole head: there is nothing to exchange."""
+@dataclass(frozen=True)
+class Divergence:
+    """The divergence from a teacher, and the agreement with it, without gradient; a `TokenLoss`.
 
-    # The first token of the vocabulary whose row is on this rank.
-    first = 0
-
-    def __init__(self, vocabulary: int, new_rows: TokenRows | None = None) -> None:
-        self.vocabulary = vocabulary
-        self.new_rows = new_rows
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        return values
-
-    local_chunk = largest = summed = all_gather
-
-    def reduce_scatter_grad(self, grad: Tensor, weight: Tensor, own: Tensor) -> None:
-        torch.mm(grad, weight, out=own)
-
-
-Vocabulary = SharedHead | WholeVocabulary
-
-
-class Teacher(NamedTuple):
-    """The teacher of N tokens: its likeliest tokens, or its hidden states for the same head."""
+    The teacher has its top tokens, or hidden states for the student's head.
+    """
 
     beta: float = 0.0
     """0 for KL(teacher || student), 1 for KL(student || teacher), between them the generalized
     Jensen-Shannon divergence.
     """
     with_nll: bool = False
-    """Compute the losses of the targets at temperature 1, too."""
+    """Add a third value, the loss of the target at temperature 1."""
     ids: Tensor | None = None
-    """The likeliest tokens, int64 [N, K], the first the likeliest."""
+    """The top tokens, int64 [N, K], in descending order."""
     logps: Tensor | None = None
     """Their log-probabilities and, behind them, that of all other tokens, [N, L]."""
     hidden: Tensor | None = None
     """The teacher's hidden states, [N, H], instead of ids and logps."""
 
-    def part(self, part: slice, vocabulary: Vocabulary) -> "Teacher":
-        """The teacher of a chunk: of these tokens on every rank that shares the vocabulary."""
+    is_summed = False
+
+    @property
+    def num_values(self) -> int:
+        return 2 + self.with_nll
+
+    @property
+    def num_logits(self) -> int:
+        # A teacher's hidden states become logits too, and twice as many numbers compare both.
+        return 1 if self.hidden is None else 4
+
+    def with_values(self, values: Mapping[str, Tensor]) -> "Divergence":
+        return replace(self, ids=values.get("teacher_ids"), logps=values.get("teacher_logps"))
+
+    def passes(self, states: Sequence[Tensor], head: Head) -> list[HeadPass]:
+        student, *teachers = states
+        hidden = teachers[0].detach() if teachers else self.hidden
+        passes = [HeadPass(student, head, replace(self, hidden=hidden))]
+        if self.with_nll:
+            # The usual loss beside the divergence uses the model's own probabilities, unscaled.
+            plain = head._replace(form=head.form._replace(temperature=1.0))
+            passes.append(HeadPass(student, plain, CrossEntropy(by_token=True)))
+        return passes
+
+    def of_part(self, part: slice, vocabulary: Vocabulary) -> "Divergence":
         # All ranks have the same fields, so they gather in the same order.
         chunks: list[Tensor | None] = []
         for values in (self.ids, self.logps, self.hidden):
             chunks.append(None if values is None else vocabulary.all_gather(values[part]))
         ids, logps, hidden = chunks
-        return self._replace(ids=ids, logps=logps, hidden=hidden)
+        return replace(self, ids=ids, logps=logps, hidden=hidden)
 
+    def of_chunk(
+        self, hidden_CH: Tensor, targets_C: Tensor, head: Head, scale: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        form = head.form
+        vocabulary = head.vocabulary
+        outputs_CV = head.outputs(hidden_CH)
+        teacher_CV = None
+        if self.hidden is not None:
+            teacher_CV = head.outputs(self.hidden.to(hidden_CH.dtype))
+        is_learned = targets_C != -100
+        logits_CV = form.logits(outputs_CV)
+        # Taken first: the divergence overwrites the logits.
+        slope = form.slope(logits_CV) if scale is not None else 1.0
+        if teacher_CV is not None:
+            losses_C, agreement_C, grad_CV = from_distribution(
+                logits_CV, form.logits(teacher_CV), self.beta, vocabulary
+            )
+        else:
+            assert self.ids is not None and self.logps is not None
+            # A token without a target has no teacher: any ids will do, each once.
+            any_ids = torch.arange(self.ids.shape[1], device=outputs_CV.device)
+            ids = torch.where(is_learned[:, None], self.ids, any_ids)
+            losses_C, agreement_C, grad_CV = from_top_tokens(
+                logits_CV, ids, self.logps, self.beta, vocabulary
+            )
+        values = (torch.where(is_learned, losses_C, 0.0), agreement_C * is_learned)
+        values_RC = torch.stack([vocabulary.local_chunk(each) for each in values])
+        if scale is None:
+            return values_RC, None
+        factor_C1 = (is_learned * scale)[:, None]
+        return values_RC, torch.mul(grad_CV.mul_(slope), factor_C1, out=outputs_CV)
 
-class Likeliest(NamedTuple):
-    """Asks for the k likeliest tokens among the first `vocabulary` ones.
-
-    A teacher may know more tokens than its student.
-    """
-
-    k: int
-    vocabulary: int
+    def of_whole_logits(self, logits: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
+        raise needs_chunks()
 
 
 def divergence_terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -120,10 +147,10 @@ def from_distribution(
         student_CV, teacher_CV: logits of this rank's part of the vocabulary, float32; both are
             overwritten.
     Returns:
-        Divergences, [C]; agreements, 1 where the likeliest token is the same, [C]; and the gradient
+        Divergences, [C]; agreements, 1 where the top token is the same, [C]; and the gradient
         of the divergences' sum by the student's logits, [C, V].
     """
-    # exp cannot overflow behind the largest logit of all ranks' parts, and the likeliest token is
+    # exp cannot overflow behind the largest logit of all ranks' parts, and the top token is
     # where the difference is 0.
     for logits_CV in (student_CV, teacher_CV):
         logits_CV.sub_(vocabulary.largest(logits_CV.amax(dim=1, keepdim=True)))
@@ -146,20 +173,20 @@ def from_distribution(
     return divergence_C, totals[2].clamp_(max=1), gradient_CV
 
 
-def from_likeliest(
+def from_top_tokens(
     logits_CV: Tensor, ids_CK: Tensor, logps_CL: Tensor, beta: float, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The divergence over k + 1 outcomes: the teacher's likeliest tokens, and any other token.
+    """The divergence over k + 1 outcomes: the teacher's top tokens, and any other token.
 
     Args:
         logits_CV: the student's, float32, overwritten.
-        ids_CK, logps_CL: as of `Teacher`; the log-probabilities are normalized.
+        ids_CK, logps_CL: as of `Divergence`; the log-probabilities are normalized.
     Returns:
         As `from_distribution`.
     """
     top = vocabulary.largest(logits_CV.amax(dim=1, keepdim=True))
     others_CV = logits_CV.sub_(top).exp_()
-    outcomes_CL, places_CK, is_here_CK = _outcomes(others_CV, ids_CK, vocabulary)
+    outcomes_CL, places_CK, is_here_CK = take_outcomes(others_CV, ids_CK, vocabulary)
     total = outcomes_CL.sum(dim=1, keepdim=True)
     student_CL = (outcomes_CL / total).clamp_min_(LEAST).log_()
     # A file or a server's answer has rounded the teacher's probabilities: they add up to 1 again.
@@ -170,11 +197,11 @@ def from_likeliest(
     # named tokens have 0 there, so adding their own gradients sets them.
     others_CV.mul_(gradients_CL[:, -1:] / outcomes_CL[:, -1:].clamp_min(LEAST))
     gradient_CV = others_CV.scatter_add_(1, places_CK, gradients_CL[:, :-1] * is_here_CK)
-    # exp(logit - top) is 1 where the teacher's likeliest token is the student's.
+    # exp(logit - top) is 1 where the teacher's top token is the student's.
     return values_CL.sum(dim=1), (outcomes_CL[:, 0] == 1).float(), gradient_CV
 
 
-def _outcomes(
+def take_outcomes(
     exponentials_CV: Tensor, ids_CK: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take the exponentials of some tokens out, and leave 0 there.
@@ -193,32 +220,3 @@ def _outcomes(
     rest_C1 = exponentials_CV.sum(dim=1, keepdim=True)
     outcomes_CL = vocabulary.summed(torch.cat([chosen_CK, rest_C1], dim=1))
     return outcomes_CL, places_CK, is_here_CK
-
-
-def likeliest(logits_CV: Tensor, request: Likeliest, vocabulary: Vocabulary) -> Tensor:
-    """Find the k likeliest tokens of each token of a chunk.
-
-    Args:
-        logits_CV: float32, overwritten.
-    Returns:
-        float32 [C, 2 * k + 1]: ids, log-probabilities, and that of all other tokens, as `Teacher`
-        has them.
-    """
-    k = request.k
-    logits_CV[:, max(0, request.vocabulary - vocabulary.first) :] = -torch.inf
-    # The likeliest of all are among the likeliest of each rank's part, which may have fewer than k.
-    values, places = logits_CV.topk(min(k, logits_CV.shape[1]), dim=1)
-    # One all-gather for both. Ids are exact in float32 up to 2^24.
-    pairs_2CK = torch.stack([values, (places + vocabulary.first).float()])
-    missing = k - pairs_2CK.shape[2]
-    pairs_2CK = torch.nn.functional.pad(pairs_2CK, (0, missing), value=-torch.inf)
-    # Tokens come first, since all_gather concatenates along the first dim.
-    gathered = vocabulary.all_gather(pairs_2CK.transpose(0, 1))
-    pairs_RC2K = gathered.view(-1, len(logits_CV), 2, k)
-    values, ids = pairs_RC2K.permute(2, 1, 0, 3).flatten(2)
-    values_CK, best_CK = values.topk(k, dim=1)
-    ids_CK = ids.gather(1, best_CK)
-    exponentials_CV = logits_CV.sub_(values_CK[:, :1]).exp_()
-    outcomes_CL, *_ = _outcomes(exponentials_CV, ids_CK.long(), vocabulary)
-    logps_CL = (outcomes_CL / outcomes_CL.sum(dim=1, keepdim=True)).clamp_min_(LEAST).log_()
-    return torch.cat([ids_CK, logps_CL], dim=1)

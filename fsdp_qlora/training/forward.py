@@ -30,8 +30,9 @@ from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.attach_loss import HeadLoss
-from fsdp_qlora.training.divergence import Likeliest, Teacher
-from fsdp_qlora.training.head_loss import Reduction
+from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.token_loss import TokenLoss
+from fsdp_qlora.training.top_tokens import TopTokens
 from fsdp_qlora.training.whole_logits import loss_of_logits
 
 # Tokens of which the ranks' values are on the device at once.
@@ -105,28 +106,28 @@ class ForwardPass:
             self.loss_of_tokens = head_loss or self.loss_of_tokens
 
     def token_losses(
-        self, batch: MicroBatch, *, reduction: Reduction, alone: bool = False
+        self,
+        batch: MicroBatch,
+        loss: TokenLoss,
+        *,
+        per_document: bool = False,
+        alone: bool = False,
     ) -> tuple[torch.Tensor, MicroBatch]:
         """The losses of a micro-batch's targets, float32, and the micro-batch on the device.
 
+        They are the sum, [], or the loss's values, [R, N], and behind them the reference's losses.
+
         Args:
-            reduction: as of HeadLoss: "sum" over the targets, []; "none": [1, N], or [2, N] with
-                the reference's. A teacher gets what it found before from the micro-batch.
+            per_document: copy what losses of documents read, too.
             alone: without the reference.
         """
-        on_device = batch.to(self.ranks.device, per_document=reduction == "none")
+        on_device = batch.to(self.ranks.device, per_document=per_document)
         inputs = on_device.model_inputs
         if self.context.size > 1:
             inputs["context_group"] = self.context
         if self.neftune_alpha:
             self._lengths = _lengths_of_rows(on_device)
-        if isinstance(reduction, Teacher):
-            reduction = reduction._replace(
-                ids=on_device.target_values.get("teacher_ids"),
-                logps=on_device.target_values.get("teacher_logps"),
-            )
-        if reduction == "sum" and "weights" in on_device.target_values:
-            reduction = on_device.target_values["weights"]
+        loss = loss.with_values(on_device.target_values)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.precision.autocasting(self.ranks.device))
             if self.reference and not alone:
@@ -142,9 +143,7 @@ class ForwardPass:
             if batch.calls_towers:
                 # Gathering is collective: a rank without images takes part if another one has some.
                 stack.enter_context(gathered(self.towers, is_used=bool(batch.images)))
-            losses = self.loss_of_tokens(
-                inputs, on_device.target_rows, on_device.targets, reduction=reduction
-            )
+            losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, loss)
         return losses, on_device
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
@@ -197,7 +196,8 @@ def document_logprobs(forward: ForwardPass, batches: Iterable[MicroBatch]) -> It
     with forward.attending():
         for batch in batches:
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
-            yield sum_documents(*forward.token_losses(batch, reduction="none"), forward.context)
+            losses = forward.token_losses(batch, CrossEntropy(by_token=True), per_document=True)
+            yield sum_documents(*losses, forward.context)
 
 
 def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
@@ -219,10 +219,10 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     return (logps / forward.context.size).cpu().numpy()
 
 
-def likeliest_of_rows(
-    forward: ForwardPass, table: TokenizedRows, rows: np.ndarray, request: Likeliest
+def top_tokens_of_rows(
+    forward: ForwardPass, table: TokenizedRows, rows: np.ndarray, top_tokens: TopTokens
 ) -> np.ndarray:
-    """Find the likeliest tokens at the targets of consecutive rows: see `divergence.likeliest`.
+    """Find the top tokens at the targets of consecutive rows, float32 [targets, 2 * k + 1].
 
     Called on every rank, with the same rows; the collator numbers the targets
     (data/batches/taught.py).
@@ -230,8 +230,8 @@ def likeliest_of_rows(
     first = int(table.num_targets[: rows[0]].sum())
     count = int(table.num_targets[rows].sum())
     batches = forward.collator.lay_out_evaluation(table, rows)
-    empty = np.zeros((count, 2 * request.k + 1), np.float32)
-    return _by_target(forward, batches, request, empty, first)
+    empty = np.zeros((count, top_tokens.num_values), np.float32)
+    return _by_target(forward, batches, top_tokens, empty, first)
 
 
 def token_logprobs(
@@ -245,37 +245,26 @@ def token_logprobs(
     """
     with as_at_start(adapted_layers(forward.model) if at_start else ()):
         # 0 - x and no -x: a token that is not learned gets 0, not -0.
-        return 0 - _by_token(forward, table, "none", width=1)[:, 0]
+        return 0 - values_of_tokens(forward, table, CrossEntropy(by_token=True))[:, 0]
 
 
-def likeliest_of_tokens(
-    forward: ForwardPass, table: TokenizedRows, request: Likeliest
-) -> np.ndarray:
-    """The likeliest tokens in the place of each learned token, as `divergence.likeliest`.
+def values_of_tokens(forward: ForwardPass, table: TokenizedRows, loss: TokenLoss) -> np.ndarray:
+    """The loss's values for each learned token, float32 [tokens, R]; 0 for other tokens.
 
     Called on every rank, with the same rows.
-
-    Returns:
-        float32 [tokens, 2 * k + 1]; 0 for tokens that are not learned.
     """
-    return _by_token(forward, table, request, width=2 * request.k + 1)
-
-
-def _by_token(
-    forward: ForwardPass, table: TokenizedRows, reduction: Reduction, *, width: int
-) -> np.ndarray:
     # With advantages the collator numbers the targets.
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
     # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds
     # differently.
     batches = forward.collator.lay_out_step(table, np.arange(len(table)))
-    empty = np.zeros((len(table.input_ids), width), np.float32)
-    return _by_target(forward, batches, reduction, empty)
+    empty = np.zeros((len(table.input_ids), loss.num_values), np.float32)
+    return _by_target(forward, batches, loss, empty)
 
 
 @torch.no_grad()
 def _by_target(
-    forward: ForwardPass, batches: Batches, reduction: Reduction, empty: np.ndarray, first: int = 0
+    forward: ForwardPass, batches: Batches, loss: TokenLoss, empty: np.ndarray, first: int = 0
 ) -> np.ndarray:
     """Fill `empty` with the values of all ranks' targets.
 
@@ -287,7 +276,7 @@ def _by_target(
     with forward.attending():
         for batch in batches:
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
-            values, on_device = forward.token_losses(batch, reduction=reduction, alone=True)
+            values, on_device = forward.token_losses(batch, loss, alone=True)
             is_target = on_device.targets >= 0
             places = (on_device.target_values["table_indices"][is_target] - first).cpu()
             by_target[places] = values.T[is_target].cpu()

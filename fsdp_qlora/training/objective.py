@@ -29,9 +29,10 @@ from fsdp_qlora.data.batches.collator import Batches
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.process_group import gather_numbers
-from fsdp_qlora.training.divergence import Teacher
+from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.divergence import Divergence
 from fsdp_qlora.training.forward import ForwardPass, document_logprobs, sum_documents
-from fsdp_qlora.training.head_loss import Reduction
+from fsdp_qlora.training.token_loss import TokenLoss
 
 SIDES = ("chosen", "rejected")
 
@@ -57,7 +58,10 @@ class TokenMean:
     context: the ranks that share each micro-batch.
     """
 
-    reduction: Reduction = "sum"
+    loss: TokenLoss = CrossEntropy()
+    """The values that each token gets."""
+    per_document = False
+    """Whether `measure` reads what a micro-batch has of documents."""
 
     def __init__(self, row: Objective, settings: LossSettings, context: ContextGroup) -> None:
         self.row = row
@@ -92,7 +96,7 @@ class TokenMean:
         Ranks that share a micro-batch have a part of these each.
 
         Args:
-            losses: of the tokens, by `reduction`.
+            losses: of the tokens, as `ForwardPass.token_losses` gives them for `loss`.
             batch: on the device.
         Returns:
             float32 [1 + metrics].
@@ -108,7 +112,7 @@ class TokenMean:
 
     def describe_loss(self, loss: float) -> dict[str, float]:
         """The perplexity, if the loss of an evaluation is a mean over tokens."""
-        if self.reduction != "sum":
+        if not self.loss.is_summed:
             return {}
         # exp(709) is the largest that a float holds.
         return {"perplexity": math.exp(loss) if loss < 709 else math.inf}
@@ -117,7 +121,8 @@ class TokenMean:
 class Pairs(TokenMean):
     """A loss of each row, from the log-probabilities of its chosen and its rejected answer."""
 
-    reduction = "none"
+    loss = CrossEntropy(by_token=True)
+    per_document = True
 
     @property
     def sft_weight(self) -> float:
@@ -230,7 +235,7 @@ class Policy(TokenMean):
     Rows without advantages, such as a probe's, count 0.
     """
 
-    reduction = "entropy"
+    loss = CrossEntropy(with_entropy=True)
 
     def _metric_names(self) -> Iterator[str]:
         yield "entropy"
@@ -293,7 +298,7 @@ class Distillation(TokenMean):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.reduction = Teacher(self.settings.beta, bool(self.settings.sft_weight))
+        self.loss = Divergence(self.settings.beta, bool(self.settings.sft_weight))
 
     def _metric_names(self) -> Iterator[str]:
         yield "divergence"

@@ -26,7 +26,8 @@ from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.attach_loss import HeadLoss, attach_head_loss, free_head_before_backward
-from fsdp_qlora.training.head_loss import LogitForm
+from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.token_loss import LogitForm
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
 
@@ -195,7 +196,7 @@ def _loss_error(
     """
     targets = inputs["input_ids"][0]
     rows = torch.arange(len(targets), device=targets.device)
-    loss = attach_head_loss(model, form)(inputs, rows, targets)
+    loss = attach_head_loss(model, form)(inputs, rows, targets, CrossEntropy())
     reshard_all(model)
     expected = F.cross_entropy(logits[0].float(), targets, reduction="sum")
     return _most((loss - expected).abs() / expected.abs())

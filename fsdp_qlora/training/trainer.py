@@ -184,8 +184,9 @@ class Trainer:
         Returns:
             float32 [1 + metrics]: the loss, then the metrics without gradient.
         """
+        objective = self.objective
         losses, on_device = self.forward.token_losses(
-            micro_batch, reduction=self.objective.reduction
+            micro_batch, objective.loss, per_document=objective.per_document
         )
         return self.objective.measure(losses, on_device, totals)
 

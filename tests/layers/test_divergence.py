@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.training import head_loss
-from fsdp_qlora.training.divergence import Likeliest, Teacher
-from fsdp_qlora.training.head_loss import LogitForm, WholeVocabulary, chunked_loss, likeliest_tokens
+from fsdp_qlora.training.divergence import Divergence
+from fsdp_qlora.training.head_loss import chunked_loss
+from fsdp_qlora.training.token_loss import Head, LogitForm, whole_head
+from fsdp_qlora.training.top_tokens import TopTokens
 from tests.layers.test_head_loss import (
     HIDDEN,
     TOKENS,
@@ -23,7 +25,7 @@ from tests.layers.test_head_loss import (
 
 FORMS = [LogitForm(), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 K = 8
-WANTED = Likeliest(K, VOCABULARY)
+WANTED = TopTokens(K, VOCABULARY)
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
@@ -52,6 +54,12 @@ def whole_logits(parts: list[torch.Tensor], form: LogitForm) -> torch.Tensor:
     ) / form.temperature
 
 
+@torch.no_grad()
+def top_tokens(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    """The values of `WANTED`, [N, 2 * K + 1]."""
+    return chunked_loss(hidden, head, targets_of_tokens(), WANTED).T
+
+
 def teacher_states() -> torch.Tensor:
     return 0.5 * torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7))
 
@@ -73,11 +81,10 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
             for hidden in (exact[0], states.double())
         )
         of_teacher, best = of_teacher.detach(), of_teacher.argmax(-1)
-        teacher = Teacher(beta, hidden=states)
+        head = whole_head(parts[1], parts[2], form)
+        loss = Divergence(beta, hidden=states)
         if not is_whole:
-            found = likeliest_tokens(
-                states, *parts[1:], form, WANTED, WholeVocabulary(VOCABULARY)
-            ).T
+            found = top_tokens(states, head)
             ids = of_teacher.topk(K).indices if dtype == torch.float32 else found[:, :K].long()
             assert dtype != torch.float32 or torch.equal(found[:, :K].long(), ids)
             student = grouped(student, ids)
@@ -86,11 +93,11 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
             torch.testing.assert_close(
                 found[:, K:].double(), of_teacher, rtol=tolerance, atol=10 * tolerance
             )
-            teacher = Teacher(beta, ids=ids, logps=of_teacher.float())
+            loss = Divergence(beta, ids=ids, logps=of_teacher.float())
         agree = whole_logits(exact, form).argmax(-1) == best
         expected = divergence(student, of_teacher, beta) * (targets != -100)
         (64 * expected.sum()).backward()
-        losses, agreement = chunked_loss(*parts, targets, form, reduction=teacher)
+        losses, agreement = chunked_loss(parts[0], head, targets, loss)
         (64 * losses.sum()).backward()
         torch.testing.assert_close(
             losses.double(), expected.detach(), rtol=tolerance, atol=tolerance
@@ -98,7 +105,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
         if dtype == torch.float32:
             assert torch.equal(agreement.bool(), agree & (targets != -100))
         with torch.no_grad():
-            assert torch.equal(chunked_loss(*parts, targets, form, reduction=teacher)[0], losses)
+            assert torch.equal(chunked_loss(parts[0], head, targets, loss)[0], losses)
         for part, reference in zip(parts, exact, strict=True):
             assert part.grad is not None and reference.grad is not None and part.grad.dtype == dtype
             assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
@@ -106,21 +113,15 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
 
 def test_a_teacher_that_the_student_equals_costs_nothing() -> None:
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())
-    for beta, teacher in itertools.product([0.0, 0.5, 1.0], ["whole", "likeliest"]):
+    head = whole_head(weight, bias)
+    for beta, teacher in itertools.product([0.0, 0.5, 1.0], ["whole", "top tokens"]):
         of_teacher: dict[str, Any] = {"hidden": hidden}
-        if teacher == "likeliest":
-            found = likeliest_tokens(
-                hidden, weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)
-            ).T
+        if teacher == "top tokens":
+            found = top_tokens(hidden, head)
             of_teacher = {"ids": found[:, :K].long(), "logps": found[:, K:]}
         own = hidden.clone().requires_grad_()
         losses, agreement = chunked_loss(
-            own,
-            weight,
-            bias,
-            targets_of_tokens(),
-            LogitForm(),
-            reduction=Teacher(beta, **of_teacher),
+            own, head, targets_of_tokens(), Divergence(beta, **of_teacher)
         )
         losses.sum().backward()
         assert own.grad is not None and own.grad.abs().max() < 1e-5 and losses.abs().max() < 1e-5
@@ -133,20 +134,14 @@ def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(
     tokens = 16
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 2 * tokens * VOCABULARY * 4)
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())
-    for teacher in (Teacher(0.5, hidden=teacher_states()), Teacher(0.5)):
-        if teacher.hidden is None:
-            found = likeliest_tokens(
-                teacher_states(), weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)
-            ).T
-            teacher = teacher._replace(ids=found[:, :K].long(), logps=found[:, K:])
+    head = whole_head(weight, bias)
+    found = top_tokens(teacher_states(), head)
+    losses = (
+        Divergence(0.5, hidden=teacher_states()),
+        Divergence(0.5, ids=found[:, :K].long(), logps=found[:, K:]),
+    )
+    for loss in losses:
         with NewTensors() as made:
-            chunked_loss(
-                hidden.requires_grad_(),
-                weight,
-                bias,
-                targets_of_tokens(),
-                LogitForm(),
-                reduction=teacher,
-            )
+            chunked_loss(hidden.requires_grad_(), head, targets_of_tokens(), loss)
         chunks = [elements for elements in made.elements if elements > tokens * VOCABULARY // 4]
         assert max(chunks) <= 2 * tokens * VOCABULARY < TOKENS * VOCABULARY

@@ -20,7 +20,9 @@ from fsdp_qlora.model.architecture.structure import has_tied_embeddings
 from fsdp_qlora.model.model_parts import is_plain_lookup
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training import head_loss
-from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
+from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.head_loss import chunked_loss
+from fsdp_qlora.training.token_loss import LogitForm, whole_head
 from tests.layers.shards import LargestTensor
 from tests.tiny import on_ranks
 
@@ -67,7 +69,8 @@ def test_chunked_loss_and_gradients_match_whole_logits(
     exact = [part.detach().double().requires_grad_() for part in parts]
     # Of fp16's small numbers: a loss scale of 2^16 and 2^10 tokens in the step.
     (64 * whole_loss(exact[0], exact[1], exact[2], form)).backward()
-    loss = chunked_loss(*parts, targets_of_tokens(), form)
+    head = whole_head(parts[1], parts[2], form)
+    loss = chunked_loss(parts[0], head, targets_of_tokens(), CrossEntropy())
     (64 * loss).backward()
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     assert loss.dtype == torch.float32
@@ -75,7 +78,8 @@ def test_chunked_loss_and_gradients_match_whole_logits(
         whole_loss(exact[0], exact[1], exact[2], form).item(), rel=tolerance
     )
     with torch.no_grad():
-        assert torch.equal(chunked_loss(*parts, targets_of_tokens(), form), loss)
+        again = chunked_loss(parts[0], head, targets_of_tokens(), CrossEntropy())
+    assert torch.equal(again, loss)
     for part, reference in zip(parts, exact, strict=True):
         assert part.grad is not None and reference.grad is not None and part.grad.dtype == dtype
         assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
@@ -97,13 +101,13 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(
     ) / form.temperature
     expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
     (expected * factors).sum().backward()
+    head = whole_head(weight, bias, form)
     found, entropies = chunked_loss(
-        hidden.requires_grad_(), weight, bias, targets, form, reduction="entropy"
+        hidden.requires_grad_(), head, targets, CrossEntropy(with_entropy=True)
     )
     (found * factors).sum().backward()
-    assert torch.equal(
-        chunked_loss(hidden.detach(), weight, bias, targets, form, reduction="none"), found
-    )
+    again = chunked_loss(hidden.detach(), head, targets, CrossEntropy(by_token=True))
+    assert torch.equal(again[0], found)
     own = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropies.double(), own.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
@@ -127,7 +131,8 @@ def test_chunked_loss_allocates_at_most_one_chunk_of_logits(
             lambda t: kept.append(t.numel()) or t, lambda t: t
         ),
     ):
-        loss = chunked_loss(hidden, weight, bias, targets_of_tokens(), LogitForm())
+        head = whole_head(weight, bias)
+        loss = chunked_loss(hidden, head, targets_of_tokens(), CrossEntropy())
         loss.backward()
     assert largest.elements <= max(tokens, HIDDEN) * VOCABULARY < TOKENS * VOCABULARY
     assert sum(kept) == 0  # besides the gradient of the hidden states
@@ -155,19 +160,14 @@ class NewTensors(TorchDispatchMode):
 def test_entropies_need_no_second_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = 32 * VOCABULARY
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", chunk * 6)
-    parts = [part.detach() for part in parts_of_a_head(torch.bfloat16)]
-    found = {}
-    for reduction in ("none", "entropy"):
+    hidden, weight, bias = (part.detach() for part in parts_of_a_head(torch.bfloat16))
+    hidden.requires_grad_()
+    found = []
+    for loss in (CrossEntropy(by_token=True), CrossEntropy(with_entropy=True)):
         with NewTensors() as made:
-            chunked_loss(
-                parts[0].requires_grad_(),
-                *parts[1:],
-                targets_of_tokens(),
-                LogitForm(),
-                reduction=reduction,
-            )
-        found[reduction] = [elements for elements in made.elements if elements > chunk // 8]
-    assert found["entropy"] == found["none"] and chunk in found["none"]
+            chunked_loss(hidden, whole_head(weight, bias), targets_of_tokens(), loss)
+        found.append([elements for elements in made.elements if elements > chunk // 8])
+    assert found[0] == found[1] and chunk in found[0]
 
 
 def test_chunks_are_bounded_and_multiples_of_a_tile() -> None:
@@ -300,7 +300,7 @@ def _compare(folders: dict[str, str]) -> int:
         logits = model(input_ids=ids, use_cache=False).logits
         reshard_all(model)
         with vocabulary.tokens_known(model, [ids_of(rank)[0] for rank in range(3)]):
-            loss = loss_of({"input_ids": ids}, *learned)
+            loss = loss_of({"input_ids": ids}, *learned, CrossEntropy())
         # The backward pass does not need the head: it is freed before it, and not gathered again.
         is_of_root = has_tied_embeddings(model) and "trained" in CASES[case]
         assert isinstance(model.get_output_embeddings().weight, DTensor) != is_of_root
@@ -317,7 +317,8 @@ def _compare(folders: dict[str, str]) -> int:
                 vocabulary.tokens_known(model, [ids_of(rank)[0] for rank in range(3)]),
                 torch.no_grad(),
             ):
-                found = loss_of({"input_ids": ids}, *learned, reduction="entropy")[1, : len(rows)]
+                by_token = loss_of({"input_ids": ids}, *learned, CrossEntropy(with_entropy=True))
+                found = by_token[1, : len(rows)]
             entropies = torch.distributions.Categorical(logits=expected[0, rows]).entropy()
             torch.testing.assert_close(found, entropies, rtol=1e-5, atol=1e-5)
         loss.backward()

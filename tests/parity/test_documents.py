@@ -16,6 +16,7 @@ from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pa
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.model.architecture.attention import choose, packing_blocker
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
+from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.whole_logits import loss_of_logits
 from tests.parity.test_hybrids import HYBRIDS, WITHOUT_PADDING
 from tests.rounding import SGD, rounding
@@ -61,7 +62,9 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
 def loss_and_gradients(
     model: PreTrainedModel, batch: MicroBatch
 ) -> tuple[float, list[torch.Tensor]]:
-    loss = loss_of_logits(model, batch.model_inputs, batch.target_rows, batch.targets)
+    loss = loss_of_logits(
+        model, batch.model_inputs, batch.target_rows, batch.targets, CrossEntropy()
+    )
     model.zero_grad()
     loss.backward()
     return loss.item(), [

@@ -1,4 +1,4 @@
-"""Files with the likeliest tokens of a teacher at each learned token, which batches read.
+"""Files with the top tokens of a teacher at each learned token, which batches read.
 
 A file holds some consecutive rows, whatever the number of ranks, so that a teacher continues where
 it was interrupted. Its hash finds damage. Files may also be a stranger's, with a hash that is
@@ -55,7 +55,7 @@ def target_numbers(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Te
 
 
 def rounded(found: np.ndarray, k: int) -> Arrays:
-    """The arrays of a file. found: float32 [targets, 2 * k + 1], as of `divergence.likeliest`."""
+    """The arrays of a file. found: float32 [targets, 2 * k + 1], as `TopTokens` has them."""
     with np.errstate(invalid="ignore"):  # of ids that are no numbers: `TaughtRows.check` says so
         return found[:, :k].astype(np.int32), found[:, k:].astype(np.float16)
 
@@ -66,7 +66,7 @@ class TaughtRows:
     Args:
         root: the folder that theirs is in.
         key: all that they depend on besides the table, as JSON.
-        k: likeliest tokens of each.
+        k: top tokens of each.
         vocabulary: ids are below it.
     """
 
@@ -162,7 +162,7 @@ class TaughtRows:
             save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
 
     def of_targets(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The arguments of `Teacher` for the targets of some rows.
+        """The values that `Divergence` reads, for the targets of some rows.
 
         They are teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k + 1].
         """

@@ -29,7 +29,7 @@ class TeacherFolder(NamedTuple):
     key: str
     """The text that `key_of` gives."""
     k: int
-    """Likeliest tokens for each target."""
+    """Top tokens for each target."""
     teacher: str | None = None
     """Its name, for people."""
 

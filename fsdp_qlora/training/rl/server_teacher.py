@@ -1,4 +1,4 @@
-"""A teacher on a server: its likeliest tokens for the completions of a run."""
+"""A teacher on a server: its top tokens for the completions of a run."""
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from fsdp_qlora.training.rl.replies import Reply
 
 @dataclass(eq=False)
 class ServerTeacher:
-    """Has a server give a teacher's k likeliest tokens in the place of each token.
+    """Has a server give a teacher's k top tokens in the place of each token.
 
     They are of the student's vocabulary.
     """
@@ -29,7 +29,7 @@ class ServerTeacher:
     control: Control
 
     def __post_init__(self) -> None:
-        # For each token of the completions that were asked about last, as `divergence.likeliest`.
+        # For each token of the completions that were asked about last, as `TopTokens` has them.
         self._values = torch.zeros(1, 2 * self.k + 1)
 
     def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:

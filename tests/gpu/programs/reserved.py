@@ -34,8 +34,8 @@ from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run.build_trainer import build_forward, build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
-from fsdp_qlora.training.divergence import Likeliest
-from fsdp_qlora.training.forward import likeliest_of_rows
+from fsdp_qlora.training.forward import top_tokens_of_rows
+from fsdp_qlora.training.top_tokens import TopTokens
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -118,8 +118,8 @@ def main(argv: list[str]) -> int:
     loaded = torch.cuda.memory_allocated()
     for step in range(3):
         if args.distill == "teacher":
-            likeliest_of_rows(
-                forward, data, np.arange(rows), Likeliest(options.top_k, config.vocab_size)
+            top_tokens_of_rows(
+                forward, data, np.arange(rows), TopTokens(options.top_k, config.vocab_size)
             )
         else:
             trainer.train_step(StepRows(step, data, np.arange(rows)))
