@@ -336,7 +336,7 @@ def test_old_probabilities_come_from_the_micro_batches_of_the_step(batching: str
     of_step = Collator(schedule, pad_token_id=1).lay_out_step(table, np.arange(12))
     seen = list[torch.Tensor]()
 
-    def token_losses(batch: Any, **_: Any) -> Any:
+    def token_losses(batch: Any, *_: Any, **__: Any) -> Any:
         seen.append(batch.input_ids)
         return torch.zeros(1, len(batch.targets)), batch
 
