@@ -52,7 +52,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make (once) a tiny model folder of a family: models("qwen2")."""
-    from tests.tiny import make_model
+    from tests.helpers.models import make_model
 
     made: dict[str, Path] = {}
 

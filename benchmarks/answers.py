@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import describe_machine, write_results
-from tests.tiny import ROOT, make_model, make_rows, write_rows
+from tests.helpers.models import make_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT
 
 TRAIN = ("train", "--device", "cpu", "--dry_run", "true")
 QUESTIONS: dict[str, tuple[str, ...]] = {

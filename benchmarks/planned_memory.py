@@ -85,7 +85,7 @@ def plan(folder: Path, cards: int, *, offload: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    from tests.tiny import make_tokenizer
+    from tests.helpers.tokenizers import make_tokenizer
 
     rows = []
     for name, shape in SHAPES.items():

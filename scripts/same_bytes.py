@@ -360,7 +360,8 @@ class Runs:
 
 
 def make_inputs(folder: Path) -> None:
-    from tests.tiny import make_model, make_rows, write_rows
+    from tests.helpers.models import make_model
+    from tests.helpers.rows import make_rows, write_rows
 
     make_model(folder / "model")
     make_model(folder / "teacher", num_hidden_layers=3)

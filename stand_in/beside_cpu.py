@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from stand_in.environment import Rank
-from tests.tiny import read_metrics
+from tests.helpers.metrics import read_metrics
 
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import answers, common, cpu, epoch_time, gpu, gpu_report, gpu_steps
-from tests.tiny import make_rows, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
 
 
 def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
@@ -50,7 +50,7 @@ def test_answers_benchmark_asks_both_commits_the_same(tmp_path: Path) -> None:
 
 
 def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     argv = [
         "--model_name",

@@ -15,8 +15,11 @@ from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
 from fsdp_qlora.training.rl import rewards
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import make_model
+from tests.helpers.rows import write_rows
+from tests.helpers.run import ROOT, flags, on_ranks
 from tests.preferences.pairs import make_pairs
-from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
 
 GUIDE = (ROOT / "docs" / "extending.md").read_text()
 SECTIONS = dict(re.findall(r"^## A (.+)\n((?:(?!^## ).*\n?)*)", GUIDE, re.MULTILINE))

@@ -5,7 +5,9 @@ needed.
 import pytest
 
 from tests.gpu.cases import CASES, COMMON, MODEL, fingerprint, make_models, read_reference
-from tests.tiny import make_rows, read_metrics, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 
 
 def test_reference_losses_for_gpu_tests_match_the_code(tmp_path):

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 pytestmark = pytest.mark.quick
 

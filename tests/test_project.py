@@ -19,7 +19,8 @@ import yaml
 from fsdp_qlora import __version__
 from fsdp_qlora.__main__ import COMMANDS
 from fsdp_qlora.config.options import option_types
-from tests.tiny import ROOT, flags, make_model
+from tests.helpers.models import make_model
+from tests.helpers.run import ROOT, flags
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/run.sh"))
 

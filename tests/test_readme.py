@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,9 @@ from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
 from fsdp_qlora.planning.known_models import KNOWN_MODELS
 from scripts import update_docs
-from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
+from tests.helpers.models import Models, make_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags, on_ranks, train_ok
 
 DOCUMENTS = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -131,9 +133,7 @@ def plan_all(argvs: list[list[str]]) -> int:
     return next((status for argv in argvs if (status := train.main(argv))), 0)
 
 
-def test_every_train_command_plans_a_run_of_a_tiny_model(
-    models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_every_train_command_plans_a_run_of_a_tiny_model(models: Models, tmp_path: Path) -> None:
     mixture = models("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
     tiny = models()
     expanded = tmp_path / "expanded"
@@ -182,7 +182,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(
 
 
 def test_every_command_beside_training_runs_on_a_tiny_model(
-    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -237,7 +237,7 @@ def test_the_files_that_commands_name_are_there() -> None:
     assert len(named) > 5 and [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_documented_code_loads_an_adapter(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_documented_code_loads_an_adapter(models: Models, tmp_path: Path) -> None:
     (example,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/after_training.md").read_text(), re.M | re.S
     )

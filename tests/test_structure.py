@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_qlora.config.options import TrainConfig
 from tests.density import by_package, count, pressed_together, tokens_per_line
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 pytestmark = pytest.mark.quick
 

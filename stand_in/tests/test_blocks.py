@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.standin_memory import SHAPES
 from stand_in.environment import run
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 
 def test_a_block_keeps_what_the_formula_says_and_asks_for_so_many_kernels(tmp_path):

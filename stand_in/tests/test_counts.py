@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stand_in.environment import Rank, run
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 PROGRAMS = ROOT / "stand_in/programs"
 MIB = 1 << 20

@@ -1,12 +1,14 @@
 """Which of SDPA's kernels is taken: torch's own choice, which needs no GPU but a card's number."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stand_in import environment
-from tests.tiny import flags, make_rows, read_metrics, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags
 
 # train.py, and then the operators that computed attention backward.
 LOOK = """
@@ -50,7 +52,7 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
     padding: bool,
     words: str,
     operators: set[str],
-    models: Callable[..., Path],
+    models: Models,
     tmp_path: Path,
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
@@ -80,7 +82,7 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
 
 
 def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     """SDPA pads heads of 12 to 16 for its flash kernel; torch's operator for rows of any lengths
     raises.
@@ -107,7 +109,7 @@ def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(
 
 @pytest.mark.slow
 def test_heads_too_wide_for_flash_go_to_sdpa_and_all_others_do_not(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     """As in gemma4: each sixth block has heads of 512. Losses are those of the CPU, on rows one
     after another.

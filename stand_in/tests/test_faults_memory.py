@@ -1,13 +1,14 @@
 """Settings that only a GPU sees, and what happens when its memory runs out."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stand_in import environment
-from tests.tiny import flags, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import write_rows
+from tests.helpers.run import flags
 
 # The run itself is replaced: what it would find is printed.
 LOOK = """
@@ -56,7 +57,7 @@ def test_segments_expand_unless_told_otherwise_and_adamw_is_fused_on_a_gpu(
 
 
 def _train_with_less(
-    left: float, models: Callable[..., Path], folder: Path, *, ranks: int = 1, **options: Any
+    left: float, models: Models, folder: Path, *, ranks: int = 1, **options: Any
 ) -> list[environment.Rank]:
     """Three steps of long rows; after the first the last rank's GPU has only a share left of what a
     step needs.
@@ -94,7 +95,7 @@ def _train_with_less(
     ids=["1 rank, offload", "2 ranks"],
 )
 def test_restarts_after_out_of_memory_recompute_more_until_it_fits(
-    ranks: int, options: dict[str, Any], models: Callable[..., Path], tmp_path: Path
+    ranks: int, options: dict[str, Any], models: Models, tmp_path: Path
 ) -> None:
     options = {**options, "save_every": 1}
     *others, last = _train_with_less(0.6, models, tmp_path, ranks=ranks, **options)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import SETS
 from stand_in.environment import PYTHON, run, variables
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 pytestmark = pytest.mark.slow
 TESTS = [

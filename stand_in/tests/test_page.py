@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from stand_in.environment import run
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import standin_memory
 from benchmarks.standin_memory import CARD_GIB, GIB, RESULTS, SETTINGS, on_stand_in, table
 from stand_in.environment import run
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 CASES = json.loads(RESULTS.read_text())["cases"]
 AGAIN = ["8b_ddp", "8b_packed", "moe"]

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from stand_in.environment import run
-from tests.tiny import ROOT, flags, make_rows, write_rows
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags
 
 PROGRAMS = ROOT / "stand_in/programs"
 COMMON: Mapping[str, object] = {

@@ -1,16 +1,17 @@
 """A service on GPUs: passes, steps and samples have the numbers of the same service on the CPU."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stand_in.environment import Process, free_port, run
-from tests.tiny import flags
+from tests.helpers.run import flags
 
 tinker = pytest.importorskip("tinker", reason="the extra serve is not installed")
+from tests.helpers.models import Models  # noqa: E402
 from tests.service import harness  # noqa: E402
 
 
@@ -43,7 +44,7 @@ def used(client: tinker.ServiceClient, model: str, teacher: str) -> list[list[fl
     "options", [{"train_type": "lora"}, {"train_type": "qlora", "use_cpu_offload": True}]
 )
 def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
-    options: dict[str, object], models: Callable[..., Path], tmp_path: Path
+    options: dict[str, object], models: Models, tmp_path: Path
 ) -> None:
     model = str(models())
     teacher = str(models("llama", num_hidden_layers=3))

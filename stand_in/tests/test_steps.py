@@ -22,7 +22,8 @@ import pytest
 
 from fsdp_qlora.distributed.layout import Layout
 from stand_in.environment import run, subtract
-from tests.tiny import all_slow_but, flags, make_rows, write_rows
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags
 
 OFFLOAD = {"use_cpu_offload": True}
 

@@ -16,9 +16,12 @@ import pytest
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from stand_in.beside_cpu import Beside, Differences, run_both
 from stand_in.environment import Rank, run
+from tests.helpers.metrics import metrics_of
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags
 from tests.parity.test_gemma import FORMS
 from tests.parity.test_hybrids import HYBRIDS
-from tests.tiny import ROOT, flags, make_rows, write_rows
 
 FP32 = Differences(loss=1e-5, grad_norm=1e-5, weights=1e-4)
 HALVES = Differences(loss=2e-3, grad_norm=2e-2, weights=5e-2)
@@ -36,7 +39,7 @@ CANCELLED = FP32._replace(loss=1e-3)
 class Case(NamedTuple):
     """A run of three steps on so many ranks, half of them on each of `machines`.
 
-    model: family, and what differs from tests/tiny.py. then: options of a second run that continues
+    model: family, and what differs from `SIZES`. then: options of a second run that continues
     it. on_cpu: options of the run on the CPU that differ. allowed: the differences from its
     numbers.
     """
@@ -161,7 +164,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def command(case: Case, models: Callable[..., Path], folder: Path, **others: object) -> list[str]:
+def command(case: Case, models: Models, folder: Path, **others: object) -> list[str]:
     """train.py with the options of a case and with others, its output in the folder."""
     options: dict[str, object] = {
         "train_type": "qlora",
@@ -286,10 +289,7 @@ def test_memory_of_answers_is_not_a_steps(
     assert ("of 128 on a rank 128 at a time") in ended[0].output and ("s per generation") in ended[
         0
     ].output
-    records = [
-        json.loads(line)
-        for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = metrics_of(tmp_path / "output")
     steps = [record for record in records if "generation_memory_gib" in record]
     for record in steps:
         assert record["generation_memory_gib"] > max(record["memory_gib"]["reserved"]) + 0.3

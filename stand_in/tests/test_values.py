@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stand_in.environment import run
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 NANS_OF_BF16 = 2 * 127  # of either sign, and one of them stays as it is
 

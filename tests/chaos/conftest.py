@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.chaos import harness
+from tests.helpers.models import Models
 
 
 class Reference(NamedTuple):
@@ -18,7 +19,7 @@ class Reference(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def reference(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("reference")
     options = harness.inputs(models, folder)
     harness.run({**options, "output_dir": folder / "out"}, folder / "logs")

@@ -17,7 +17,11 @@ from typing import Any, NoReturn
 
 import psutil
 
-from tests.tiny import _worker, flags, free_port, make_rows, write_rows
+from stand_in.environment import free_port
+from tests.helpers.metrics import metrics_of
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, rank_process
 
 RANKS = 2
 HANG_SECONDS = 600.0  # a limit against hangs only: the machine may be busy
@@ -41,7 +45,7 @@ Fault = Callable[[], object]
 Same = Callable[[Path], None]
 
 
-def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
+def inputs(models: Models, folder: Path) -> dict[str, object]:
     """Options with a tiny model and 21 rows, 2 of them held out."""
     return {
         **OPTIONS,
@@ -161,12 +165,12 @@ class Job:
         logs.mkdir(parents=True, exist_ok=True)
         fault = partial(fault, *arguments) if fault else None
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
+        context.set_forkserver_preload(["tests.helpers.preload"])
         port = free_port()
         self.logs = [logs / f"rank{rank}.log" for rank in range(ranks)]
         self.processes = [
             context.Process(
-                target=_worker,
+                target=rank_process,
                 args=(
                     _train_with,
                     (flags(**options), fault),
@@ -256,10 +260,9 @@ _TIMES = {
 
 def numbers(output_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without the times; every line must be whole."""
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [
-        {name: value for name, value in json.loads(line).items() if name not in _TIMES}
-        for line in lines
+        {name: value for name, value in record.items() if name not in _TIMES}
+        for record in metrics_of(output_dir)
     ]
 
 

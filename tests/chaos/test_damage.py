@@ -18,7 +18,8 @@ from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.mirror import open_store
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import KILLED, Job, Same, at_step, ended, finish, numbers, run, wait_for
-from tests.tiny import make_model, make_rows, write_rows
+from tests.helpers.models import make_model
+from tests.helpers.rows import make_rows, write_rows
 
 pytestmark = pytest.mark.slow
 

@@ -45,7 +45,7 @@ from tests.chaos.harness import (
     wait_for,
     write_slowly,
 )
-from tests.tiny import all_slow_but
+from tests.helpers.run import all_slow_but
 
 # Linux's; Python has no names for them
 SO_ATTACH_FILTER = 26

@@ -3,10 +3,11 @@
 import ctypes
 import gc
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.tiny import flags, make_rows, on_ranks, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 
 # steps
 FIRST = 50
@@ -41,7 +42,7 @@ def train_and_measure(argv: list[str], folder: Path) -> int:
     return status
 
 
-def test_300_steps_leak_less_than_a_mebibyte(tmp_path: Path, models: Callable[..., Path]) -> None:
+def test_300_steps_leak_less_than_a_mebibyte(tmp_path: Path, models: Models) -> None:
     argv = flags(
         model_name=models(num_hidden_layers=1),
         dataset=write_rows(tmp_path / "rows.jsonl", make_rows(100)),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.utils.redact import HIDDEN, _secrets, redact, redact_values
-from tests.tiny import flags, make_model, make_rows, on_ranks, write_rows
+from tests.helpers.models import make_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 
 IN_ENVIRONMENT = "canary-of-the-environment"
 IN_URL = "canary-of-a-url"

@@ -35,7 +35,7 @@ from tests.chaos.harness import (
     wait_for,
     write_slowly,
 )
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 
 @pytest.mark.parametrize(

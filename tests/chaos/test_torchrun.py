@@ -26,7 +26,7 @@ from tests.chaos.harness import (
     steps_done,
     wait_for,
 )
-from tests.tiny import ROOT, flags
+from tests.helpers.run import ROOT, flags
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 

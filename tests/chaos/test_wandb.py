@@ -20,7 +20,8 @@ from fsdp_qlora.utils.records import numbers_in
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
-from tests.tiny import ROOT
+from tests.helpers.metrics import metrics_of
+from tests.helpers.run import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -95,8 +96,7 @@ def assert_complete(run: Run, output_dir: Path) -> None:
     nothing else.
     """
     expected: dict[int, dict[str, float]] = {}
-    for line in (output_dir / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in metrics_of(output_dir):
         is_evaluation = "eval_loss" in record
         for name, number in numbers_in(record).items():
             name = f"eval_{name.removeprefix('eval_')}" if is_evaluation else name

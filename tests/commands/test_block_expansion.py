@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.export.expand import block_origins, expand_model
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils.errors import UserError
-from tests.reference import batch_loss, encode
-from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import batch_loss, encode
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags, train_ok
 
-Models = Callable[..., Path]
 MOE = {
     "num_experts": 4,
     "num_local_experts": 4,

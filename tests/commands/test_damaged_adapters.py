@@ -5,7 +5,7 @@ one.
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands.test_merge import make_adapter
-from tests.tiny import flags, make_rows, on_ranks, run_ranks, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, run_ranks
 
 FACTOR = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"  # [4, 64]
 OTHER = "base_model.model.lm_head.lora_A.weight"
@@ -86,7 +88,7 @@ def run_all(argvs: list[list[str]]) -> int:
 
 
 def test_a_damaged_adapter_is_refused_by_name_by_every_command(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     # as in the hub's cache
     base = tmp_path / "models--owner--this" / "snapshots" / "0"

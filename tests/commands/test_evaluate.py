@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from transformers import AutoTokenizer
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.inference import describe
 from fsdp_qlora.utils.records import read_records
-from tests.reference import batch_loss, encode, load_base, load_decoded_base, peft_model
-from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.reference import batch_loss, encode, load_base, load_decoded_base, peft_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, train_ok
 
-Models = Callable[..., Path]
 LENGTH = 6
 SETS = {"first": make_rows(7), "second": make_rows(4, seed=5)}
 

@@ -4,7 +4,6 @@ import datetime
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -24,10 +23,11 @@ from fsdp_qlora.training.generation.samples import Samples
 from fsdp_qlora.training.generation.sampling import Draws, SamplingOptions
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.records import read_records
-from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
-from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
+from tests.helpers.rows import make_rows, read_rows, write_rows
+from tests.helpers.run import flags, on_ranks, train_ok
 
-Models = Callable[..., Path]
 LENGTH = 12
 
 
@@ -150,7 +150,7 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(
     ):
         out = tmp_path / f"{name}.jsonl"
         generate(ranks, tmp_path / name, adapter=run, prompts=asked, out=out, **options)
-        found = [json.loads(line) for line in out.read_text().splitlines()]
+        found = read_rows(out)
         assert [row["completion"] for row in found] == answers, name
         assert [row["num_tokens"] for row in found] == [len(answer) for answer in tokens], name
         assert [{name: row[name] for name in rows[0]} for row in found] == rows
@@ -164,7 +164,7 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(
         out=tmp_path / "merged.jsonl",
         precision="fp32",
     )
-    found = [json.loads(line) for line in (tmp_path / "merged.jsonl").read_text().splitlines()]
+    found = read_rows(tmp_path / "merged.jsonl")
     assert [row["completion"] for row in found] == answers  # in the prompt format of the training
     output = generate(2, tmp_path / "chat", stdin=rows[1]["instruction"] + "\n", adapter=run)
     assert answers[1] in output or rows[1]["input"]

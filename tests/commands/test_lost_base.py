@@ -8,7 +8,8 @@ import yaml
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import run_options
-from tests.commands.test_merge import Models, make_adapter
+from tests.commands.test_merge import make_adapter
+from tests.helpers.models import Models
 
 pytestmark = pytest.mark.quick
 

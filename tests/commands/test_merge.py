@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,13 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import card
 from fsdp_qlora.export import merge as merging
 from fsdp_qlora.utils import safetensors_files
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import LINEARS
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags, train_ok
 from tests.parity.test_experts import FAMILIES
-from tests.reference import LINEARS
-from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 EXPERTS = {
     "target_modules": ["q_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],

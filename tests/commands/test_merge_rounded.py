@@ -4,7 +4,6 @@ format.
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,12 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from fsdp_qlora.export import merge as merging
 from tests.commands.test_merge import EXPERTS, make_adapter, merge
+from tests.helpers.models import Models
+from tests.helpers.run import all_slow_but
 from tests.loading.test_integers import save_awq
 from tests.loading.test_prequantized import save_mxfp4
 from tests.loading.test_published import E2M1, FORMS, decode, save_plain
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import all_slow_but
-
-Models = Callable[..., Path]
 
 
 def scaled(adapter: Path, folder: Path, factor: float) -> Path:

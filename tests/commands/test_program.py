@@ -20,7 +20,7 @@ from fsdp_qlora.distributed.supervision.launch import set_torch_variables
 from fsdp_qlora.distributed.trial import problem_of_two_ranks
 from fsdp_qlora.run import machine
 from fsdp_qlora.utils.errors import paths_refused
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,6 @@ pruned.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,13 @@ from transformers import (
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import model_folder
 from fsdp_qlora.utils import safetensors_files
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 from tests.loading.test_published import save_compressed
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
 
 

@@ -17,7 +17,7 @@ from fsdp_qlora.data.content import Segment
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.templates import TEMPLATES
-from tests.tiny import spelled_tokenizer
+from tests.helpers.tokenizers import spelled_tokenizer
 
 ROWS = [
     {"instruction": "Add the numbers.", "input": "2 and 3", "output": "The sum is 5."},

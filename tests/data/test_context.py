@@ -1,7 +1,6 @@
 """--context_length auto: which rows decide, on which number, and how a resumed run keeps it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from fsdp_qlora.data import pipeline
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS
-from tests.tiny import flags, make_rows, run_ranks, spelled_tokenizer, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks
+from tests.helpers.tokenizers import spelled_tokenizer
 
-Models = Callable[..., Path]
 MANY = 10**6  # tokens
 
 

@@ -13,7 +13,8 @@ from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate
 from tests.data.conftest import WORKER
-from tests.tiny import ROOT, spelled_tokenizer
+from tests.helpers.run import ROOT
+from tests.helpers.tokenizers import spelled_tokenizer
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 EXAMPLES = re.findall(

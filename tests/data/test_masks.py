@@ -25,7 +25,8 @@ from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
 from tests.data.rows import rows_of, write_parquet
 from tests.data.test_turns import BEHIND, CALLING, KEEPS, TEMPLATES, WORDS
-from tests.tiny import ROOT, spelled_tokenizer
+from tests.helpers.run import ROOT
+from tests.helpers.tokenizers import spelled_tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
 

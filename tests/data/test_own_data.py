@@ -22,7 +22,8 @@ from fsdp_qlora.planning.reading import earlier_run, pick_data
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER, SharedWorker
 from tests.data.rows import rows_of, write_csv, write_jsonl, write_parquet
-from tests.tiny import make_rows, spelled_tokenizer
+from tests.helpers.rows import make_rows
+from tests.helpers.tokenizers import spelled_tokenizer
 
 Rows = list[dict[str, Any]]
 

@@ -15,7 +15,7 @@ from fsdp_qlora.data.text.template_kwargs import RESERVED, read_kwargs
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import write_csv, write_jsonl, write_parquet
 from tests.data.test_own_data import prepare
-from tests.tiny import spelled_tokenizer
+from tests.helpers.tokenizers import spelled_tokenizer
 
 __all__ = ["prepare"]  # a fixture
 

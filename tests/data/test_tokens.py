@@ -17,7 +17,7 @@ from fsdp_qlora.data.text.formats import FORMATS, Format
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import ROWS, make_tokenizer, render_alpaca, write_jsonl
-from tests.tiny import spelled_tokenizer
+from tests.helpers.tokenizers import spelled_tokenizer
 
 pytestmark = pytest.mark.quick
 

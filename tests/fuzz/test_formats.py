@@ -23,11 +23,11 @@ from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import DTYPES
 from tests.fuzz.harness import VALUES, damaged_value, fuzz
+from tests.helpers.models import SIZES, Models
 from tests.loading.test_integers import save_awq, save_gptq
 from tests.loading.test_prequantized import save_fp8, save_mxfp4
 from tests.loading.test_published import save_modelopt
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import SIZES
 
 CASES = int(os.environ.get("FUZZ_CASES", "300"))
 MOST_CHARACTERS = 1000  # of a message
@@ -210,7 +210,7 @@ def test_hostile_settings_are_read_or_refused_in_one_sentence(
     fuzz(case, tmp_path, cases=CASES)
 
 
-def published_models(models: Callable[..., Path], folder: Path) -> list[Path]:
+def published_models(models: Models, folder: Path) -> list[Path]:
     """A tiny model in each format."""
     made = []
     for name, save in SAVED.items():
@@ -250,7 +250,7 @@ def hostile_tensor(rng: random.Random, value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_hostile_tensors_are_read_or_refused_in_one_sentence(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     folders = published_models(models, tmp_path)
     stored = [load_file(folder / "model.safetensors") for folder in folders]

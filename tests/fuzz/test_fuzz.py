@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,13 @@ from tests.fuzz.harness import (
     fuzz,
     outcome,
 )
-from tests.tiny import flags, make_rows, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, train_ok
 
 pytestmark = pytest.mark.slow
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
-Models = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)

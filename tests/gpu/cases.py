@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.tiny import make_model
+from tests.helpers.models import make_model
 
 REFERENCE = Path(__file__).parent / "reference.json"
 MODEL = "llama"

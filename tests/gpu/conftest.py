@@ -13,7 +13,7 @@ import pytest
 
 from tests.gpu import check
 from tests.gpu.cases import EXPANDED, MODEL, MOE, make_models
-from tests.tiny import make_rows, write_rows
+from tests.helpers.rows import make_rows, write_rows
 
 HERE = Path(__file__).parent
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from stand_in.environment import free_port
 from tests.gpu.cases import COMMON, Case
 from tests.gpu.runs import started
-from tests.tiny import flags, free_port, read_metrics
+from tests.helpers.metrics import read_metrics
+from tests.helpers.run import flags
 
 
 @dataclass

@@ -15,7 +15,7 @@ import transformers
 
 from tests.gpu.cases import CASES, MODEL, REFERENCE, fingerprint, make_models
 from tests.gpu.losses import run_cases
-from tests.tiny import make_rows, write_rows
+from tests.helpers.rows import make_rows, write_rows
 
 
 def main(names: list[str]) -> int:

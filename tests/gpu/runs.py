@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from stand_in.environment import free_port
 from tests.chaos.harness import steps_done, wait_for
-from tests.tiny import ROOT, free_port
+from tests.helpers.run import ROOT
 
 
 class Started:

@@ -2,7 +2,6 @@
 them.
 """
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from tests.gpu.cases import COMMON
 from tests.gpu.check import holds
 from tests.gpu.losses import output_of, run_all
-from tests.tiny import write_rows
+from tests.helpers.metrics import metrics_of
+from tests.helpers.rows import write_rows
 
 STEPS = 4
 ANSWERS = 8  # of each generation, which two steps learn from
@@ -52,21 +52,17 @@ def _answers(output):
     return (output / "rollouts.jsonl").read_text()
 
 
-def _steps(output):
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_same_seed_draws_the_same_answers(outputs):
     assert _answers(outputs["bf16"]) == _answers(outputs["bf16 again"])
     assert len(_answers(outputs["bf16"]).splitlines()) == ANSWERS * STEPS // 2
-    assert [step["loss"] for step in _steps(outputs["bf16"])] == [
-        step["loss"] for step in _steps(outputs["bf16 again"])
+    assert [step["loss"] for step in metrics_of(outputs["bf16"])] == [
+        step["loss"] for step in metrics_of(outputs["bf16 again"])
     ]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_first_step_on_new_answers_has_ratios_of_1(precision, outputs):
-    steps = _steps(outputs[precision])
+    steps = metrics_of(outputs[precision])
     assert len(steps) == STEPS
     assert [step["clip_ratio/region_mean"] for step in steps[::2]] == [0, 0]
     assert all(math.isfinite(step["grad_norm"]) for step in steps)

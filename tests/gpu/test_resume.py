@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.gpu.cases import COMMON
 from tests.gpu.check import same
 from tests.gpu.losses import output_of, run_all
-from tests.tiny import read_metrics
+from tests.helpers.metrics import read_metrics
 
 STEPS = 6
 STOP = 4

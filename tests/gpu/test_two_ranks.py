@@ -14,7 +14,7 @@ from tests.gpu.cases import COMMON, FP32, HALF, Case, read_reference
 from tests.gpu.check import HAS_VALUES, IS_STAND_IN, holds
 from tests.gpu.losses import run_cases
 from tests.gpu.runs import started, wait_for_step
-from tests.tiny import flags
+from tests.helpers.run import flags
 
 # NCCL refuses two ranks on one card; that of the stand-in does not.
 BACKEND = "" if IS_STAND_IN else "gloo"

@@ -25,7 +25,9 @@ from fsdp_qlora.utils.errors import (
     TrainingError,
     UserError,
 )
-from tests.tiny import make_rows, on_ranks, read_metrics
+from tests.helpers.metrics import read_metrics
+from tests.helpers.rows import make_rows
+from tests.helpers.run import on_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import yaml
 
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.utils.errors import ENDINGS
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 pytestmark = pytest.mark.quick
 

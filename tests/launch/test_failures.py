@@ -15,7 +15,7 @@ from fsdp_qlora.distributed.supervision.exits import (
     reporting_failures,
 )
 from fsdp_qlora.utils.errors import Crashed, LostRank, OutOfMemory, TrainingError
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error, "

@@ -16,7 +16,7 @@ from fsdp_qlora.distributed.process_group import (
 )
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
-from tests.tiny import on_ranks
+from tests.helpers.run import on_ranks
 
 CPU = torch.device("cpu")
 

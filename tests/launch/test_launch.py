@@ -30,8 +30,9 @@ from fsdp_qlora.utils.errors import (
     UserError,
     print_error,
 )
+from stand_in.environment import free_port
 from tests.chaos.harness import is_gone, wait_for
-from tests.tiny import ROOT, free_port
+from tests.helpers.run import ROOT
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """

@@ -12,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tiny import ROOT, flags, make_model, make_rows, read_metrics, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import make_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags
 
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs ray[train]")
 pytest.importorskip("ray.train")

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import make_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags
 from tests.launch.two_nodes import ADDRESSES, Nodes, two_nodes, why_not
-from tests.tiny import ROOT, flags, make_model, make_rows, read_metrics, write_rows
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")  # apt install slurm-wlm munge
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import make_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, train_ok
 from tests.launch.two_nodes import Nodes, two_nodes, why_not
-from tests.tiny import flags, make_model, make_rows, read_metrics, train_ok, write_rows
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 # Four ranks have the batch of two: as many rows in a step.

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
-from tests.tiny import ROOT
+from tests.helpers.run import ROOT
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29400

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
-from tests.tiny import on_ranks
+from tests.helpers.run import on_ranks
 
 # Rows that ranks cannot share equally; weights that do not fill blocks of 64, nor the ranks with
 # blocks; odd rows.

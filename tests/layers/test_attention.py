@@ -1,18 +1,15 @@
 """Attention with repeated keys and values against transformers' own, on the CPU."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.model.architecture import attention
-from tests.tiny import PROBE
+from tests.helpers.models import PROBE, Models
 
 
 def test_repeating_keys_and_values_gives_the_same_attention(
-    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = models("llama")  # two heads share each key
     # As on a card of the Turing generation.

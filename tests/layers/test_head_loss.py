@@ -3,7 +3,6 @@ never with them.
 """
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.head_loss import chunked_loss
 from fsdp_qlora.training.token_loss import LogitForm, whole_head
+from tests.helpers.models import Models
+from tests.helpers.run import on_ranks
 from tests.layers.shards import LargestTensor
-from tests.tiny import on_ranks
 
-Models = Callable[..., Path]
 TOKENS = 50
 HIDDEN = 32
 VOCABULARY = 700

@@ -15,8 +15,8 @@ from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.sharding import weight_stream
 from fsdp_qlora.sharding.host_memory import InputStore, split_arena
 from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
+from tests.helpers.models import PROBE
 from tests.layers.test_routed import build
-from tests.tiny import PROBE
 
 SIZE = 8
 BLOCKS = 4

@@ -24,10 +24,10 @@ from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.expert_groups import Choices
+from tests.helpers.models import PROBE, SIZES
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import ONE_RANK
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import PROBE, SIZES
 
 pytestmark = pytest.mark.quick
 

@@ -1,7 +1,6 @@
 """How a model is cut into FSDP2 groups, seen from a training run on the CPU."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from transformers import AutoConfig, PreTrainedModel
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
 from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
 from fsdp_qlora.distributed.shards import local_part
-from tests.tiny import flags, make_rows, on_ranks, write_rows
-
-Models = Callable[..., Path]
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 
 
 def options(model: Path, folder: Path, **changed: object) -> list[str]:

@@ -10,9 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.__main__ import main
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import edit_weights, make_model
+from tests.helpers.reference import batch_loss, encode, peft_model
+from tests.helpers.rows import write_rows
+from tests.helpers.run import flags, train_ok
 from tests.loading.test_heads import ONE_STEP, ROWS, read_model
-from tests.reference import batch_loss, encode, peft_model
-from tests.tiny import edit_weights, flags, make_model, read_metrics, train_ok, write_rows
 
 SAYS = (
     "Qwen3ForCausalLM does not build: model.layers.2.a.weight, model.layers.2.b.weight, "

@@ -14,20 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.export.expand import expand_model
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, SIZES, edit_weights, make_model
+from tests.helpers.reference import batch_loss, encode, load_adapter, peft_model
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, train_ok
 from tests.loading.test_prequantized import set_config
 from tests.parity.test_multimodal import make_multimodal
-from tests.reference import batch_loss, encode, load_adapter, peft_model
-from tests.tiny import (
-    PROBE,
-    SIZES,
-    edit_weights,
-    flags,
-    make_model,
-    make_rows,
-    read_metrics,
-    train_ok,
-    write_rows,
-)
 
 ROWS = make_rows(8, seed=3)
 ONE_STEP = {

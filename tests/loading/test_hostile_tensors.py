@@ -20,13 +20,14 @@ from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.sharding.loading.load_weights import check_finite, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.models import Models, edit_weights
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks
 from tests.loading.test_integers import save_gptq
 from tests.loading.test_prequantized import format_of, save_fp8, save_mxfp4, set_config
 from tests.loading.test_published import decode, save_compressed, save_modelopt
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import edit_weights, flags, make_rows, run_ranks, write_rows
 
-Models = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -19,10 +19,13 @@ import pytest
 
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.hub import conversion_advice
+from stand_in.environment import free_port
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags
 from tests.loading.test_heads import tied_model
 from tests.loading.test_named_layers import BLOCKS, unquantize
 from tests.loading.test_prequantized import save_fp8, set_config
-from tests.tiny import ROOT, flags, free_port, make_rows, write_rows
 
 COMMIT = "c" * 40
 FILES = {
@@ -337,7 +340,7 @@ def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(
 
 @pytest.mark.slow
 def test_a_model_is_refused_before_its_weights_are_downloaded(
-    hub: Hub, models: Callable[..., Path], tmp_path: Path
+    hub: Hub, models: Models, tmp_path: Path
 ) -> None:
     hub.files = {path.name: path.read_bytes() for path in models().iterdir()}
     hub.moves = True
@@ -365,7 +368,7 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(
 
 @pytest.mark.slow
 def test_the_only_file_of_a_quantized_model_tells_its_layers(
-    hub: Hub, models: Callable[..., Path], tmp_path: Path
+    hub: Hub, models: Models, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     save_fp8(models("llama"), folder, "blocks")

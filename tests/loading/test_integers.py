@@ -2,7 +2,6 @@
 are read.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +14,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Pretrain
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 from tests.loading.test_prequantized import format_of, set_config
 from tests.loading.test_published import save_compressed, save_plain
-from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 RUN = {"lr": 1e-2, "precision": "fp32", "lora_rank": 4, "num_epochs": 3}
 SIZE = 32  # of a group
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the columns of a word, from its lowest bits

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
-from tests.tiny import SIZES, flags, make_rows, make_tokenizer, on_ranks, run_ranks, write_rows
+from tests.helpers.models import SIZES, Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, run_ranks
+from tests.helpers.tokenizers import make_tokenizer
 
 MIB = 2**20
 
@@ -120,7 +122,7 @@ def test_a_rank_reads_only_its_part_within_the_memory_bound(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora"])
 def test_nan_in_one_ranks_part_is_reported_by_every_rank(
-    train_type: str, models: Callable[..., Path], tmp_path: Path
+    train_type: str, models: Models, tmp_path: Path
 ) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     state = load_file(models() / "model.safetensors")
@@ -141,7 +143,7 @@ def test_nan_in_one_ranks_part_is_reported_by_every_rank(
     assert not [path for path in tmp_path.glob("cache/*") if path.suffix != ".lock"]
 
 
-def test_float64_weights_are_read_as_float32(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_float64_weights_are_read_as_float32(models: Models, tmp_path: Path) -> None:
     singles = load_file(models() / "model.safetensors")
     save_file(
         {name: value.double() for name, value in singles.items()}, tmp_path / "model.safetensors"

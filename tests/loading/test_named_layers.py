@@ -4,7 +4,6 @@ quantization_config.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,13 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.sharding.loading.load_weights import quantized_layers
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, train_ok
 from tests.loading.test_prequantized import nf4, save_4bit, save_fp8, set_config
 from tests.loading.test_published import decode, save_plain
-from tests.tiny import flags, make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 DOWN = "model.layers.0.mlp.down_proj"
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}

@@ -5,7 +5,6 @@ decoding them.
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,12 @@ from fsdp_qlora.planning.offers.find_model import known_config
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
-Models = Callable[..., Path]
 # Weights that do not fill blocks of 64, blocks that 2 and 3 ranks cannot share equally.
 UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
 RUN = {"lr": 1e-3, "precision": "fp32", "lora_rank": 4}

@@ -4,7 +4,7 @@ them, trained as they are.
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 from fsdp_qlora.__main__ import main
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, train_ok
 from tests.loading.test_prequantized import save_fp8, save_mxfp4, set_config
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import all_slow_but, make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 RUN = {"lr": 1e-2, "precision": "fp32", "lora_rank": 4, "num_epochs": 3}
 SCHEMES = {

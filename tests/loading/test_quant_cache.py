@@ -22,10 +22,12 @@ from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.quant_cache import cache_key
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.files import file_identity
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags, on_ranks, train_ok
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import all_slow_but, flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 Run = Callable[..., tuple[str, list[float]]]
 # Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of
 # one.

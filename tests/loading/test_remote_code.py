@@ -2,15 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fsdp_qlora.__main__ import main
-from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 
-Models = Callable[..., Path]
 CODE = """
 import os, pathlib
 pathlib.Path({marker!r}).touch()

@@ -3,7 +3,6 @@
 import itertools
 import os
 import resource
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,9 @@ from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils import machine
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
-from tests.tiny import flags, make_rows, on_ranks, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -150,7 +151,7 @@ def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
 def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
-    train_type: str, models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_type: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.from_pretrained(models())
     layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
@@ -196,7 +197,7 @@ def _train_within(argv: list[str], extra_bytes: int) -> int:
 
 
 def test_too_little_host_memory_ends_every_rank_with_the_numbers(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     argv = flags(
         model_name=models(),
@@ -260,9 +261,7 @@ LAYERS = {
 }
 
 
-def test_offloaded_shards_share_one_padded_allocation(
-    models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_offloaded_shards_share_one_padded_allocation(models: Models, tmp_path: Path) -> None:
     uneven = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
     statuses, output = on_ranks(3, _shards, (models("llama", **uneven),), tmp_path / "logs")
     assert statuses == [0] * 3, output

@@ -3,7 +3,6 @@ said of others.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,13 @@ from transformers import PretrainedConfig
 
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 from tests.loading.test_prequantized import save_fp8
 from tests.loading.test_published import decode, save_modelopt, save_plain
-from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 RUN = {"lr": 1e-2, "precision": "fp32", "lora_rank": 4}
 NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 CHANNEL = {"type": "float", "num_bits": 8, "strategy": "channel"}

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,9 @@ from fsdp_qlora.planning.offers.planner import make_planner
 from fsdp_qlora.planning.search import GpuSet
 from fsdp_qlora.run.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.utils.errors import UserError
-from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 
 EVIL = (
     "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&amp;\u2028'\"<b>"
@@ -217,7 +219,7 @@ def facts_of(page: Path) -> dict:
     return json.loads(Tags(page.read_text()).scripts[0])["runs"][0]
 
 
-def test_every_way_a_run_ends_leaves_a_report(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_way_a_run_ends_leaves_a_report(models: Models, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
     output = tmp_path / "output"
     options = {

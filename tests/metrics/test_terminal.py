@@ -9,14 +9,15 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from fsdp_qlora.utils.text import fit_line
-from tests.tiny import ROOT, flags, make_rows, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, flags, train_ok
 
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -119,7 +120,7 @@ OFTEN = ("python 80", "two ranks that fail 120", "torchrun 120, pipe")
     [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.nightly) for case in CASES],
 )
 def test_failure_reason_is_the_last_text_below_the_progress_bar(
-    case: str, models: Callable[..., Path], tmp_path: Path
+    case: str, models: Models, tmp_path: Path
 ) -> None:
     launcher, ranks, width, fails, show = CASES[case]
     argv = flags(
@@ -155,9 +156,7 @@ def test_failure_reason_is_the_last_text_below_the_progress_bar(
         assert 1 <= len(said) <= ranks, text
 
 
-def test_startup_output_is_eight_lines_of_100_columns(
-    models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_startup_output_is_eight_lines_of_100_columns(models: Models, tmp_path: Path) -> None:
     folder = tmp_path / ("a_long_name_" * 12)
     shutil.copytree(models(), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(

@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import edit_weights, flags, make_rows, make_tokenizer, on_ranks, write_rows
+from tests.helpers.models import Models, edit_weights
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
+from tests.helpers.tokenizers import make_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 NORM = "model.norm.weight"
@@ -243,7 +246,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def inputs(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a good model, datasets and another run, and a copy of the model per damage."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(models(), folder / "model")

@@ -3,17 +3,16 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.tiny import flags, on_ranks, run_ranks, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import write_rows
+from tests.helpers.run import flags, on_ranks, run_ranks
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x00"
 
 
-def test_escape_sequences_in_rows_are_shown_and_not_obeyed(
-    models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models: Models, tmp_path: Path) -> None:
     rows = [{"instruction": f"name{EVIL}", "output": f"blue{EVIL}"}] * 8 + [
         {"instruction": "a", "output": [EVIL]}
     ]
@@ -30,7 +29,7 @@ def test_escape_sequences_in_rows_are_shown_and_not_obeyed(
 
 
 def test_a_plan_shows_one_text_and_counts_rows_left_out_at_its_end(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     row = {"prompt": "which?", "chosen": "red", "rejected": "blue"}
     rows = [{**row, **{f"extra_{number}": 1 for number in range(7)}, "y" * 1000: 1}] * 8 + [

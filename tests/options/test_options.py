@@ -2,10 +2,8 @@
 stopped.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +13,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.commands.run_config import parse_train_config
-from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+from tests.helpers.metrics import metrics_of, read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 
-Models = Callable[..., Path]
 NUM_ROWS = 18
 RANK = 4
 BLOCK = 64
@@ -179,7 +179,7 @@ def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(
 
 
 def test_max_steps_stops_within_an_epoch_with_its_evaluations(run: tuple[Path, str]) -> None:
-    records = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(run[0])
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5]
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4, 5]
     assert [record["epoch"] for record in records][-1] == pytest.approx(5 / 3)

@@ -15,7 +15,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.sources.files import FILE_KINDS, PACKED
 from fsdp_qlora.utils.errors import UserError
-from tests.tiny import ROOT, flags
+from tests.helpers.run import ROOT, flags
 
 pytestmark = pytest.mark.quick
 

@@ -1,6 +1,5 @@
 """Adapter kinds, their variants and first values, against PEFT's own."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,12 @@ from fsdp_qlora.model.adapters.insert import select_targets
 from fsdp_qlora.model.adapters.lora import Dropout
 from fsdp_qlora.run.train import run
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import load_adapter, load_base, load_decoded_base, peft_model
+from tests.helpers.rows import make_rows
+from tests.helpers.run import flags
 from tests.parity.test_train_types import train_ours
-from tests.reference import load_adapter, load_base, load_decoded_base, peft_model
-from tests.tiny import PROBE, flags, make_rows
 
-Models = Callable[..., Path]
 LR = 1e-2
 
 

@@ -2,7 +2,6 @@
 without it.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,13 @@ import torch
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.export.expand import expand_model
-from tests.card import answer_as_a_card
+from stand_in.environment import free_port
+from tests.helpers.card import answer_as_a_card
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags, on_ranks
 from tests.parity.test_combinations import train_each
-from tests.tiny import all_slow_but, flags, free_port, make_rows, on_ranks, write_rows
 
-Models = Callable[..., Path]
 # Every row of TRAIN_TYPES once, by its first name.
 CASES: dict[str, dict[str, Any]] = {
     name: {"train_type": name}

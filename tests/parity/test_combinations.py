@@ -20,17 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rounding import SGD, rounding
-from tests.tiny import (
-    SIZES,
-    flags,
-    free_port,
-    make_model,
-    make_rows,
-    on_ranks,
-    read_metrics,
-    write_rows,
-)
+from stand_in.environment import free_port
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import SIZES, make_model
+from tests.helpers.rounding import SGD, rounding
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 
 TOLERANCE = rounding(SIZES["vocab_size"])
 BLOCKS = 3

@@ -4,7 +4,6 @@ other encoders.
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,12 @@ from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.architecture.decoder import find_blocks, find_towers
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.model_parts import ModelParts
+from tests.helpers.models import SIZES, Models, make_model
+from tests.helpers.reference import encode, load_base, train_peft
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags
+from tests.helpers.tokenizers import make_tokenizer
 from tests.parity.test_train_types import train_ours
-from tests.reference import encode, load_base, train_peft
-from tests.tiny import SIZES, all_slow_but, flags, make_model, make_rows, make_tokenizer, write_rows
 
 NO_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 # An encoder of sound that is larger than the decoder and has as many blocks.
@@ -67,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", all_slow_but("gpt_bigcode", FAMILIES, nightly=["llama4_text"]))
 def test_losses_and_adapter_on_two_ranks_are_those_of_peft(
-    family: str, models: Callable[..., Path], tmp_path: Path
+    family: str, models: Models, tmp_path: Path
 ) -> None:
     folder = models(family, **FAMILIES[family])
     rows = make_rows(8, seed=3)

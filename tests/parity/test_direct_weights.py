@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.model.architecture.structure import read_directly
+from tests.helpers.models import PROBE, SIZES
 from tests.parity.test_hybrids import HYBRIDS
-from tests.tiny import PROBE, SIZES
 
 FAMILIES: dict[str, dict[str, Any]] = {
     **{family: hybrid.shape for family, hybrid in HYBRIDS.items()},

@@ -2,7 +2,6 @@
 which.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from fsdp_qlora.model.architecture.attention import choose, packing_blocker
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.whole_logits import loss_of_logits
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rounding import SGD, rounding
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 from tests.parity.test_hybrids import HYBRIDS, WITHOUT_PADDING
-from tests.rounding import SGD, rounding
-from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 # Windows that are shorter than the longest rows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -4,7 +4,6 @@ loaded, adapted, saved.
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import bitsandbytes.functional as bnb
@@ -19,20 +18,12 @@ from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.experts import expert_parameters, route_experts, router_linears
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils import safetensors_files
-from tests.reference import batch_loss, encode, load_adapter
-from tests.tiny import (
-    PROBE,
-    SIZES,
-    flags,
-    make_rows,
-    on_ranks,
-    read_metrics,
-    run_ranks,
-    train_ok,
-    write_rows,
-)
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, SIZES, Models
+from tests.helpers.reference import batch_loss, encode, load_adapter
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, run_ranks, train_ok
 
-Models = Callable[..., Path]
 FAMILIES: dict[str, dict[str, object]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},

@@ -4,7 +4,6 @@ and PEFT does.
 
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.architecture.structure import is_linear
 from fsdp_qlora.model.experts import expert_parameters, route_experts
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import decode, encode, load_adapter, load_base, train_peft
+from tests.helpers.rows import make_rows
+from tests.helpers.run import ROOT, all_slow_but
 from tests.parity.test_train_types import train_ours
-from tests.reference import decode, encode, load_adapter, load_base, train_peft
-from tests.tiny import PROBE, ROOT, all_slow_but, make_rows
 
-Models = Callable[..., Path]
 # A family gets those that its configuration knows.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),

@@ -17,8 +17,11 @@ from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.experts import router_linears
 from fsdp_qlora.model.model_parts import ModelParts
-from tests.reference import LINEARS, encode, load_adapter, load_base, train_plainly
-from tests.tiny import PROBE, SIZES, make_model, make_rows, read_metrics, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, SIZES, make_model
+from tests.helpers.reference import LINEARS, encode, load_adapter, load_base, train_plainly
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 
 KINDS = ["sliding_attention", "full_attention"] * 2
 GEMMA_4 = {

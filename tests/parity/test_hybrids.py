@@ -5,7 +5,6 @@ become batches.
 import contextlib
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -25,21 +24,13 @@ from fsdp_qlora.model.architecture.token_mixers import (
     pass_documents,
 )
 from fsdp_qlora.model.experts import expert_parameters
-from tests.reference import decode, load_adapter, load_base
-from tests.rounding import SGD, rounding
-from tests.tiny import (
-    PROBE,
-    ROOT,
-    all_slow_but,
-    flags,
-    make_rows,
-    read_metrics,
-    run_ranks,
-    train_ok,
-    write_rows,
-)
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import decode, load_adapter, load_base
+from tests.helpers.rounding import SGD, rounding
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, all_slow_but, flags, run_ranks, train_ok
 
-Models = Callable[..., Path]
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,

@@ -26,9 +26,11 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.helpers.metrics import read_metrics
+from tests.helpers.reference import LINEARS, load_base, train_plainly
+from tests.helpers.run import flags, on_ranks, train_ok
+from tests.helpers.tokenizers import make_tokenizer
 from tests.parity.test_multimodal import make_multimodal
-from tests.reference import LINEARS, load_base, train_plainly
-from tests.tiny import flags, make_tokenizer, on_ranks, read_metrics, train_ok
 
 Image = pytest.importorskip("PIL.Image")
 if hasattr(AutoImageProcessor, "_backends"):

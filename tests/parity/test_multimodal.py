@@ -8,17 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PretrainedConfig
 
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import SIZES
+from tests.helpers.reference import batch_loss, encode, load_adapter, load_base
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, train_ok
+from tests.helpers.tokenizers import make_tokenizer
 from tests.parity import test_experts
-from tests.reference import batch_loss, encode, load_adapter, load_base
-from tests.tiny import (
-    SIZES,
-    all_slow_but,
-    make_rows,
-    make_tokenizer,
-    read_metrics,
-    train_ok,
-    write_rows,
-)
 
 FULL_BATCH = {
     "batch_size": 2,

@@ -4,7 +4,6 @@ ranks.
 
 import filecmp
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +22,12 @@ from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.adapters.token_rows import add_tokens
 from fsdp_qlora.run.train import run
 from fsdp_qlora.utils.errors import UserError
-from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_base, train_peft
-from tests.tiny import PROBE, all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import encode, load_adapter, load_base, train_peft
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags, train_ok
 
-Models = Callable[..., Path]
 TOKENS = ("<think>", "</think>: number answer")
 STEPS = 4
 NIGHTLY = ("2 ranks, 16 bits", "1 rank, tied")
@@ -66,23 +67,6 @@ def rows_with_tokens() -> list[dict[str, str]]:
     for row in rows[::2]:
         row["instruction"] = f"<think> {row['instruction']}"
     return [row | {"output": f"{row['output']} </think> blue"} for row in rows]
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    encoded = []
-    for row in rows:
-        prompt = tokenizer((PROMPT_WITH_INPUT if row["input"] else PROMPT).format(**row))[
-            "input_ids"
-        ]
-        answer = [
-            *tokenizer(row["output"], add_special_tokens=False)["input_ids"],
-            tokenizer.eos_token_id,
-        ]
-        labels = torch.tensor([[-100] * len(prompt) + answer])
-        encoded.append((torch.tensor([prompt + answer]), labels))
-    return encoded
 
 
 @torch.no_grad()
@@ -144,7 +128,7 @@ def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: 
     of_modules = dict.fromkeys(["embed_tokens"] if is_tied else ["embed_tokens", "lm_head"], ids)
     losses, trained = train_peft(
         base,
-        encode(tokenizer, rows),
+        encode(folder, rows, tokenizer),
         lambda name, shape: first_adapter_value(name, shape, seed=5),
         steps=STEPS,
         lr=1e-2,

@@ -1,12 +1,13 @@
 """A run continues, to the bit, with its weights in host memory or in the GPU's."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
     ids=["full", "modules_to_save", "adapters"],
 )
 def test_a_run_continues_with_another_offload(
-    models: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
+    models: Models, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     options |= {
         "model_name": models(num_hidden_layers=3),

@@ -19,7 +19,7 @@ from fsdp_qlora.sharding.optimizer import (
     check_shard_sizes,
 )
 from fsdp_qlora.utils.errors import UserError
-from tests.tiny import on_ranks
+from tests.helpers.run import on_ranks
 
 STEPS = 5
 LR = 0.02

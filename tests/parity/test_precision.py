@@ -1,7 +1,6 @@
 """fp16 with a scaled loss, and what stays in fp32."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,11 @@ from transformers import AutoConfig
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.precision import choose_precision
 from fsdp_qlora.training.trainer import LossScale
-from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, train_ok
 
-Models = Callable[..., Path]
 FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0}
 
 

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
-from tests.reference import encode, load_adapter, load_base, load_decoded_base, train_peft
-from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
-
-Models = Callable[..., Path]
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import encode, load_adapter, load_base, load_decoded_base, train_peft
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 
 
 class _TokenByToken(bnb.nn.Linear8bitLt):

@@ -3,7 +3,6 @@ each other.
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,19 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.reference import batch_loss, encode, load_adapter, load_base
-from tests.tiny import (
-    all_slow_but,
-    flags,
-    make_rows,
-    on_ranks,
-    read_metrics,
-    run_ranks,
-    train_ok,
-    write_rows,
-)
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.reference import batch_loss, encode, load_adapter, load_base
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags, on_ranks, run_ranks, train_ok
 
-Models = Callable[..., Path]
 Plain = tuple[dict[str, object], list[float]]
 FULL_BATCH = {
     "batch_size": 2,

@@ -3,7 +3,6 @@ float64 has it.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
-from tests.reference import load_base, peft_model, step_plainly
-from tests.tiny import all_slow_but, read_metrics, train_ok
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.reference import load_base, peft_model, step_plainly
+from tests.helpers.run import all_slow_but, train_ok
 
 CHATS = [  # (question, answer, weight)
     [("sort the list", "blue red", 0.5), ("please write", "seven", None)],
@@ -58,9 +59,7 @@ def weighted_tokens(
 @pytest.mark.parametrize(
     "name", all_slow_but("2 ranks, accumulation", CASES, nightly=["1 rank", "2 ranks, all text"])
 )
-def test_the_loss_is_the_mean_by_weights(
-    name: str, models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_loss_is_the_mean_by_weights(name: str, models: Models, tmp_path: Path) -> None:
     (ranks, options) = CASES[name]
     folder = models()
     data = tmp_path / "chats.jsonl"

@@ -7,8 +7,8 @@ import pytest
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from stand_in import environment
+from tests.helpers.run import on_ranks
 from tests.planning import allocated
-from tests.tiny import on_ranks
 
 # The others are among these by another name, or differ in what blocks.py measures alone.
 FEW = ["full", "qlora"]

@@ -44,7 +44,7 @@ from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.placement import candidates, least_free
 from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.speed import Experts, MicroBatchSize, Work, count_work, seconds, size_of
-from tests.tiny import SIZES
+from tests.helpers.models import SIZES
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,11 @@ from fsdp_qlora.planning.search import GpuSet, choose_settings
 from fsdp_qlora.planning.speed import BLOCK_SECONDS, MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
+from tests.helpers.models import SIZES, Models
+from tests.helpers.rows import write_rows
+from tests.helpers.run import ROOT, flags
+from tests.helpers.tokenizers import WORDS
 from tests.planning.test_placement import REPEATS_KEYS
-from tests.tiny import ROOT, SIZES, WORDS, flags, write_rows
 
 pytestmark = pytest.mark.quick
 
@@ -155,7 +157,7 @@ def _json(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> Any
 
 
 def test_memory_is_planned_for_the_context_that_the_rows_decide(
-    models: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    models: Models, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rows = [{"prompt": "red", "completion": "blue" * (1 + number % 40)} for number in range(200)]
     options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
@@ -244,7 +246,7 @@ def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:
 
 
 def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
-    models: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    models: Models, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     texts = [" ".join(WORDS[:number]) for number in (1, 2, 3, 4, 5, 6, 7, 16)]
     rows = tmp_path / "rows.jsonl"
@@ -284,7 +286,7 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
 
 
 def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
-    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert find_model("Qwen/Qwen3-8B", trust_remote_code=False)[1] is None
@@ -563,7 +565,7 @@ def test_plan_refuses_bad_input_in_one_sentence(
     said: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    models: Callable[..., Path],
+    models: Models,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from tests.tiny import SIZES, flags
+from tests.helpers.models import SIZES
+from tests.helpers.run import flags
 
-# of SGD: see tests/rounding.py
+# of SGD: see tests/helpers/rounding.py
 STEPS = 5
 LR = 0.3
 PROMPTS = 4

@@ -23,11 +23,12 @@ from trl.experimental.server_distillation import ServerDistillationConfig, Serve
 
 from fsdp_qlora.data.batches.schedule import epoch_order
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
+from tests.helpers.models import make_model
+from tests.helpers.reference import LINEARS, encode
+from tests.helpers.rows import make_rows
 from tests.layers.test_divergence import grouped
 from tests.preferences.pairs import plain_sgd, sketch
 from tests.preferences.taught import CASES, FULL_LR, LORA, LR, ROWS, STEPS, TEACHER
-from tests.reference import LINEARS, encode
-from tests.tiny import make_model, make_rows
 
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
 

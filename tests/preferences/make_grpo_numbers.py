@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.helpers.models import make_model
 from tests.preferences.answers import (
     ANSWERS,
     CASES,
@@ -29,7 +30,6 @@ from tests.preferences.answers import (
     make_adapter,
 )
 from tests.preferences.pairs import plain_sgd, sketch
-from tests.tiny import make_model
 
 KEPT = ("loss", "kl", "grad_norm", "entropy", "clip_ratio/", "reward", "frac_", "completions/")
 KEPT += ("sampling/importance_sampling_ratio/mean",)

@@ -18,6 +18,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from tests.helpers.models import make_model
 from tests.preferences.pairs import (
     CASES,
     LR,
@@ -28,7 +29,6 @@ from tests.preferences.pairs import (
     sketch,
     start_adapter,
 )
-from tests.tiny import make_model
 
 # Case -> TRL's trainer and configuration, and its names of the case's options.
 TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import WORDS, train_ok, write_rows
+from tests.helpers.rows import write_rows
+from tests.helpers.run import train_ok
+from tests.helpers.tokenizers import WORDS
 
-# of SGD: see tests/rounding.py
+# of SGD: see tests/helpers/rounding.py
 STEPS = 10
 LR = 0.3
 # Name -> (model family, options).

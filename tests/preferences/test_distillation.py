@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,14 @@ from safetensors.torch import load_file
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.chaos import harness
+from tests.helpers.metrics import metrics_of
+from tests.helpers.models import Models
+from tests.helpers.reference import encode, load_base, peft_model, step_plainly
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, all_slow_but, flags, on_ranks, run_ranks, train_ok
 from tests.layers.test_divergence import divergence, grouped
-from tests.reference import encode, load_base, peft_model, step_plainly
 from tests.rollouts.test_runs import kill_at
-from tests.tiny import (
-    ROOT,
-    all_slow_but,
-    flags,
-    make_rows,
-    on_ranks,
-    run_ranks,
-    train_ok,
-    write_rows,
-)
 
-Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
 STEPS = 5
 LR = 0.5
@@ -141,13 +134,9 @@ def run_options(model: Path, rows: Path, **changed: Any) -> dict[str, Any]:
     }
 
 
-def records(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_same(output: Path, expected: Plain) -> None:
     losses, norms, adapter = expected
-    steps = [record for record in records(output) if "grad_norm" in record]
+    steps = [record for record in metrics_of(output) if "grad_norm" in record]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-5)
     found = load_file(next(output.glob("*model.safetensors")))
@@ -171,7 +160,7 @@ def test_five_steps_from_its_own_base_match_a_plain_loop(
     file = write_rows(tmp_path / "rows.jsonl", rows)
     train_ok(ranks, tmp_path / "out", **run_options(model, file, **options))
     check_same(tmp_path / "out", expected)
-    last = records(tmp_path / "out")[-1]
+    last = metrics_of(tmp_path / "out")[-1]
     assert 0 < last["agreement"] < 1 and ("nll_loss" in last) == ("sft_weight" in options)
 
 
@@ -318,7 +307,7 @@ def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(
         "num_epochs": 30,
     }
     train_ok(2, tmp_path / "out", **taught)
-    first, *_, last = (record for record in records(tmp_path / "out") if "grad_norm" in record)
+    first, *_, last = (record for record in metrics_of(tmp_path / "out") if "grad_norm" in record)
     assert last["divergence"] < first["divergence"] / 2, (first, last)
     assert last["agreement"] > first["agreement"]
 
@@ -341,7 +330,7 @@ def test_a_student_comes_within_a_tenth_of_its_teacher(models: Models, tmp_path:
     for beta, name in ((0.0, "forward"), (0.5, "jsd"), (1.0, "reverse")):
         train_ok(1, tmp_path / name, **{**run, **taught, "beta": beta})
         steps = [
-            record["divergence"] for record in records(tmp_path / name) if "grad_norm" in record
+            record["divergence"] for record in metrics_of(tmp_path / name) if "grad_norm" in record
         ]
         assert steps[-1] < steps[0] / 10, name
 
@@ -445,7 +434,7 @@ def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(
     run |= {"teacher": tmp_path / "taught", "quant_cache": "off"}
     train_ok(1, tmp_path / "read", **{**run, "batch_size": 8})
     losses = [
-        [record["loss"] for record in records(tmp_path / name)[:STEPS]]
+        [record["loss"] for record in metrics_of(tmp_path / name)[:STEPS]]
         for name in ("whole", "read")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,10 @@ import torch
 from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings
 from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.training.objective import Totals, make_objective
+from tests.helpers.metrics import metrics_of
+from tests.helpers.models import SIZES, Models
+from tests.helpers.rounding import rounding
+from tests.helpers.run import train_ok
 from tests.preferences.pairs import (
     CASES,
     LR,
@@ -22,10 +25,7 @@ from tests.preferences.pairs import (
     options_of_a_run,
     sketch,
 )
-from tests.rounding import rounding
-from tests.tiny import SIZES, train_ok
 
-Models = Callable[..., Path]
 TRL = json.loads(Path(__file__).with_name("trl.json").read_text())
 OFF = rounding(SIZES["vocab_size"])  # a log-probability's longest sum
 
@@ -121,9 +121,7 @@ def test_ten_preference_steps_match_trl(
     size = 2 if ranks == 4 else 4
     split = {"batch_size": size, "gradient_accumulation_steps": 8 // size // ranks}
     train_ok(ranks, tmp_path / "out", **run, **options, **split, optimizer="sgd", lr=LR)
-    found = [
-        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
+    found = metrics_of(tmp_path / "out")
     steps = TRL[case]["steps"]
     assert len(found) == len(steps) == STEPS
     for ours, trl in zip(found, steps, strict=True):

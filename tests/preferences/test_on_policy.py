@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.metrics import metrics_of
+from tests.helpers.models import Models
+from tests.helpers.reference import encode, load_base
+from tests.helpers.rows import write_rows
+from tests.helpers.run import all_slow_but, flags, run_ranks, train_ok
 from tests.preferences.test_distillation import (
     NEVER,
     STEPS,
     Encoded,
-    Models,
     check_same,
     distill_plainly,
     learned_logits,
     of_teacher,
-    records,
     run_options,
     taught,
     taught_rows,
 )
-from tests.reference import encode, load_base
 from tests.rollouts.lora_server import LoraServer, Sampler
-from tests.tiny import all_slow_but, flags, run_ranks, train_ok, write_rows
 
 K = 7
 LONGEST = 6
@@ -131,7 +132,7 @@ def test_five_steps_on_own_answers_match_a_plain_loop(
     check_same(
         tmp_path / "out", distill_plainly(model, zip(students, teachers, strict=True), **options)
     )
-    last = records(tmp_path / "out")[-1]
+    last = metrics_of(tmp_path / "out")[-1]
     assert last["completions/mean_length"] <= LONGEST and not [
         name for name in last if "reward" in name
     ]

@@ -4,7 +4,6 @@ in float64.
 
 import contextlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,8 @@ from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.objective import Totals, make_objective
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of
 from fsdp_qlora.training.rl.rollout_file import Rollout
+from tests.helpers.models import Models
+from tests.helpers.run import on_ranks
 from tests.preferences.answers import (
     ANSWERS,
     CASES,
@@ -40,9 +41,7 @@ from tests.preferences.answers import (
     table_of,
 )
 from tests.preferences.pairs import sketch
-from tests.tiny import on_ranks
 
-Models = Callable[..., Path]
 TRL = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 OFF = 1e-5
 ONE = Ranks(0, 0, 1, 1, torch.device("cpu"))

@@ -4,7 +4,6 @@ once, never moving.
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers.metrics import metrics_of
+from tests.helpers.models import Models
+from tests.helpers.rows import write_rows
+from tests.helpers.run import all_slow_but, flags, on_ranks, run_ranks, train_ok
 from tests.preferences.pairs import make_pairs
-from tests.tiny import all_slow_but, flags, on_ranks, run_ranks, train_ok, write_rows
 
-Models = Callable[..., Path]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Name -> (ranks, options): each computes the same.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -56,16 +57,12 @@ def options(model: Path, folder: Path, **changed: Any) -> dict[str, Any]:
     }
 
 
-def records(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def numbers(output: Path) -> list[dict[str, float]]:
     """Losses and metrics of pairs, of all steps and evaluations."""
     kept = ("loss", "eval_loss", "grad_norm")
     return [
         {key: record[key] for key in record if key in kept or "/" in key}
-        for record in records(output)
+        for record in metrics_of(output)
     ]
 
 
@@ -106,7 +103,7 @@ def test_the_reference_is_the_base_and_does_not_move(
     train_ok(
         2, tmp_path / "out", **options(models(family, **sizes), tmp_path, batch_size=6, **changed)
     )
-    first, *_, last = (record for record in records(tmp_path / "out") if "eval_loss" in record)
+    first, *_, last = (record for record in metrics_of(tmp_path / "out") if "eval_loss" in record)
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
     assert first["eval_loss"] == pytest.approx(0.693147, rel=1e-5)
     assert last["rewards/accuracies"] == 1 and last["eval_loss"] < 0.5
@@ -123,7 +120,7 @@ def test_an_adapter_that_training_starts_from_is_the_reference(
 ) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora", batch_size=6)
     train_ok(1, tmp_path / "earlier", **{**run, "objective": "cpo"})
-    base = next(record for record in records(tmp_path / "earlier") if "eval_loss" in record)
+    base = next(record for record in metrics_of(tmp_path / "earlier") if "eval_loss" in record)
     begin = (
         {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "loftq"}
     )
@@ -135,7 +132,7 @@ def test_an_adapter_that_training_starts_from_is_the_reference(
         save_every=3,
         lora_dropout=0 if start == "adapter" else 0.1,
     )
-    first, *_, last = (record for record in records(tmp_path / "whole") if "eval_loss" in record)
+    first, *_, last = (record for record in metrics_of(tmp_path / "whole") if "eval_loss" in record)
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
     assert last["rewards/accuracies"] == 1
     for side in ("chosen", "rejected"):

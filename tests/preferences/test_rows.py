@@ -25,7 +25,7 @@ from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
 from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.utils.errors import UserError
-from tests.tiny import spelled_tokenizer
+from tests.helpers.tokenizers import spelled_tokenizer
 
 CHAT = (
     "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{% if m.role == 'assistant' "

@@ -26,9 +26,11 @@ from fsdp_qlora.planning.teacher import teacher_config
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.models import Models, edit_weights
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 from tests.preferences.hostile import PLACES, TENSORS, edit_settings, files_of, replace, rewrite
-from tests.preferences.test_distillation import Models, run_options
-from tests.tiny import edit_weights, flags, make_rows, on_ranks, write_rows
+from tests.preferences.test_distillation import run_options
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 K = 7

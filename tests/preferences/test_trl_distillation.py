@@ -3,14 +3,16 @@ taught.py.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, train_ok
 from tests.preferences.pairs import sketch
 from tests.preferences.taught import CASES, FULL_LR, LORA, LR, ROWS, STEPS, TEACHER
-from tests.tiny import all_slow_but, make_rows, read_metrics, train_ok, write_rows
 
 TRL = json.loads(Path(__file__).with_name("trl_distillation.json").read_text())
 # In full, the rounding of a float32 weight of 0.1 is 1e-5 of what five steps change.
@@ -23,7 +25,7 @@ OFTEN = "0.5, warm"
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", all_slow_but("", CASES, nightly=CASES.keys() - {OFTEN}))
 def test_five_steps_of_distillation_match_trls_trainers(
-    case: str, ranks: int, models: Callable[..., Path], tmp_path: Path
+    case: str, ranks: int, models: Models, tmp_path: Path
 ) -> None:
     """To rounding where TRL's teacher is rounded as it is stored, and nearly so where it is not."""
     name, options = CASES[case]

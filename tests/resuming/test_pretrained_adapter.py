@@ -4,7 +4,6 @@ run's at its end.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,13 @@ from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.utils.errors import UserError
 from tests.commands.test_merge import make_adapter
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import PROBE, Models
+from tests.helpers.reference import load_adapter, load_base
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 from tests.parity.test_experts import FAMILIES
-from tests.reference import load_adapter, load_base
-from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
-Models = Callable[..., Path]
 # What identifies a run besides what the adapter decides.
 COMMON = {
     "precision": "fp32",

@@ -3,7 +3,7 @@ other splits too.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import write_hashed_json
 from fsdp_qlora.utils.safetensors_files import TensorForm, write_tensors
-from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, run_ranks, train_ok
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]
 IN_8_BITS = ("adamw_8bit", "lion_8bit")
@@ -205,7 +207,7 @@ def test_paged_optimizers_load_state_into_paged_memory(monkeypatch: pytest.Monke
 
 
 def test_8bit_optimizer_state_requires_the_same_number_of_ranks(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     options = {
         "model_name": models(),

@@ -1,18 +1,18 @@
 """Runs that do not learn say so once, with the reason; runs that learn say nothing."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_qlora.training.idle import IdleSteps
+from tests.helpers.models import Models
+from tests.helpers.rows import write_rows
+from tests.helpers.run import train_ok
 from tests.preferences.test_distillation import run_options, taught_rows
 from tests.rollouts.test_runs import inputs
-from tests.tiny import train_ok, write_rows
 
-Models = Callable[..., Path]
 NOTHING = "learned nothing"
 NO_REWARD = "def short(completions, **_):\n    return [{value} for _ in completions]\n"
 

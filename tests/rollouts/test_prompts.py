@@ -36,8 +36,11 @@ from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError
+from tests.helpers.models import Models
+from tests.helpers.rows import write_rows
+from tests.helpers.run import flags
+from tests.helpers.tokenizers import make_tokenizer
 from tests.rollouts.test_server import damaged
-from tests.tiny import flags, make_tokenizer, write_rows
 
 pytestmark = pytest.mark.quick
 
@@ -343,7 +346,7 @@ def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path
 
 
 def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
-    models: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"sort {number}"}) + "\n" for number in range(9)))

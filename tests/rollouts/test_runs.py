@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,11 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.utils.errors import ENDINGS
 from tests.chaos.harness import adapter, numbers, run
-from tests.tiny import ROOT, WORDS, flags, make_model, read_metrics, train_ok, write_rows
-
-Models = Callable[..., Path]
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models, make_model
+from tests.helpers.rows import read_rows, write_rows
+from tests.helpers.run import ROOT, flags, train_ok
+from tests.helpers.tokenizers import WORDS
 
 # Two prompts with four answers each in a step.
 OPTIONS: dict[str, Any] = {
@@ -68,7 +69,7 @@ def inputs(
 
 
 def lines_of(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "rollouts.jsonl").read_text().splitlines()]
+    return read_rows(output_dir / "rollouts.jsonl")
 
 
 def mismatch(output_dir: Path) -> list[float]:

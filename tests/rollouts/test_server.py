@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,13 @@ from fsdp_qlora.training.rl import client, waiting
 from fsdp_qlora.training.rl.client import Server, check_server
 from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
+from stand_in.environment import free_port
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
+from tests.helpers.models import Models
+from tests.helpers.rows import read_rows, write_rows
+from tests.helpers.run import ROOT
+from tests.helpers.tokenizers import WORDS
 from tests.rollouts.lora_server import LoraServer, Sampler
-from tests.tiny import ROOT, WORDS, free_port, write_rows
 
 END = 9
 LONGEST = 4
@@ -484,7 +488,7 @@ class ServerProcess:
 
 @pytest.fixture(scope="module")
 def lora_server(
-    models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     command = sys.executable, "-m", "tests.rollouts.lora_server", str(models()), "tiny", "{port}"
     found = ServerProcess(*command, log=tmp_path_factory.mktemp("server") / "server.log")
@@ -495,7 +499,7 @@ def lora_server(
 @pytest.fixture(scope="module")
 def whole(
     lora_server: ServerProcess,
-    models: Callable[..., Path],
+    models: Models,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, object], Path]:
     """Options of a run, and its folder: nothing has disturbed it."""
@@ -543,7 +547,7 @@ def options_of(
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    return read_rows(folder / "rollouts.jsonl")
 
 
 def farthest(records: list[dict[str, Any]]) -> float:
@@ -589,9 +593,7 @@ class Base(Sampler):
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_adapters_ends_the_run(
-    models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_server_that_ignores_adapters_ends_the_run(models: Models, tmp_path: Path) -> None:
     sampler = Base(str(models()))
     with LoraServer("tiny", sampler, sampler.end) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -658,7 +660,7 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
 @pytest.mark.skipif(
     "FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md"
 )
-def test_vllm_answers_with_the_newest_adapter(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_vllm_answers_with_the_newest_adapter(models: Models, tmp_path: Path) -> None:
     model = models(head_dim=32, max_position_embeddings=512)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
     words = (

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,11 @@ from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import safetensors_files
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.safetensors_files import PackedFiles
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks, run_ranks, train_ok
 from tests.parity.test_experts import FAMILIES
 from tests.saving.test_checkpoint import make
-from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
-
-Models = Callable[..., Path]
 
 
 def test_a_tokenizer_with_several_chat_templates_is_saved_whole(

@@ -18,11 +18,12 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.checkpoint import published
 from fsdp_qlora.data.text.templates import CHAT_TEMPLATES
 from tests.chaos.harness import KILLED, adapter, numbers, run, status
+from tests.helpers.models import PROBE, Models, make_model
+from tests.helpers.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import train_ok
 from tests.parity.test_multimodal import make_multimodal
-from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
-from tests.tiny import PROBE, make_model, make_rows, train_ok, write_rows
 
-Models = Callable[..., Path]
 OPTIONS = {
     "precision": "fp32",
     "lora_rank": 4,

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,10 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.export import upload
 from fsdp_qlora.utils.errors import UserError
-from tests.tiny import flags, make_rows, on_ranks, write_rows
+from tests.helpers.models import Models
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, on_ranks
 
-Models = Callable[..., Path]
 TOKEN = "hf_" + "s" * 34
 
 

@@ -1,10 +1,11 @@
 """One service on one rank, and one with a teacher on two, each started once for all tests."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.helpers.models import Models
 
 if TYPE_CHECKING:
     from tests.service.harness import Service
@@ -27,7 +28,7 @@ def pytest_report_header() -> str | None:
 @pytest.fixture(scope="session", params=[1, 2], ids=["one_rank", "two_ranks"])
 def service(
     request: pytest.FixtureRequest,
-    models: Callable[..., Path],
+    models: Models,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator["Service"]:
     from tests.service.harness import Service

@@ -24,7 +24,8 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import ROOT, flags, free_port
+from stand_in.environment import free_port
+from tests.helpers.run import ROOT, flags
 
 KEY = "tml-of-the-tests"  # the client takes no other beginning
 VOCABULARY = 320

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,9 @@ import tinker
 from fsdp_qlora.service.access import Access
 from fsdp_qlora.service.app import App
 from fsdp_qlora.service.records import WAITING
+from tests.helpers.models import Models
+from tests.helpers.run import ROOT, flags
 from tests.service.harness import KEY, Service, said
-from tests.tiny import ROOT, flags
 
 SESSION = b'{"tags": [], "user_metadata": {}, "sdk_version": "1"}'
 JSON = {"Content-Type": "application/json"}
@@ -61,9 +62,7 @@ def asked(
 
 
 @pytest.fixture(scope="module")
-def drawn(
-    models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
+def drawn(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service that has drawn a key of its own."""
     running = Open(models(), tmp_path_factory.mktemp("open") / "folder", 1)
     yield running
@@ -128,7 +127,7 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
     ids=["all_hosts", "all_hosts_of_ipv6", "short_key"],
 )
 def test_doors_that_are_open_to_all_are_refused_before_loading(
-    models: Callable[..., Path],
+    models: Models,
     tmp_path: Path,
     options: dict[str, object],
     environment: dict[str, str],

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.helpers.models import Models
 from tests.service.failing import ON_ALL, ON_ONE, UNLUCKY
 from tests.service.harness import Service, assert_equal, datums
 
@@ -22,9 +23,7 @@ STEP = types.AdamParams(learning_rate=1e-3)
 
 
 @pytest.fixture
-def failing(
-    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Service]:
+def failing(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     program = Path(__file__).with_name("failing.py")
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))

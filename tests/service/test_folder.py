@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.utils.errors import UserError
+from tests.helpers.models import Models
+from tests.helpers.run import ROOT, flags
 from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
-from tests.tiny import ROOT, flags
 
 STEP = types.AdamParams(learning_rate=1e-3)
 MODEL = f"{'0' * 32}:train:0"
@@ -46,7 +47,7 @@ def ended(service: Service, *more: str) -> str:
 
 @pytest.mark.slow
 def test_another_alpha_is_refused_and_an_older_folder_taken_over(
-    models: Callable[..., Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
     service = Service(models(), tmp_path / "folder", 1, api_key=KEY)
     try:
@@ -114,9 +115,7 @@ def fill(disk: Path, left: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_fails_requests_and_nothing_else(
-    models: Callable[..., Path], small_disk: Path
-) -> None:
+def test_a_full_disk_fails_requests_and_nothing_else(models: Models, small_disk: Path) -> None:
     service = Service(models(), small_disk / "folder", 1, save_every="2")
     try:
         client = service.trainer(seed=3)

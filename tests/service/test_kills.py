@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.run import ROOT
 from tests.service.harness import Service
 from tests.service.loop import main
-from tests.tiny import ROOT
 
 pytestmark = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 STEPS = 6

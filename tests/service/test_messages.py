@@ -11,7 +11,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from fsdp_qlora.service.messages import Limits, TrainRequest, parse_train_request
 from fsdp_qlora.utils.errors import UserError
-from tests.fresh_process import in_fresh_process
+from tests.helpers.fresh_process import in_fresh_process
 from tests.service.harness import VOCABULARY, datums
 
 pytestmark = pytest.mark.quick

@@ -15,9 +15,9 @@ import tinker
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from tests.helpers.run import all_slow_but
 from tests.service.harness import KEY, Service, assert_equal, datums, said
 from tests.service.loop import main
-from tests.tiny import all_slow_but
 
 OF_MODELS = ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
 OTHERS = [

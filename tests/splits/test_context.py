@@ -15,12 +15,14 @@ import torch
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch, concatenate_rows
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rounding import SGD
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags, train_ok
 from tests.parity.test_hybrids import HYBRIDS
 from tests.preferences.pairs import make_labeled, make_pairs
-from tests.rounding import SGD
-from tests.tiny import all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 # Queries of two heads on each of four ranks, which have to repeat their keys and values.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 ROWS_PER_STEP = 8

@@ -4,7 +4,6 @@ hands to the next.
 
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,14 @@ from fsdp_qlora.model.architecture.token_mixers import (
     keep_documents_apart,
     pass_documents,
 )
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.rounding import SGD
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import ROOT, all_slow_but, on_ranks, train_ok
 from tests.parity.test_hybrids import HYBRIDS, TABLE
 from tests.preferences.pairs import make_pairs
-from tests.rounding import SGD
-from tests.tiny import ROOT, all_slow_but, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
-Models = Callable[..., Path]
 RANKS = 3
 # One document on all ranks; documents that end where parts do; pieces of a token, and shorter than
 # a convolution.

@@ -3,18 +3,19 @@ beside or before.
 """
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.reference import batch_loss, encode
-from tests.rounding import SGD
-from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import Models
+from tests.helpers.reference import batch_loss, encode
+from tests.helpers.rounding import SGD
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 
-Models = Callable[..., Path]
 LENGTH = 150  # up to which the frequencies are those of any row; of 8 rows three are longer
 ROPES = {
     "dynamic": ("llama", {"max_position_embeddings": LENGTH}, {}),

@@ -11,20 +11,12 @@ import pytest
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.export.expand import expand_model
 from fsdp_qlora.model.architecture import chunking as pieces
-from tests import tiny
-from tests.rounding import SGD, rounding
-from tests.tiny import (
-    SIZES,
-    all_slow_but,
-    flags,
-    make_rows,
-    on_ranks,
-    read_metrics,
-    train_ok,
-    write_rows,
-)
+from tests.helpers.metrics import read_metrics
+from tests.helpers.models import SIZES, Models
+from tests.helpers.rounding import SGD, rounding
+from tests.helpers.rows import make_rows, write_rows
+from tests.helpers.run import all_slow_but, flags, on_ranks, train_ok, train_rank
 
-Models = Callable[..., Path]
 OFF = rounding(SIZES["vocab_size"])  # in parts on ranks, the longest sum
 # two whole steps, and one of 6 rows
 ROWS_PER_STEP = 12
@@ -93,7 +85,7 @@ def test_losses_do_not_depend_on_the_split_over_ranks(
 
 def _train_in_pieces(argv: list[str]) -> int:
     pieces.PIECE_TOKENS = 16
-    return tiny._train(argv, None)
+    return train_rank(argv)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 
@@ -81,9 +86,11 @@ def load_adapter(base: torch.nn.Module, folder: Path) -> PeftModel:
     return in_fp32(model.eval())
 
 
-def encode(folder: Path, rows: list[dict[str, str]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(input_ids, labels) of each Alpaca row, [1, T]."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def encode(
+    folder: Path, rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(input_ids, labels) of each Alpaca row, [1, T], by the model's tokenizer or the given one."""
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder)
     encoded = []
     for row in rows:
         template = PROMPT_WITH_INPUT if row["input"] else PROMPT
