@@ -31,7 +31,7 @@ class Decisions:
     """Choices of an earlier run."""
 
     context_length: int | None = None
-    """The most tokens of a row in the run that continues, if this start leaves it open."""
+    """The maximum tokens per row in the run that continues, if this start leaves it open."""
     fills_template: bool = False
     """Whether its instructions were filled into a plain template, though the model has one for
     chats.
@@ -60,7 +60,7 @@ class EarlierRun:
 
     @property
     def folder(self) -> Path | None:
-        """The run's folder, or that of a checkpoint; None if this start begins a run."""
+        """The folder of a run or checkpoint; None if this start begins a run."""
         if self.start_from == "off":
             return None
         path = self.output_dir if self.continues_folder else self.start_from

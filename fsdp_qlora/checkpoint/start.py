@@ -18,9 +18,9 @@ class Start:
     global_batch_size: int | None = None
     """Rows per optimizer step with which the run was started; None for a new run."""
     used_seconds: float = 0.0
-    """As in `Budget`."""
+    """Duration of earlier starts, for `Budget`."""
     reserve_seconds: float = 0.0
-    """As in `Budget`."""
+    """The last start's estimate for a step and a save, for `Budget`."""
     failed_starts: int = 0
     """Starts in a row that made no progress."""
     too_few: int | None = None

@@ -101,7 +101,7 @@ def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
     """The options with which a model is loaded for commands that use it.
 
     Args:
-        folder: an adapter's, or that of a trained or merged model; None for a base.
+        folder: of an adapter, or of a trained or merged model; None for a base.
     """
     if folder is None:
         return parse_train_config(words)

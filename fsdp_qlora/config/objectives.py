@@ -119,7 +119,7 @@ class LossInputs:
 
     token_losses: -log p of each target on this rank, float32 [1, N], or [2, N] with the
     reference's. num_targets: of each document, on this rank. chosen, rejected: the answers of
-    pairs; of rows with a label both are the one answer. desired: the labels, 1 or 0, [R].
+    pairs; with labels both are the one answer. desired: the labels, 1 or 0, [R].
     divergence: mean log-ratio of other rows' answers, at least 0, where rows have labels.
     """
 

@@ -107,7 +107,7 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
 
     @property
     def longest_row(self) -> int:
-        """The tokens of `context_length`; while it is auto, the most that this may become."""
+        """The tokens of `context_length`; while it is auto, its maximum."""
         return MOST_OF_AUTO if isinstance(self.context_length, str) else self.context_length
 
     @property

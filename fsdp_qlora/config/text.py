@@ -205,7 +205,7 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(name: str) -> Path:
     """The file that was given, or the one that comes with the program under this name.
 
-    An existing file wins, but a folder does not: demo.sh makes one whose name is also that of its
+    An existing file wins, but a folder does not: demo.sh makes a folder with the name of its
     settings.
     """
     path = Path(name)

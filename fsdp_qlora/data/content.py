@@ -87,7 +87,7 @@ class Fields:
     shows: Row | None = None
     """The row, if it has images: then it is a chat."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """As in `Chat`, where the fields become one."""
+    """Variables of the chat template that the row sets, for fields that become a `Chat`."""
 
 
 @dataclass(frozen=True)

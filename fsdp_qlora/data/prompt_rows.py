@@ -43,7 +43,7 @@ class ReadPrompt(NamedTuple):
     for_teacher: PromptContent | None
     """The prompt that the teacher sees instead, if it is another one."""
     answer: object
-    """As in `Prompt`."""
+    """The right answer, where it is in no column of its own."""
 
 
 class RenderedPrompt(NamedTuple):

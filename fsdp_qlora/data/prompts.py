@@ -14,7 +14,7 @@ class Prompt:
     """A row of a run that learns from its own completions."""
 
     row_number: int
-    """Its number in the dataset; among several datasets numbers continue."""
+    """The row's number in the dataset; among several datasets numbers continue."""
     ids: list[int]
     """The tokens before a completion."""
     content: Any

@@ -75,13 +75,13 @@ class RunData:
     mixture: Mixture | None = None
     """The datasets' parts in an epoch, if they have weights."""
     context_length: int = 0
-    """The most tokens of a row, as asked for or decided."""
+    """The maximum tokens per row, as asked for or decided."""
     image_processor: ImageProcessor | None = None
     """Makes the pixels of the rows' images, if the model has one."""
     prompts: tuple[Prompt, ...] = ()
     """The prompts of a run that learns from completions that it makes."""
     completion_length: int = 0
-    """The most tokens of a prompt's completion."""
+    """The maximum tokens per completion."""
 
     @cached_property
     def known_rows(self) -> TokenizedRows:
@@ -228,7 +228,7 @@ def read_rows(
 
     Args:
         vocab_size: the number of embeddings of the model.
-        longest: the most tokens of a row that it supports, if known.
+        longest: the maximum tokens per row that it supports, if known.
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """
@@ -389,7 +389,7 @@ def read_dataset(
     vocab_size: int,
     source: Source | None = None,
 ) -> DatasetRows:
-    """Read one of the datasets. Of a machine's ranks, which all call it, one does the work.
+    """Read one of the datasets. All ranks of a machine call it, and one does the work.
 
     Args:
         source: of the dataset, if it is known already.

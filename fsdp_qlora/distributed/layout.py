@@ -78,7 +78,8 @@ class Layout:
 
     @property
     def p2p_channels(self) -> int:
-        """The most NCCL channels, each with buffers, of two ranks that exchange tokens.
+        """The maximum number of NCCL channels, each with buffers, of two ranks that exchange
+        tokens.
 
         By itself NCCL takes 32 with NVLink.
         """

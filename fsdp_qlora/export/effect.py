@@ -17,7 +17,7 @@ class Effect:
     Both are over all weights that the update is added to.
 
     share: <r, u> / <u, u>; 0 if there is no update. rest: the length of what rounding adds, which
-    is orthogonal to u, divided by that of u.
+    is orthogonal to u, divided by the length of u.
     """
 
     def __init__(self) -> None:

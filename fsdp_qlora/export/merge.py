@@ -264,7 +264,7 @@ class Merge:
 
         Args:
             base: original or dequantized.
-            dtype: None for that of the base's files.
+            dtype: None for the dtype of the base's files.
             mesh: of this one process.
         """
         if base == "original" or not self.layers:

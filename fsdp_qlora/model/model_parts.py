@@ -130,8 +130,8 @@ class Kind(NamedTuple):
     """The properties by which parameters are counted.
 
     category: codes (quantized weights), statistics (of quantization), frozen (other frozen weights)
-    or trainable. num_weights: number of the model's weights in the parameter: for codes that of the
-    layer, for statistics 0.
+    or trainable. num_weights: number of the model's weights in the parameter: for codes the layer's
+    number, for statistics 0.
     """
 
     category: str

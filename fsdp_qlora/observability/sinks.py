@@ -90,7 +90,7 @@ class QueuedSink(Sink):
     lacks.
 
     Attributes:
-        name: as --log_to gives it, which is that of the package.
+        name: as --log_to gives it, also the package's name.
         client: the library's object, which `open` returns; None if there is none.
     """
 

@@ -35,11 +35,11 @@ class BlockBytes(NamedTuple):
     kept: int
     """Bytes kept from forward to backward without recompute."""
     backward: int
-    """The most during a backward pass, with what is kept and the adapters' gradients."""
+    """The peak during a backward pass, with what is kept and the adapters' gradients."""
     recomputing: int
-    """The most during a backward pass with recompute."""
+    """The peak during a backward pass with recompute."""
     forward: int
-    """The most of a forward pass alone."""
+    """The peak of a forward pass alone."""
 
 
 class CountedStorages(TorchDispatchMode):
@@ -49,8 +49,8 @@ class CountedStorages(TorchDispatchMode):
         uncounted: tensors whose storages are not counted: weights and inputs.
         on_operator: called for each operator.
     Attributes:
-        now: bytes that are alive.
-        most: the most that were alive at once.
+        now: bytes that are allocated.
+        most: the maximum that was allocated at once.
     """
 
     def __init__(

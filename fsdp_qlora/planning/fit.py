@@ -264,7 +264,7 @@ class MemoryWatch:
     def stepped(self, reserved: float) -> int:
         """The number of blocks with recompute from now on.
 
-        reserved: GiB, the most that a rank has reserved so far; the same on every rank.
+        reserved: GiB, the maximum that a rank has reserved so far; the same on every rank.
         """
         if reserved <= self.most or self.recomputing == self.blocks:
             return self.recomputing

@@ -39,7 +39,7 @@ class Step:
     """1 for the policy, 2 with a reference, whose hidden states follow the policy's behind the last
     block."""
     image_values: int = 0
-    """Numbers that images are made of, in the micro-batch with the most."""
+    """Numbers that images are made of, in the micro-batch with the maximum."""
 
     @property
     def num_shards(self) -> int:
@@ -63,12 +63,13 @@ class Memory:
     weights: Sizes
     """Weights, gradients and optimizer state of the fullest rank, wherever they are."""
     resident: Sizes
-    """Memory that is always in use on the device, with that of streams of their own, which serves
-    nothing else."""
+    """Memory that is always in use on the device, including memory of separate streams, which
+    serves nothing else.
+    """
     phases: dict[str, Sizes]
     """Memory that comes and goes on the device in addition, at each point that may be the peak."""
     allocated: int
-    """The most bytes of tensors at once; on a CPU all that a rank needs."""
+    """The peak bytes of tensors; on a CPU all that a rank needs."""
     host: Sizes
     """Tensors in host memory."""
     recomputing: int

@@ -386,8 +386,8 @@ def take_formats(
     """Take the quantization of a model's weight files out of its configuration.
 
     Returns:
-        The format of files that are trained on as they are, and that of files that are decoded as
-        they are read; at least one is None.
+        The format of files that are trained on as they are, and the format of files that are
+        decoded as they are read; at least one is None.
     Raises:
         UserError: the format is unknown, or the train type trains other models.
     """

@@ -31,7 +31,7 @@ def earlier_run(config: TrainConfig, num_ranks: int | None = None) -> EarlierRun
 
 
 def with_kept_context(config: TrainConfig, decisions: Decisions) -> TrainConfig:
-    """The options, where context_length is auto with that of the run that continues."""
+    """The options; a context_length of auto becomes the length of the run that continues."""
     if decisions.context_length is None:
         return config
     log.info("Context: %s tokens, with which the run was started", f"{decisions.context_length:,}")

@@ -229,7 +229,7 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
 def open_source(
     config: TrainConfig, plan: Plan, setup: Setup, trainer: Trainer, folder: Path, *, run_id: str
 ) -> RowSource:
-    """The source of a run's rows: its data, or answers to its prompts."""
+    """Return the run's rows: the dataset, or completions that the model generates."""
     if not plan.data.prompts:
         return RowsInMemory(plan.data.train, plan.data.train_rows)
     stops = Stops(plan.model.tokenizer, trainer.model, setup.stop_text)
@@ -282,7 +282,10 @@ def open_engine(
     assert generation is not None
 
     def complete(prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
-        """As `Engine` says, in float32 on one kind of device the same on any number of ranks."""
+        """Complete prompts as an `Engine`.
+
+        In float32 on one kind of device, completions are the same on any number of ranks.
+        """
         # By the number of the generation: a resumed run draws as if it had not stopped.
         seeded = dataclasses.replace(options, seed=derive_seed("rollouts", config.seed, number))
         generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, seeded)

@@ -50,7 +50,7 @@ def load_trained(
     ranks = session.ranks
     level = log.level
     if not config.verbose:
-        log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
+        log.setLevel(logging.WARNING)  # loading messages are noise here
 
     def plan_base() -> PlannedBase:
         plan = plan_model(config, Machine.of(config, ranks), session.store)

@@ -103,8 +103,8 @@ class Address(NamedTuple):
     """Where a service listens, and what it keeps.
 
     folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that
-    requests must have; None for the one that is kept in the folder, "none" for no key. teacher: a
-    second base, which is served as it is.
+    clients must send; None for the one that is kept in the folder, "none" for no key. teacher: a
+    second, frozen model.
     """
 
     host: str
@@ -381,7 +381,7 @@ def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
 
 
 def _described(base: FetchedBase, worker: Worker) -> Base:
-    """A loaded base as clients are told of it."""
+    """The base's description for clients."""
     config = base.config
     here = Path(base.config.model_name).expanduser()
     names = [*dict.fromkeys(filter(None, (config.base_name, config.model_name, here.name)))]

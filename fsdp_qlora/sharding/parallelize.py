@@ -262,9 +262,9 @@ def set_prefetch(parts: ModelParts) -> None:
     only some layers have one.
 
     What is gathered is allocated on the compute stream. FSDP2 alone does it on a stream of its own,
-    whose freed memory serves gathers only: that of an 8B's head is 1.2 GiB. Weights in host memory
-    need that stream for their copies, and without the compute stream these lists reserve 0.2 GiB
-    more for a 70B, so they are not for offloaded models.
+    whose freed memory serves gathers only: an 8B's head takes 1.2 GiB. Weights in host memory need
+    that stream for their copies, and without the compute stream these lists reserve 0.2 GiB more
+    for a 70B, so they are not for offloaded models.
     """
     root: Any = parts.model
     blocks: list[Any] = list(parts.blocks)

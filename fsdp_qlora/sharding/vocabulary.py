@@ -276,8 +276,8 @@ def plan_row_exchange(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int
 class Lookup(_RowExchange):
     """An embedding that receives the rows of its tokens from the ranks, each once, to look them up.
 
-    The result is that of the whole matrix to the bit. From weights in host memory only these rows
-    are copied.
+    The result is the same as from the whole matrix, to the bit. From weights in host memory only
+    these rows are copied.
 
     Other code of the model finds a matrix of NaN meanwhile, in no memory: gemma4 reads a row that
     it does not use, and a shard, or a tensor of the host, would fail. What uses one would not pass

@@ -91,7 +91,7 @@ class _WeightStream:
     def enter(self, index: int, choices: int | None = None) -> None:
         """Load the weights of a module to the device, prefetch the next one's, and free all others.
 
-        choices: of experts, the most there can be, in a pass without backward.
+        choices: maximum choices of experts in a pass without backward.
         """
         following = self._following(index)
         # Free before allocating, so that the next module gets the memory of the one before.

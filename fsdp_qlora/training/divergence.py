@@ -38,7 +38,7 @@ class Divergence:
     ids: Tensor | None = None
     """The top tokens, int64 [N, K], in descending order."""
     logps: Tensor | None = None
-    """Their log-probabilities and, behind them, that of all other tokens, [N, L]."""
+    """Their log-probabilities [N, L]; the last column is for all other tokens together."""
     hidden: Tensor | None = None
     """The teacher's hidden states, [N, H], instead of ids and logps."""
 

@@ -177,7 +177,7 @@ def _is_eval_due(trainer: Trainer, data: RunData, step: int) -> bool:
 def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> bool:
     """Evaluate; returns whether the result is the best so far.
 
-    Of several sets the first one counts. False if all ranks have agreed to stop instead.
+    The first of several sets counts. False if all ranks have agreed to stop instead.
     """
     results = {}
     for name, rows in data.eval_sets.items():

@@ -190,7 +190,7 @@ def _numbers(config: PretrainedConfig) -> dict[str, float]:
 def _loss_error(
     model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, Any], logits: torch.Tensor
 ) -> float:
-    """The relative error of the loss by decoder and head, the most of all ranks.
+    """The relative error of the loss by decoder and head, the maximum over all ranks.
 
     It is compared with the loss of the model's own logits.
     """

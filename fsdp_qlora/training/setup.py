@@ -36,7 +36,7 @@ class Setup:
     """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
     stop_text: str = ""
-    """As in PromptFormat, for a run that answers its prompts."""
+    """`PromptFormat.stop_text` of a run that answers its prompts."""
 
     def with_rows(self, data: RunData, tokenizer: PreTrainedTokenizerBase) -> "Setup":
         """The same for a run's rows. Raises UserError if they lack columns of the rewards."""

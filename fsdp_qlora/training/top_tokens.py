@@ -21,8 +21,8 @@ from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary, needs_chu
 class TopTokens:
     """The k top tokens among the first `vocabulary` ones, without gradient; a `TokenLoss`.
 
-    Values of a token: k ids, their log-probabilities, and that of all other tokens, in the order
-    of `Divergence`.
+    Values of a token: k ids, their log-probabilities, and the log-probability of all other tokens,
+    in the order of `Divergence`.
     """
 
     k: int

@@ -290,7 +290,7 @@ class Trainer:
         self.try_micro_batch(data.table, *self.longest(data))
 
     def longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
-        """Find the run's longest micro-batch, and the most rounds of a step.
+        """Find the run's longest micro-batch, and the maximum rounds per step.
 
         Goes through the schedule of the whole run.
         """
@@ -300,10 +300,11 @@ class Trainer:
     def try_micro_batch(
         self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int
     ) -> int:
-        """Run a micro-batch as `try_longest` does.
+        """Run one micro-batch forward and backward; returns the bytes that are allocated in
+        between.
 
         Returns:
-            The most bytes that were allocated on the GPU between a forward and a backward pass,
+            The maximum bytes that are allocated on the GPU between a forward and a backward pass,
             when all activations are kept; 0 on a CPU.
         """
         self.heartbeat.beat(self.heartbeat.step, "compute")

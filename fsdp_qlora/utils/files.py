@@ -194,7 +194,7 @@ def refusal_named(option: str, path: object) -> Iterator[None]:
 
 
 def is_partial(name: str, of: str) -> bool:
-    """Whether a name is that of a partial file that `staged_file` makes for `of`."""
+    """Whether a name belongs to a partial file that `staged_file` makes for `of`."""
     return re.fullmatch(rf"\.{re.escape(of)}\.[0-9a-f]{{16}}{re.escape(PARTIAL)}", name) is not None
 
 

@@ -70,7 +70,7 @@ class Schedule:
     packed: concatenate as many as fit batch_size x context_length tokens.
     """
     context_length: int = 0
-    """The most tokens of a row; used by packing."""
+    """The maximum tokens per row; used by packing."""
     num_generations: int = 1
     """Rows that are made of each one to train on: answers to a prompt, all in one step."""
     num_iterations: int = 1
@@ -139,10 +139,10 @@ class Schedule:
     def longest_micro_batch(
         self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
     ) -> tuple[np.ndarray, int]:
-        """The rows of the run's micro-batch with the most tokens, and the most rounds of a step.
+        """The rows of the run's largest micro-batch by tokens, and the maximum rounds per step.
 
         Args:
-            computed: of the tokens of every row those that one pass of the model computes.
+            computed: tokens of every row that one pass of the model computes.
         """
         longest = train_rows[:0]
         most_rounds = 0
@@ -158,7 +158,7 @@ class Schedule:
     def useful_shares(
         self, rounds: Sequence[Round], lengths: np.ndarray, computed: np.ndarray | None = None
     ) -> tuple[float, float]:
-        """Useful tokens as a share of the computed ones, and of those that the time is enough for.
+        """Useful tokens as a share of the computed tokens, and of the tokens that the time allows.
 
         In each round all ranks take as long as the one with the most tokens: the second share is of
         the tokens that all of them could compute in that time.
@@ -205,7 +205,9 @@ class RowSource(Protocol):
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
     ) -> Iterator[StepRows]:
-        """Give the rows of every step from `first` on; `position` is that of the step before."""
+        """Give the rows of every step from `first` on; `position` is the one after the previous
+        step.
+        """
 
 
 class RowsInMemory(NamedTuple):
@@ -277,7 +279,7 @@ def split_by_length(
     Args:
         rows: indices of the step's rows, int64.
         lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
-        batch_size: the most rows of a micro-batch.
+        batch_size: maximum rows per micro-batch.
     Returns:
         Rounds whose micro-batches are at most one row apart. Some are empty if the last step has
         fewer rows than micro-batches.
@@ -309,7 +311,7 @@ def split_by_tokens(
 
     Args:
         rows, lengths: as for `split_by_length`.
-        batch_size: the most rows of a micro-batch.
+        batch_size: maximum rows per micro-batch.
         most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens
             each.
     Returns:

@@ -31,7 +31,7 @@ class TeacherFolder(NamedTuple):
     k: int
     """Top tokens for each target."""
     teacher: str | None = None
-    """Its name, for people."""
+    """The teacher's name, for messages."""
 
     @classmethod
     def read(cls, folder: Path, option: str) -> "TeacherFolder | None":

@@ -48,8 +48,9 @@ class EncodedRow(NamedTuple):
     desired: bool | None = None
     """The label of a row that has one."""
     images: tuple[bytes, ...] = ()
+    """The names of the row's images, from `image_store.keep`."""
     image_values: int = 0
-    """As in `Rendered`."""
+    """Numbers that the processor makes of the images."""
     reason: str = ""
     """Why nothing of it is learned."""
 
@@ -70,8 +71,8 @@ def tokenize_batch(
     out and listed in the report.
 
     Returns:
-        The tokenized rows, and the tokens of each before it was cut; of a pair those of the longer
-        answer.
+        The tokenized rows, and the tokens of each before it was cut; for pairs, the tokens of the
+        longer answer.
     """
     rendered = _render(rows, renderer, report)
     report.is_chat |= any(row.kind == "chat" for _, row in rendered)
@@ -221,7 +222,7 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
 def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """One line of a row's text: the end of its first prompt, and what is learned after it.
 
-    Of a pair this is the chosen answer.
+    For a pair this is the chosen answer.
     """
     document = tokenized.documents([row])[0]
     start, end = tokenized.document_offsets[document : document + 2]

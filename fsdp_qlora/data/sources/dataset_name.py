@@ -26,7 +26,7 @@ class DatasetName:
     start: int = 0
     stop: int | None = None
     weight: float | None = None
-    """Its share of a mixture, relative to the weights of the others."""
+    """Share of a mixture, relative to the weights of the others."""
 
 
 def parse_name(text: str, *, weighted: bool = True) -> DatasetName:

@@ -79,7 +79,7 @@ class Source:
     """A dataset that was found. Its rows are parsed when they are read."""
 
     origin: str
-    """Its path or name, for people."""
+    """Path or name of the source, for messages."""
     fingerprint: Callable[[], str]
     """A hash of the content as it is now."""
     parts: list[Part]

@@ -2,7 +2,7 @@
 
 A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which
 keeps it from reading and writing, but bounds neither its time nor its memory: the kernel does, in
-the worker. Its time is that of the processor, so a pause or a busy machine costs no chat.
+the worker. Time is counted as processor time, so a pause or a busy machine costs no chat.
 """
 
 import json
@@ -55,7 +55,7 @@ class TemplateWorker(Worker):
         self._kills = 0  # in a row
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Let the process `answer` a request.
+        """Have the process `answer` a request.
 
         Raises:
             BadRow: it is no JSON, takes too long, or has ended two processes.

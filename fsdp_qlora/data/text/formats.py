@@ -42,7 +42,7 @@ class Format:
     optional_columns: tuple[str, ...]
     """Columns that are used where they are present."""
     read: Callable[..., Content]
-    """Reads a row's content; that of ratings takes --rating_threshold too. Raises BadRow."""
+    """Reads a row's content; the reader of ratings takes --rating_threshold too. Raises BadRow."""
     content: type = Rendered
     """The class of all rows' content, if it is Fields, for a prompt template, or Chat, for a chat
     template.

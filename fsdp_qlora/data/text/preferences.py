@@ -164,7 +164,7 @@ def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
 def read_ratings(row: Row, threshold: float) -> PreferenceRow:
     """The best rated of `completions` and the worst, with the threshold between them.
 
-    Of equals it is the first. Raises BadRow.
+    Among equals, the first. Raises BadRow.
     """
     answers = chats.turns(row.get("completions"), "completions")
     best = max(answers, key=rating_of)

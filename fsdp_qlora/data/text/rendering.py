@@ -73,8 +73,8 @@ class Renderer:
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
     def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
-        """Render rows, spread over the workers; of each what `render` returns, or why it cannot be
-        used.
+        """Render rows, spread over the workers; returns for each row what `render` returns, or why
+        it cannot be used.
         """
         return over_workers(contents, self.render, self._workers)
 
@@ -270,7 +270,7 @@ def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
 def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     """One line, if a chat template writes special tokens that the tokenizer lacks; else empty.
 
-    The template is that of `prompt_record`.
+    The template is the one of `prompt_record`.
     """
     if record["kind"] != CHAT:
         return ""

@@ -181,10 +181,10 @@ def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraO
 
 
 def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Let the embeddings or the head of a frozen model train, in fp32.
+    """Make the embeddings or the head of a frozen model trainable, in fp32.
 
     Raises:
-        UserError: they share their weights, or a name is that of another module.
+        UserError: they share their weights, or a name belongs to another module.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     trainable = {path: module for path, module in model.named_modules() if module in ends}
@@ -221,7 +221,7 @@ def adapted_layers(module: nn.Module) -> list[Adapted]:
 
 @contextlib.contextmanager
 def as_at_start(layers: Iterable[Adapted]) -> Iterator[None]:
-    """Let these layers compute with the adapters' initial values while the block runs."""
+    """Compute these layers with the adapters' initial values while the block runs."""
     for layer in layers:
         layer.is_adapted = False
     try:

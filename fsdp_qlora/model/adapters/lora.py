@@ -139,7 +139,7 @@ def low_rank_grads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of u / s, A and B, where `x` is x', and `low` is u.
 
-    A and B are the first of ctx.weights, s is that of ctx.product.
+    A and B are the first of ctx.weights, s is the scaling of ctx.product.
     """
     lora_A, lora_B = ctx.weights[:2]
     scaling = ctx.product.scaling

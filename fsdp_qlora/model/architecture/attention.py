@@ -187,7 +187,7 @@ def _looks_up(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
-    """Let the model compute attention by another implementation in this block.
+    """Compute the model's attention by another implementation for the duration of the block.
 
     None changes nothing. Outside of the block, padded rows and caches of keys and values use the
     model's own implementation, which takes masks.

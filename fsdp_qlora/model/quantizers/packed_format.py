@@ -26,7 +26,7 @@ class PackedFormat(NamedTuple):
     name: str
     """For people."""
     quantizer: str
-    """Its row of QUANTIZERS, or INTEGERS, which are only decoded."""
+    """The format's row of QUANTIZERS, or INTEGERS, which are only decoded."""
     options: Mapping[str, Any] | None
     """Arguments of its layers (or of the tensors that are decoded); None if only the files' tensors
     tell them."""
@@ -81,7 +81,7 @@ class PackedFormat(NamedTuple):
     def is_kept(self, quantizer: str | None, quant_type: str) -> bool:
         """Whether a run trains the weights as they are, and does not decode them as they are read.
 
-        quantizer: that of the run's train type. quant_type: the run's.
+        quantizer: of the run's train type. quant_type: the run's.
         """
         is_trained = (
             self.quantizer != INTEGERS and self.options is not None and self.scaled != set()

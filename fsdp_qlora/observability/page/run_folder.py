@@ -62,7 +62,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """The curves by column, with tokens and hours since the run began.
 
-    Memory is that of the fullest rank.
+    Memory is the fullest rank's.
     """
     tokens = seconds = 0.0
     rows: list[dict[str, Any]] = []
@@ -144,7 +144,7 @@ def _answers(path: Path) -> list[dict[str, Any]]:
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of rollouts.jsonl as a sample; of a chat, its last message is the prompt."""
+    """A row of rollouts.jsonl as a sample; the last message of a chat is the prompt."""
     prompt = row["prompt"]
     if not isinstance(prompt, str):
         prompt = prompt[-1]["content"]

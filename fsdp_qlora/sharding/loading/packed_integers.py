@@ -28,7 +28,7 @@ class IntegerTensor(DecodedTensor):
     (compressed-tensors; GPTQ's are transposed), or eight rows in a word (AWQ: transposed [out *
     bits / 32, in]); or unpacked as int8. Scales: [out, groups] or one. Zero points: 32 rows in
     `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a column; by default
-    groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
+    groups are columns side by side. From transposed tensors a rank reads the whole packed matrix.
 
     names, entries: ending here -> name in the files, tensor. subtracts_one: whether 1 was
     subtracted from zero points. has_zeros: whether there must be some.

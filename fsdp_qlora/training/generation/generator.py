@@ -182,7 +182,7 @@ class TextGenerator:
         return [completions[place] for place in sorted(completions)]
 
     def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
-        """The processor that draws tokens, in a list; empty if the likeliest ones are enough."""
+        """The processor that draws tokens, in a list; empty for greedy decoding."""
         if not self._options.temperature and not self._options.plain_logps:
             return []
         seeds_of_prompts = []

@@ -95,7 +95,7 @@ class Completion(NamedTuple):
     token_ids: list[int]
     """With the end token, if the answer ended by itself."""
     is_done: bool
-    """Whether it ended by itself; otherwise it was cut at the most tokens."""
+    """Whether it ended by itself; otherwise it was cut at the maximum tokens."""
     logps: list[float] | None = None
     """The engine's own log-probability of each token, where tokens are drawn."""
 

@@ -26,7 +26,7 @@ _WEIGHED = (
 )
 _TAUGHT = (
     "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` "
-    "with the likeliest tokens of each place in choices[0].prompt_logprobs, as vLLM does: "
+    "with the top tokens of each place in choices[0].prompt_logprobs, as vLLM does: "
     "vllm serve MODEL --max-logprobs {}"
 )
 
@@ -98,7 +98,7 @@ class Reply:
         return logps
 
     def likeliest(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
-        """A teacher's likeliest tokens in the place of each token from `first` of `count`.
+        """A teacher's top tokens in the place of each token from `first` of `count`.
 
         Each has k ids, k log-probabilities, and the log-probability of all other tokens.
 
@@ -117,7 +117,7 @@ class Reply:
 
 
 def _likeliest_of(logps: Any, k: int, vocab_size: int) -> list[float]:
-    """Ids, log-probabilities and that of all others, from the answer for one place.
+    """Ids, log-probabilities and the log-probability of all others, from the answer for one place.
 
     The answer may name more tokens than asked: vLLM adds the prompt's own token.
     """
@@ -142,7 +142,7 @@ def _likeliest_of(logps: Any, k: int, vocab_size: int) -> list[float]:
 
 
 def _logp_of(token: str, value: Any) -> float:
-    """The log-probability of a token that is named in a place, at least that of `LEAST`."""
+    """The log-probability of a token that is named in a place, at least `LEAST`."""
     # isdigit() also takes digits of other scripts, and int() of a long text takes very long.
     is_id = token.isascii() and token.isdigit() and len(token) <= 10 and str(int(token)) == token
     if not is_id:

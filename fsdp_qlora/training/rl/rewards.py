@@ -137,7 +137,7 @@ class Reward(NamedTuple):
     """A function that scores answers."""
 
     name: str
-    """Its name in metrics."""
+    """Name in metrics."""
     weight: float
     """The factor of its values in the sum."""
     word: str

@@ -121,7 +121,7 @@ class Rollouts:
     None where the step's own log-probabilities are as good.
     """
     scale_rewards: str
-    """As the option."""
+    """The option: group, batch or none."""
     next_check: int | None = None
     """The first step that may find whether a server uses the adapter; None if it is known."""
     teacher: ServerTeacher | None = None
