@@ -68,7 +68,8 @@ from benchmarks.common import (
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import StepRows
-from fsdp_qlora.data.batches.taught import OfTargets, target_numbers
+from fsdp_qlora.data.batches.target_values import number_targets
+from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.dora import DoraLinear
@@ -281,13 +282,11 @@ def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     data = random_rows(8, shape.length, shape.vocab, masked=int(MASKED * shape.length), seed=SEED)
     wanted = TopTokens(TrainConfig.top_k, shape.vocab)
     plain: dict[str, Any] = {"train_type": "lora"}
-    forward = our_run(
-        folder / "teacher", teacher, data, of_teacher, target_numbers, **plain
-    ).trainer.forward
+    forward = our_run(folder / "teacher", teacher, data, of_teacher, **plain).trainer.forward
     found = top_tokens_of_rows(forward, data, numbers, wanted)
 
     def told(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        values = torch.from_numpy(found)[target_numbers(table, rows)["table_indices"]]
+        values = torch.from_numpy(found)[number_targets(table, rows)["numbers"]]
         return {"teacher_ids": values[:, : wanted.k].long(), "teacher_logps": values[:, wanted.k :]}
 
     ours = our_step(

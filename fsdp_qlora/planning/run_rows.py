@@ -130,7 +130,7 @@ class RunRows:
         computed = self.data.known_rows.num_learned_from(shares_prompts=self._shares_prompts)
         computed = np.minimum(computed + self.data.completion_length, self.schedule.context_length)
         longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)
-        most_values = np.sort(self.data.train.image_sizes[:, 1])[-self.schedule.batch_size :].sum()
+        most_values = np.sort(self.data.train.images.num_values)[-self.schedule.batch_size :].sum()
         return self._lengths_of(longest)._replace(image_values=int(most_values))
 
     def mean_micro_batch(self) -> MicroBatchSize:

@@ -21,7 +21,6 @@ from fsdp_qlora.data.batches.taught import (
     Unusable,
     bytes_per_token,
     rounded,
-    target_numbers,
 )
 from fsdp_qlora.data.batches.teacher_folder import TeacherFolder, key_of
 from fsdp_qlora.distributed.process_group import (
@@ -330,6 +329,4 @@ def _load(options: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> F
     model = build_plan(options, plan.teacher.model.machine, *read_model(options))
     placed = dataclasses.replace(plan.teacher, model=model)
     PlannedBase(options, placed).opened().load()
-    return build_forward(
-        options, dataclasses.replace(plan, placed=placed), ranks, control, target_numbers
-    )
+    return build_forward(options, dataclasses.replace(plan, placed=placed), ranks, control)

@@ -18,6 +18,7 @@ from fsdp_qlora.config.objectives import LogProbs
 from fsdp_qlora.data.batches.collator import Batches, Collator
 from fsdp_qlora.data.batches.micro_batch import MicroBatch, describe_documents, inputs_with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.target_values import number_targets, number_tokens
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.distributed.ranks import Ranks
@@ -206,8 +207,8 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     Called on every rank, with the same rows.
     """
     logps = torch.zeros(len(table.document_targets), device=forward.ranks.device)
-    # A row with a label has two documents, of which a step learns the first alone. Here both count.
-    rows_of = table.as_documents if len(table.desired) else table
+    # A step may learn the first document of a row alone. Here both count.
+    rows_of = table.as_documents if table.learns == "first_document" else table
     batches = forward.collator.lay_out_evaluation(rows_of, np.arange(len(rows_of)))
     shown = tqdm(batches, "Reference", unit=" micro-batches", disable=not forward.ranks.is_rank_0)
     for rows, answers in zip(batches.rounds, document_logprobs(forward, shown), strict=True):
@@ -224,12 +225,12 @@ def top_tokens_of_rows(
 ) -> np.ndarray:
     """Find the top tokens at the targets of consecutive rows, float32 [targets, 2 * k + 1].
 
-    Called on every rank, with the same rows; the collator numbers the targets
-    (data/batches/taught.py).
+    Called on every rank, with the same rows.
     """
     first = int(table.num_targets[: rows[0]].sum())
     count = int(table.num_targets[rows].sum())
-    batches = forward.collator.lay_out_evaluation(table, rows)
+    collator = dataclasses.replace(forward.collator, of_targets=number_targets)
+    batches = collator.lay_out_evaluation(table, rows)
     empty = np.zeros((count, top_tokens.num_values), np.float32)
     return _by_target(forward, batches, top_tokens, empty, first)
 
@@ -253,11 +254,10 @@ def values_of_tokens(forward: ForwardPass, table: TokenizedRows, loss: TokenLoss
 
     Called on every rank, with the same rows.
     """
-    # With advantages the collator numbers the targets.
-    table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
+    collator = dataclasses.replace(forward.collator, of_targets=number_tokens)
     # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds
     # differently.
-    batches = forward.collator.lay_out_step(table, np.arange(len(table)))
+    batches = collator.lay_out_step(table, np.arange(len(table)))
     empty = np.zeros((len(table.input_ids), loss.num_values), np.float32)
     return _by_target(forward, batches, loss, empty)
 
@@ -268,7 +268,7 @@ def _by_target(
 ) -> np.ndarray:
     """Fill `empty` with the values of all ranks' targets.
 
-    first: the number of the target in its first row; the collator numbers targets.
+    first: the number of the target in its first row.
     """
     # On the host, in the array's own memory: a teacher's values of 256 rows are large.
     by_target = torch.from_numpy(empty)
@@ -278,7 +278,7 @@ def _by_target(
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             values, on_device = forward.token_losses(batch, loss, alone=True)
             is_target = on_device.targets >= 0
-            places = (on_device.target_values["table_indices"][is_target] - first).cpu()
+            places = (on_device.target_values["numbers"][is_target] - first).cpu()
             by_target[places] = values.T[is_target].cpu()
     reshard_all(forward.model)
     # A token is a target on one rank, and 0 on the others: their sum is its value, exactly.

@@ -202,7 +202,7 @@ class Labels(Pairs):
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
         num_rows = len(batches.rows)
-        num_desired = int(batches.table.desired[batches.rows].sum())
+        num_desired = int(batches.table.columns["desired"].values[batches.rows].sum())
         totals = Totals(num_rows, (num_desired, num_rows - num_desired))
         if forward is None:
             return totals

@@ -293,7 +293,7 @@ def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path:
     assert (
         "user" in written
         and ("go on</s>") in written
-        and data.image_sizes.tolist() == [[2, 2 * 3 * 28 * 28]]
+        and data.images.sizes.tolist() == [[2, 2 * 3 * 28 * 28]]
     )
 
 
@@ -304,9 +304,9 @@ def test_images_are_read_from_tables_and_instruction_rows(prepare: Any, tmp_path
         "image": {"bytes": png(picture(30, 20, seed=2)), "path": None},
     }
     data = prepare(write_parquet(tmp_path / "rows.parquet", [row] * 2)).train
-    assert data.image_sizes[:, 0].tolist() == [1, 1] and len({*map(bytes, data.images)}) == 1
-    assert load(bytes(data.images[0])).tobytes() == picture(30, 20, seed=2).tobytes()
-    assert data[1].images.tolist() == data.images[1:].tolist()
+    assert data.images.counts.tolist() == [1, 1] and len({*map(bytes, data.images.names)}) == 1
+    assert load(bytes(data.images.names[0])).tobytes() == picture(30, 20, seed=2).tobytes()
+    assert data[1].images.names.tolist() == data.images.names[1:].tolist()
 
 
 def test_cached_rows_are_rebuilt_if_an_image_changes(
@@ -325,16 +325,16 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(
     assert len(prepare(path, max_bad_rows=0.5).train) == 2  # to another
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "a.png")
     with pytest.raises(RankError, match=r"a\.png was read before, and now: it has changed"):
-        load(bytes(first.images[0]))
-    assert not are_as_kept([bytes(first.images[0])])
+        load(bytes(first.images.names[0]))
+    assert not are_as_kept([bytes(first.images.names[0])])
     again = prepare(path).train
     assert (
         again.digest != first.digest
-        and bytes(again.images[0]) == keep_all([tmp_path / "a.png"])[0][0]
+        and bytes(again.images.names[0]) == keep_all([tmp_path / "a.png"])[0][0]
     )
     os.remove(tmp_path / "a.png")
     with pytest.raises(RankError, match="No such file"):
-        load(bytes(again.images[0]))
+        load(bytes(again.images.names[0]))
 
 
 def damaged(seed: int) -> bytes:
@@ -406,12 +406,12 @@ def test_relative_paths_are_of_the_rows_folder_or_the_current_one(
     (other := tmp_path / "other").mkdir()
     (other / "a.png").write_bytes(png(picture(30, 20, seed=2)))
     first, second = (
-        prepare(write_jsonl(folder / "rows.jsonl", rows)).train.images
+        prepare(write_jsonl(folder / "rows.jsonl", rows)).train.images.names
         for folder in (tmp_path, other)
     )
     assert bytes(first[0]) != bytes(second[0])  # although the rows are in the cache
     monkeypatch.chdir(other)
-    assert bytes(prepare(Path(api._in_file(rows))).train.images[0]) == bytes(second[0])
+    assert bytes(prepare(Path(api._in_file(rows))).train.images.names[0]) == bytes(second[0])
 
 
 def test_a_model_of_text_refuses_images_by_the_columns_name(

@@ -73,14 +73,15 @@ def table_of(found: Sequence[Answer], advantages: Sequence[float]) -> TokenizedR
     ids = [[*each.prompt, *each.completion] for each in found]
     learned = [[False] * len(each.prompt) + [True] * len(each.completion) for each in found]
     sampled = [[0.0] * len(each.prompt) + each.logps for each in found]
-    return TokenizedRows(
+    table = TokenizedRows(
         np.concatenate(ids).astype(np.int32),
         np.concatenate(learned),
         np.cumsum([0, *map(len, ids)]),
         np.arange(len(found)),
-        advantages=np.array(advantages, np.float32),
-        sampled_logps=np.concatenate(sampled).astype(np.float32),
     )
+    sampled_logps = np.concatenate(sampled).astype(np.float32)
+    table = table.with_columns("row", advantages=np.array(advantages, np.float32))
+    return table.with_columns("token", sampled_logps=sampled_logps)
 
 
 def make_adapter(base: Path, folder: Path) -> Path:
@@ -184,7 +185,8 @@ def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]])
         if not is_again:
             table = table_of(answers(generation), advantages[generation])
             if config.num_iterations > 1 or config.rollout_url:
-                table = dataclasses.replace(table, old_logps=token_logprobs(trainer.forward, table))
+                old_logps = token_logprobs(trainer.forward, table)
+                table = table.with_columns("token", old_logps=old_logps)
         records.append(trainer.train_step(StepRows(step, table, np.arange(len(table)))))
     found = dict(saved_parameters(trainer.model, LiveValues(keeps=True)))
     if trainer.ranks.is_rank_0:

@@ -13,7 +13,8 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.report import DataReport
-from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, Lengths, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.row_images import RowImages
+from fsdp_qlora.data.batches.rows import NO_ROWS, Column, Lengths, TokenizedRows, Unit, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import RunData, read_dataset
 from fsdp_qlora.data.text.formats import FORMATS
@@ -251,13 +252,23 @@ def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) 
 
 def filled(num_rows: int, first: int) -> TokenizedRows:
     """Rows of two documents whose every array has numbers of its own."""
-    sizes = {"token": 4 * num_rows, "row": num_rows, "document": 2 * num_rows, "image": num_rows}
-    arrays = {}
-    for name, index in INDEXED_BY.items():
-        shape = (sizes[index], *getattr(NO_ROWS, name).shape[1:])
-        arrays[name] = first + np.arange(np.prod(shape)).reshape(shape)
-    own = {"splits": np.full(num_rows, 2), "image_sizes": np.ones((num_rows, 2), np.int64)}
-    return TokenizedRows(offsets=np.arange(0, 4 * num_rows + 1, 4), **{**arrays, **own})
+    sizes: dict[Unit, int] = {"token": 4 * num_rows, "row": num_rows, "document": 2 * num_rows}
+    columns = {
+        f"of_{per}": Column(per, first + number + np.arange(size))
+        for number, (per, size) in enumerate(sizes.items())
+    }
+    return TokenizedRows(
+        first + np.arange(4 * num_rows),
+        first + 1 + np.arange(4 * num_rows),
+        np.arange(0, 4 * num_rows + 1, 4),
+        first + np.arange(num_rows),
+        np.full(num_rows, 2),
+        "first_document",
+        columns,
+        RowImages(
+            first + np.arange(16 * num_rows).reshape(-1, 16), np.ones((num_rows, 2), np.int64)
+        ),
+    )
 
 
 @pytest.mark.quick
@@ -273,19 +284,25 @@ def test_slices_and_joined_tables_keep_every_array() -> None:
         name: len(array) + len(others.arrays[name]) - (name == "offsets")
         for name, array in whole.arrays.items()
     }
-    assert joined.as_documents.old_logps.tolist() == joined.old_logps.tolist()
-    with pytest.raises(ValueError, match="advantages"):
-        join_rows([whole, dataclasses.replace(others, advantages=NO_ROWS.advantages)])
+    assert again.learns == joined.learns == whole.learns and again.digest == whole.digest
+    documents = joined.as_documents
+    assert documents.columns.keys() == {"of_token", "of_document"} and documents.learns == "all"
+    for name, column in documents.columns.items():
+        assert column.values.tolist() == joined.columns[name].values.tolist()
+    assert TokenizedRows.from_arrays(joined.arrays, joined.learns).digest == joined.digest
+    without = {name: column for name, column in others.columns.items() if name != "of_row"}
+    with pytest.raises(ValueError, match="of_row"):
+        join_rows([whole, dataclasses.replace(others, columns=without)])
+    with pytest.raises(ValueError, match="other documents"):
+        join_rows([whole, dataclasses.replace(others, learns="all")])
+    assert join_rows([NO_ROWS, whole]).digest == whole.digest
 
 
 @pytest.mark.quick
 def test_no_name_of_a_micro_batch_means_two_things() -> None:
-    pairs = dataclasses.replace(
-        filled(2, 100), desired=NO_ROWS.desired, advantages=NO_ROWS.advantages
-    )
-    answers = dataclasses.replace(
-        filled(2, 100), splits=NO_ROWS.splits, reference=NO_ROWS.reference
-    )
+    pairs = dataclasses.replace(filled(2, 100), learns="all")
+    answers = dataclasses.replace(pairs, splits=NO_ROWS.splits)
+    answers = answers.with_columns("row", advantages=np.arange(2))
     of_documents = concatenate_rows(pairs, [0, 1], pad_token_id=1, shares_prompts=True).documents
     of_targets = concatenate_rows(answers, [0, 1], pad_token_id=1).target_values
     assert "own_tokens" in of_documents and "advantages" in of_targets
@@ -309,8 +326,10 @@ def test_shared_prompts_are_planned_once_if_attention_allows() -> None:
 
     def longest(implementation: str | None, **options: Any) -> Lengths:
         config = TrainConfig(batch_size=1, num_epochs=1, **{"objective": "dpo", **options})
-        labels = np.ones(len(pairs) if config.objective == "kto" else 0, np.bool_)
-        data = RunData(dataclasses.replace(pairs, desired=labels), np.arange(len(pairs)))
+        rows = dataclasses.replace(
+            pairs, learns="first_document" if config.objective == "kto" else "all"
+        )
+        data = RunData(rows, np.arange(len(pairs)))
         return RunRows(config, data, make_schedule(config, data, 1), implementation).longest()
 
     shared = longest(VARLEN)
@@ -330,11 +349,17 @@ LABELED: list[dict[str, Any]] = [
 ]
 
 
+def labels_of(rows: TokenizedRows) -> list[bool]:
+    labels: list[bool] = rows.columns["desired"].values.tolist()
+    return labels
+
+
 @pytest.mark.quick
 def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     (rows, _) = prepared(LABELED, tmp_path, objective="kto")
     tokenizer = spelled_tokenizer("byte_level")
-    assert rows.desired.tolist() == [True, False, True, False]
+    assert rows.learns == "first_document"
+    assert labels_of(rows) == [True, False, True, False]
     texts = [
         tokenizer.decode(rows.input_ids[slice(*rows.document_offsets[i : i + 2])])
         for i in range(2 * len(LABELED))
@@ -350,7 +375,7 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
         {"messages": [ASKED], "completion": [NO], "label": 1.0},
         {"messages": [ASKED, GO], "label": 0.0},
     ]
-    assert prepared(completed, tmp_path, objective="kto")[0].desired.tolist() == [True, False]
+    assert labels_of(prepared(completed, tmp_path, objective="kto")[0]) == [True, False]
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
     with pytest.raises(
         UserError,
@@ -410,13 +435,11 @@ def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
             {"prompt": "hi", "completion": " go", name: 7},
             {"messages": [ASKED, NO], name: "6.9"},
         ]
-        assert prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)[
-            0
-        ].desired.tolist() == [True, False]
+        rated_rows, _ = prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)
+        assert labels_of(rated_rows) == [True, False]
     listed, report = prepared(COMPLETIONS[:2], tmp_path, objective="kto", rating_threshold=5.0)
-    assert (
-        listed.desired.tolist() == [True, False, True, False, True, True] and report.num_apart == 4
-    )
+    assert labels_of(listed) == [True, False, True, False, True, True]
+    assert report.num_apart == 4
     assert listed.row_numbers.tolist() == [1, 1, 1, 2, 2, 2]
     for objective, rated, cure in (
         ("kto", rows, "kto"),

@@ -29,7 +29,7 @@ log = logging.getLogger("fsdp_qlora")
 
 # Raise it when the arrays, the templates or the rules of masking change. It is a part of each
 # file's name, so files of another version are not found.
-CACHE_VERSION = 15
+CACHE_VERSION = 16
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -82,7 +82,7 @@ def _is_current(path: Path, rows: TokenizedRows, report: DataReport) -> bool:
     lacks_some = any(reason.startswith(UNREADABLE) for reason in report.rejected)
     # Other ranks of this start must agree with the one that made the file.
     is_of_this_start = path.stat().st_mtime >= psutil.Process().create_time()
-    return (is_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images))
+    return (is_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images.names))
 
 
 def _path_of(key: Sequence[object]) -> Path:
@@ -107,11 +107,11 @@ def add_reference(
     if gather_numbers([cached is not None], ranks.device).all():
         log.info("The reference's log-probabilities are read from %s", path)
     else:
-        cached = dataclasses.replace(NO_ROWS, reference=compute()), DataReport("")
+        cached = NO_ROWS.with_columns("document", reference=compute()), DataReport("")
         if ranks.local_rank == 0:
             _write(path, *cached)
     assert cached is not None
-    return dataclasses.replace(rows, reference=cached[0].reference)
+    return rows.with_columns("document", reference=cached[0].columns["reference"].values)
 
 
 def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
@@ -149,6 +149,7 @@ def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
     """Write a file atomically; a full or read-only folder disables the cache."""
     metadata = {
         "report": json.dumps(redact_values(dataclasses.asdict(report))),
+        "learns": rows.learns,
         "digest": rows.digest,
     }
     try:
@@ -178,7 +179,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         # They are the pages of a file that other ranks read, too.
         for array in arrays.values():
             array.flags.writeable = False
-        rows = TokenizedRows(**arrays)
+        rows = TokenizedRows.from_arrays(arrays, metadata["learns"])
         fields = json.loads(metadata["report"])
         # The whole content is hashed, since a damaged token would be learned without a word.
         if rows.digest != metadata["digest"]:

@@ -97,7 +97,7 @@ class Collator:
         batch = batches[self.rank]
         # One answer for all ranks: if any of them has an image, all call the image tower, since its
         # weights are gathered by all of them.
-        if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
+        if len(table.images) and table.images.counts[np.concatenate(rows)].any():
             batch = self._with_images(batch, rows, table)
         if not self.sharing_ranks:
             return batch
@@ -118,7 +118,7 @@ class Collator:
 
     def _with_images(self, batch: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None and self.schedule.padding
-        names = [[*map(bytes, table[row].images)] for row in rows[self.data_rank]]
+        names = [[*map(bytes, table.images.of_row(row).names)] for row in rows[self.data_rank]]
         shown = [*filter(None, names)]
         images: Mapping[str, torch.Tensor] = {}
         if shown:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
+from fsdp_qlora.data.batches.target_values import target_indices
 from fsdp_qlora.distributed.device import to_device
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
@@ -50,12 +51,7 @@ class MicroBatch:
     target_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Values of each target besides its token, by name, [N, ..]; empty for plain rows.
 
-    - Sampled completions: `advantages`, `shares` (one over the targets of its row), and `old_logps`
-      and `sampled_logps` where rows have them, float32 [N]; `table_indices`, int64 [N]: which of
-      the table's tokens the target is.
-    - Turns with weights: `weights`, float32 [N].
-    - Rows with a teacher's probabilities: `teacher_ids`, `teacher_logps` (data/batches/taught.py).
-    - A client's rows: what its loss reads (service/messages.py).
+    data/batches/target_values.py lists the names, with those that write and read each.
     """
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty
@@ -257,14 +253,12 @@ def _batch(
     if places is not None:
         target_rows = places[target_rows]
     num_targets = table.document_targets[documents]
-    desired = table.desired
-    if len(desired):
-        desired = desired[np.asarray(rows, dtype=np.int64)]
-    reference = table.reference
-    if len(reference):
-        reference = reference[documents]
-    # Masks with weights are float, those without are bool.
-    has_values = len(table.advantages) > 0 or table.learned.dtype.kind == "f"
+    desired = np.zeros(0)
+    if "desired" in table.columns:
+        desired = table.columns["desired"].values[np.asarray(rows, dtype=np.int64)]
+    reference = np.zeros(0)
+    if "reference" in table.columns:
+        reference = table.columns["reference"].values[documents]
     return MicroBatch(
         input_ids,
         target_rows,
@@ -273,7 +267,7 @@ def _batch(
         _floats(num_targets),
         _floats(desired),
         _floats(reference),
-        _target_values(table, rows, num_targets) if has_values else {},
+        _target_values(table, rows, num_targets),
         described,
     )
 
@@ -285,24 +279,24 @@ def _target_values(
 
     Without a target these are the values of one that counts nothing, as in `learned_rows`.
     """
-    # From the second token on: nothing precedes the first one, which is never a target.
-    bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
-    learned = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
-    indices = np.concatenate(learned) if num_targets.sum() else np.zeros(1, np.int64)
-    if not len(table.advantages):
-        return {"weights": _floats(table.learned[indices])}
-    advantages = np.repeat(table.advantages[np.asarray(rows, dtype=np.int64)], num_targets)
-    shares = np.repeat(1 / np.maximum(num_targets, 1), num_targets)
-    # Without a target both are empty: np.resize fills them with a zero for the one of `indices`.
-    values = {
-        "advantages": _floats(np.resize(advantages, len(indices))),
-        "shares": _floats(np.resize(shares, len(indices))),
-    }
-    for name in ("old_logps", "sampled_logps"):
-        array = getattr(table, name)
-        if len(array):
-            values[name] = _floats(array[indices])
-    values["table_indices"] = torch.from_numpy(indices)
+    of_tokens = {name: each.values for name, each in table.columns.items() if each.per == "token"}
+    # Masks with weights are float, those without are bool.
+    if table.learned.dtype.kind == "f":
+        of_tokens["weights"] = table.learned
+    has_advantages = "advantages" in table.columns
+    if not of_tokens and not has_advantages:
+        return {}
+    indices = target_indices(table, rows)
+    if not len(indices):
+        indices = np.zeros(1, np.int64)
+    values = {name: _floats(column[indices]) for name, column in of_tokens.items()}
+    if has_advantages:
+        advantages = table.columns["advantages"].values[np.asarray(rows, dtype=np.int64)]
+        shares = 1 / np.maximum(num_targets, 1)
+        # Without a target both are empty: np.resize fills them with a zero for the one of
+        # `indices`.
+        values["advantages"] = _floats(np.resize(advantages.repeat(num_targets), len(indices)))
+        values["shares"] = _floats(np.resize(shares.repeat(num_targets), len(indices)))
     return values
 
 

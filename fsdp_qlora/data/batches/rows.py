@@ -2,63 +2,68 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, NamedTuple, get_type_hints
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
+
 Numbers = Sequence[int] | np.ndarray
+Unit = Literal["row", "document", "token"]
+Learns = Literal["all", "first_document"]
+"""The documents of each row that the model learns from. A second document that is not learned from
+measures something: the divergence from the reference, or what the teacher predicts.
+"""
 
 # Rows whose targets are counted at a time, so that the temporary arrays stay small.
 _ROWS_COUNTED = 4096
 
-# Each array says what it has a value for, so that slices and joined tables keep it.
-PerToken = Annotated[np.ndarray, "token"]
-PerRow = Annotated[np.ndarray, "row"]
-PerDocument = Annotated[np.ndarray, "document"]
-PerImage = Annotated[np.ndarray, "image"]
+
+class Column(NamedTuple):
+    """Values of rows besides their tokens."""
+
+    per: Unit
+    """The unit that each value is of."""
+    values: np.ndarray
+    """[rows], [documents] or [tokens]."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizedRows:
     """Rows one after the other; row i is [offsets[i] : offsets[i + 1]] of the flat arrays."""
 
-    input_ids: PerToken
+    input_ids: np.ndarray
     """int32 [tokens]."""
-    learned: PerToken
+    learned: np.ndarray
     """bool [tokens], true where the token is a target; float32 where targets have weights."""
     offsets: np.ndarray
     """int64 [rows + 1]."""
-    row_numbers: PerRow
+    row_numbers: np.ndarray
     """The number of each row in the dataset, int64 [rows]."""
-    splits: PerRow = field(default_factory=lambda: np.zeros(0, np.int64))
+    splits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Tokens of the first document of each row, int64 [rows], where rows are two: a chosen and a
-    rejected answer, or an answer with a label and another row's.
+    rejected answer, an answer with a label and another row's, or a student's row and its teacher's.
     """
-    desired: PerRow = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """The label of each row, bool [rows], where rows have one."""
-    reference: PerDocument = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The reference's log-probability of each document, float32 [documents], where it was computed
-    before training.
+    learns: Learns = "all"
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """Values that some kinds of rows have, by name:
+
+    - `desired`, bool per row: the label of an answer. From tokenization.py, for
+      `MicroBatch.desired`.
+    - `reference`, float32 per document: the reference's log-probability, if it is computed before
+      training. From cache.py, for `MicroBatch.reference`.
+    - `advantages`, float32 per row: of a completion that the run has sampled. From rl/source.py,
+      for target values.
+    - `old_logps`, `sampled_logps`, float32 per token: log-probabilities under the policy that
+      sampled the completion, if it has changed since, and as the engine gives them; 0 for prompts.
+      From rl/source.py, for target values.
+
+    Columns per token are values of targets (target_values.py) under their own names.
     """
-    advantages: PerRow = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The advantage of each row, float32 [rows], where rows are sampled completions with their
-    prompts.
-    """
-    old_logps: PerToken = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Log-probability of each token under the policy that sampled it, float32 [tokens], where the
-    policy has changed since.
-    """
-    sampled_logps: PerToken = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The same as the engine gives them, float32 [tokens], where they are asked for."""
-    images: PerImage = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
-    """The images of all rows, by the names of `image_store.keep`, uint8 [images, 16]."""
-    image_sizes: PerRow = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """Where rows have images: how many each has, and how many numbers the processor makes of them,
-    int64 [rows, 2].
-    """
+    images: RowImages = NO_IMAGES
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -66,39 +71,68 @@ class TokenizedRows:
     def __getitem__(self, row: int) -> "TokenizedRows":
         """One row, which shares its memory with all."""
         num_documents = 2 if len(self.splits) else 1
-        bounds: dict[str, Sequence[int] | np.ndarray] = {
-            "token": self.offsets[row : row + 2],
-            "row": (row, row + 1),
-            "document": (num_documents * row, num_documents * (row + 1)),
-            "image": self._first_images[row : row + 2],
+        bounds: dict[Unit, slice] = {
+            "token": slice(*self.offsets[row : row + 2]),
+            "row": slice(row, row + 1),
+            "document": slice(num_documents * row, num_documents * (row + 1)),
         }
-        arrays = {
-            name: getattr(self, name)[slice(*bounds[index])] for name, index in INDEXED_BY.items()
-        }
+        input_ids = self.input_ids[bounds["token"]]
         return TokenizedRows(
-            offsets=np.array([0, len(arrays["input_ids"])], dtype=np.int64), **arrays
+            input_ids,
+            self.learned[bounds["token"]],
+            np.array([0, len(input_ids)], dtype=np.int64),
+            self.row_numbers[bounds["row"]],
+            self.splits[bounds["row"]],
+            self.learns,
+            {
+                name: Column(column.per, column.values[bounds[column.per]])
+                for name, column in self.columns.items()
+            },
+            self.images.of_row(row),
         )
 
-    @cached_property
-    def _first_images(self) -> np.ndarray:
-        """The index of each row's first image, and the number of all, int64 [rows + 1]."""
-        counts = np.zeros(len(self), np.int64)
-        if len(self.image_sizes):
-            counts = self.image_sizes[:, 0]
-        return np.cumsum([0, *counts])
+    def with_columns(self, per: Unit, **values: np.ndarray) -> "TokenizedRows":
+        """The same rows with these columns added or replaced."""
+        added = {name: Column(per, array) for name, array in values.items()}
+        return dataclasses.replace(self, columns=dict(self.columns) | added)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all rows."""
-        # Of the bytes in the order of the fields: the same on every machine and in every start.
+        """A hash of all rows, the same on every machine and in every start."""
         total = hashlib.blake2b(digest_size=16)
         for array in self.arrays.values():
             total.update(np.ascontiguousarray(array).data)
+        # A run folder has the digest of earlier versions, in which each row of a teacher had a
+        # label, to be learned like one that has.
+        if self.learns == "first_document" and "desired" not in self.columns:
+            total.update(np.ones(len(self), np.bool_).data)
         return total.hexdigest()
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        """All arrays, by names for a file: "token/old_logps" is a column's."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        for name, column in sorted(self.columns.items()):
+            arrays[f"{column.per}/{name}"] = column.values
+        arrays["images"] = self.images.names
+        arrays["image_sizes"] = self.images.sizes
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], learns: str) -> "TokenizedRows":
+        """The reverse of `arrays`. Raises KeyError or ValueError for others."""
+        left = dict(arrays)
+        fields = {name: left.pop(name) for name in _ARRAYS}
+        images = RowImages(left.pop("images"), left.pop("image_sizes"))
+        if learns not in get_args(Learns):
+            raise ValueError(f"rows cannot learn {learns!r}")
+        columns = {}
+        for key, values in left.items():
+            per, _, name = key.partition("/")
+            if per not in get_args(Unit):
+                raise ValueError(f"{key!r} is no column")
+            columns[name] = Column(cast("Unit", per), values)
+        return cls(**fields, learns=cast("Learns", learns), columns=columns, images=images)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -144,13 +178,9 @@ class TokenizedRows:
         return np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
 
     def learned_documents(self, rows: Numbers) -> np.ndarray:
-        """The numbers of the documents that a model learns from.
-
-        Of a row with a label this is only the first: the second one, its prompt with another row's
-        answer, measures the divergence from the reference.
-        """
+        """The numbers of the documents of some rows that a model learns from."""
         documents = self.documents(rows)
-        return documents[::2] if len(self.desired) else documents
+        return documents[::2] if self.learns == "first_document" else documents
 
     @cached_property
     def as_documents(self) -> "TokenizedRows":
@@ -160,13 +190,13 @@ class TokenizedRows:
         """
         if not len(self.splits):
             return self
-        kept = {
-            name: getattr(self, name)
-            for name, index in INDEXED_BY.items()
-            if index in ("token", "document")
-        }
+        columns = {name: column for name, column in self.columns.items() if column.per != "row"}
         return TokenizedRows(
-            offsets=self.document_offsets, row_numbers=self.row_numbers.repeat(2), **kept
+            self.input_ids,
+            self.learned,
+            self.document_offsets,
+            self.row_numbers.repeat(2),
+            columns=columns,
         )
 
     def describe_numbers(self, rows: np.ndarray) -> str:
@@ -200,7 +230,7 @@ class TokenizedRows:
         """Tokens of each row's learned documents that a model computes in one micro-batch, int64
         [rows].
         """
-        if len(self.desired):
+        if self.learns == "first_document":
             return self.splits
         return self.num_computed(shares_prompts=shares_prompts)
 
@@ -219,11 +249,8 @@ class Lengths(NamedTuple):
         return sum(self.of_documents) - sum(self.shared or ())
 
 
-INDEXED_BY: dict[str, str] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(TokenizedRows, include_extras=True).items()
-    if name != "offsets"
-}
+# The arrays that all rows have, in the order of `TokenizedRows.digest`.
+_ARRAYS = ("input_ids", "learned", "offsets", "row_numbers", "splits")
 NO_ROWS = TokenizedRows(
     np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64)
 )
@@ -236,31 +263,46 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
         renumber: whether the parts are datasets of their own: then row numbers continue from part
             to part.
     Raises:
-        ValueError: only some of the parts have an array. Rows without images may be beside rows
+        ValueError: only some of the parts have a column. Rows without images may be beside rows
             with some.
     """
+    # Parts without rows say nothing about columns.
+    parts = [part for part in parts if len(part)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in INDEXED_BY}
-    tokens = np.cumsum([0, *(len(part.input_ids) for part in parts)])
-    offsets = np.concatenate(
-        [[0], *(part.offsets[1:] + first for part, first in zip(parts, tokens, strict=False))]
-    )
+    lengths = [len(part.input_ids) for part in parts]
+    firsts = np.cumsum([0, *lengths[:-1]])
+    ends = [part.offsets[1:] + first for part, first in zip(parts, firsts, strict=True)]
+    row_numbers = np.concatenate([part.row_numbers for part in parts])
     if renumber:
         # After the highest number, not the count: rows that were left out keep their numbers.
         last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) for part in parts)])
-        arrays["row_numbers"] += last[:-1].repeat([len(part) for part in parts])
-    sizes = [NO_ROWS.image_sizes]
-    if len(arrays["images"]):
-        # np.resize fills the rows of a part without images with zeros.
-        sizes += [np.resize(part.image_sizes, (len(part), 2)) for part in parts]
-    arrays["image_sizes"] = np.concatenate(sizes)
-    joined = TokenizedRows(offsets=offsets, **arrays)
-    counts = {"token": tokens[-1], "row": len(joined), "document": len(joined.document_offsets) - 1}
-    # An array is empty where rows have no such thing: then it has to be empty in all parts.
-    for name, index in INDEXED_BY.items():
-        if index in counts and len(arrays[name]) not in (0, counts[index]):
+        row_numbers += last[:-1].repeat([len(part) for part in parts])
+    splits = np.concatenate([part.splits for part in parts])
+    if len(splits) not in (0, len(row_numbers)):
+        raise ValueError("only some of the tables to join have splits")
+    if len({part.learns for part in parts}) > 1:
+        raise ValueError("the tables to join learn other documents of their rows")
+    return TokenizedRows(
+        np.concatenate([part.input_ids for part in parts]),
+        np.concatenate([part.learned for part in parts]),
+        np.concatenate([[0], *ends]),
+        row_numbers,
+        splits,
+        parts[0].learns,
+        _join_columns([part.columns for part in parts]),
+        join_images([part.images for part in parts], [len(part) for part in parts]),
+    )
+
+
+def _join_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """The columns that all parts have. Raises ValueError if only some of them have one."""
+    joined = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        if not all(name in part for part in parts):
             raise ValueError(f"only some of the tables to join have {name}")
+        values = np.concatenate([part[name].values for part in parts])
+        joined[name] = Column(parts[0][name].per, values)
     return joined
 
 

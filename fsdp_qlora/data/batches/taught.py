@@ -45,15 +45,6 @@ def bytes_per_token(k: int) -> int:
     return 4 * k + 2 * (k + 1)
 
 
-def target_numbers(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-    """The number of each target among all of the table."""
-    # Those of a row follow each other, so each row's first number and its count are enough.
-    ends = table.num_targets.cumsum()[rows]
-    counts = table.num_targets[rows]
-    numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
-    return {"table_indices": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
-
-
 def rounded(found: np.ndarray, k: int) -> Arrays:
     """The arrays of a file. found: float32 [targets, 2 * k + 1], as `TopTokens` has them."""
     with np.errstate(invalid="ignore"):  # of ids that are no numbers: `TaughtRows.check` says so

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TAUGHT, TEXTS, RowKind
 from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
-from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
+from fsdp_qlora.data.batches.rows import Column, TokenizedRows
 from fsdp_qlora.data.content import BadRow, Content, Rendered, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
@@ -86,7 +87,7 @@ def tokenize_batch(
     chosen = _choose(encoded, report)
     if row_kind == LABELS:
         chosen = with_mismatched_answers(chosen, context_length)
-    return _flatten(chosen), lengths
+    return _flatten(chosen, row_kind), lengths
 
 
 def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
@@ -161,13 +162,11 @@ def dummy_rows(
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned = np.ones(length, dtype=np.bool_)
     split = None if kind == TEXTS else context_length
-    # A label makes the model learn the first document alone: the second is the teacher's.
-    desired = True if kind == TAUGHT else None
     rows = [
-        EncodedRow(row_number, row, learned, split=split, desired=desired)
+        EncodedRow(row_number, row, learned, split=split)
         for row_number, row in enumerate(ids, start=1)
     ]
-    tokenized = _flatten(rows)
+    tokenized = _flatten(rows, kind)
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
@@ -187,8 +186,9 @@ def _render(
     return rendered
 
 
-def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
-    names = b"".join(name for row in rows for name in row.images)
+def _flatten(rows: Sequence[EncodedRow], kind: RowKind) -> TokenizedRows:
+    labels = [row.desired for row in rows if row.desired is not None]
+    columns = {"desired": Column("row", np.array(labels, np.bool_))} if labels else {}
     # An empty array first: no rows at all have the types of the others, too.
     learned = np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)])
     return TokenizedRows(
@@ -197,11 +197,19 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
         offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
         row_numbers=np.array([row.row_number for row in rows], dtype=np.int64),
         splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
-        desired=np.array([row.desired for row in rows if row.desired is not None], dtype=np.bool_),
-        images=np.frombuffer(names, dtype=np.uint8).reshape(-1, 16),
-        image_sizes=np.array(
-            [(len(row.images), row.image_values) for row in rows if names], np.int64
-        ).reshape(-1, 2),
+        learns="first_document" if kind.num_learned < kind.num_documents else "all",
+        columns=columns,
+        images=_images_of(rows),
+    )
+
+
+def _images_of(rows: Sequence[EncodedRow]) -> RowImages:
+    names = b"".join(name for row in rows for name in row.images)
+    if not names:
+        return NO_IMAGES
+    sizes = [(len(row.images), row.image_values) for row in rows]
+    return RowImages(
+        np.frombuffer(names, dtype=np.uint8).reshape(-1, 16), np.array(sizes, dtype=np.int64)
     )
 
 
@@ -251,8 +259,9 @@ def describe_sample(
         sides: names of its documents, if they are neither a pair nor an answer with a label.
     """
     texts = list[str]()
-    labels = ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
-    sides = sides or labels or ["chosen", "rejected"]
+    if "desired" in tokenized.columns and not sides:
+        sides = ["desired" if tokenized.columns["desired"].values[row] else "not desired"]
+    sides = sides or ["chosen", "rejected"]
     for document, side in zip(tokenized.documents([row]), sides, strict=False):
         bounds = slice(*tokenized.document_offsets[document : document + 2])
         ids = tokenized.input_ids[bounds]

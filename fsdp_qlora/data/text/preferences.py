@@ -102,7 +102,7 @@ def read_pair(row: Row) -> PreferenceRow:
 
 def read_taught(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
     """A row as the student sees it, and `for_teacher`. Raises BadRow."""
-    return PreferenceRow([read(row), read(for_teacher(row, asked))], [True, True])
+    return PreferenceRow([read(row), read(for_teacher(row, asked))])
 
 
 def for_teacher(row: Row, asked: str) -> Row:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.batches.taught import target_numbers
+from fsdp_qlora.data.batches.target_values import number_targets
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.rl.client import BYTES_PER_TOKEN, COMPLETIONS, MOST_BYTES, Server
@@ -39,7 +39,7 @@ class ServerTeacher:
         """
         # Rows that nobody has asked about, such as a probe's, may have more targets: the remainder
         # keeps their numbers in range.
-        numbers = target_numbers(table, rows)["table_indices"] % len(self._values)
+        numbers = number_targets(table, rows)["numbers"] % len(self._values)
         ids, logps = self._values[numbers].tensor_split([self.k], dim=1)
         return {"teacher_ids": ids.long(), "teacher_logps": logps}
 

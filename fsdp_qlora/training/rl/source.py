@@ -51,15 +51,16 @@ def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
         [completion.token_ids for completion in completions],
         [rollout.row for rollout in rollouts],
     )
-    columns = {"advantages": np.array([rollout.advantage for rollout in rollouts], np.float32)}
+    advantages_of_rows = np.array([rollout.advantage for rollout in rollouts], np.float32)
+    table = table.with_columns("row", advantages=advantages_of_rows)
     # All rollouts of a generation have log-probabilities, or none.
     if rollouts[0].old_logps is not None:
         old_logps = [rollout.old_logps for rollout in rollouts]
-        columns["old_logps"] = _by_token(prompts, old_logps)
+        table = table.with_columns("token", old_logps=_by_token(prompts, old_logps))
     if completions[0].logps is not None:
         sampled_logps = [completion.logps for completion in completions]
-        columns["sampled_logps"] = _by_token(prompts, sampled_logps)
-    return dataclasses.replace(table, **columns)
+        table = table.with_columns("token", sampled_logps=_by_token(prompts, sampled_logps))
+    return table
 
 
 def _by_token(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
@@ -94,8 +95,7 @@ def taught_table(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> 
         offsets=documents.offsets[::2],
         row_numbers=documents.row_numbers[::2],
         splits=np.diff(documents.offsets)[::2],
-        # Rows with a label learn the first document alone, the student's.
-        desired=np.ones(len(rows), np.bool_),
+        learns="first_document",
     )
 
 
@@ -294,7 +294,7 @@ class Rollouts:
         Raises:
             RolloutError: it does not, and its answers would stay the base's.
         """
-        sampled = table.sampled_logps
+        sampled = table.columns["sampled_logps"].values
         count = table.num_targets.sum()
         # Tokens of prompts are 0 on all sides.
         to_model = float(np.abs(sampled - logps).sum() / count)

@@ -23,7 +23,7 @@ from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_al
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import StepRows
-from fsdp_qlora.data.batches.taught import target_numbers
+from fsdp_qlora.data.batches.target_values import number_targets
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.shards import build_mesh, local_part
 from fsdp_qlora.distributed.supervision.stops import Control
@@ -60,7 +60,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def told(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
     """What a teacher may say of the tokens of rows."""
-    count = len(target_numbers(table, rows)["table_indices"])
+    count = len(number_targets(table, rows)["numbers"])
     k = TrainConfig.top_k
     return {
         "teacher_ids": torch.arange(k).repeat(count, 1),
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
     schedule = make_schedule(options, run_data, ranks.world_size)
     run_plan = Plan(placed, run_data, schedule, warmup_steps=0)
     if args.distill == "teacher":
-        forward = build_forward(options, run_plan, ranks, Control(), target_numbers)
+        forward = build_forward(options, run_plan, ranks, Control())
     else:
         trainer = build_trainer(options, run_plan, ranks, of_targets=told if args.distill else None)
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32

@@ -1,0 +1,56 @@
+"""Values of each target besides its token, by name: `MicroBatch.target_values`.
+
+N is the number of a micro-batch's targets. Values that a micro-batch has:
+
+- Completions that the run has sampled: `advantages` and `shares` (one over the targets of its row),
+  and `old_logps` and `sampled_logps` where rows have these columns, float32 [N]. Written by
+  micro_batch.py, read by `objective.Policy`.
+- Rows whose turns have weights: `weights`, float32 [N]. Written by micro_batch.py, read by the loss
+  of `objective.TokenMean`.
+- Rows with a teacher's probabilities: `teacher_ids`, int64 [N, k], and `teacher_logps`, float32
+  [N, k + 1]. Written by the collator's `of_targets` (a teacher's files, or its server), read by the
+  loss of `objective.Distillation`.
+- Targets whose values are collected into an array: `numbers`, int64 [N]. Written by the collator's
+  `of_targets`, if it is `number_targets` or `number_tokens`; read by training/forward.py.
+- A client's rows: what its loss reads (service/losses.py), `target_tokens`, `datum` and `places`,
+  [N, K]. Written by service/messages.py, read by service/training.py.
+"""
+
+import numpy as np
+import torch
+
+from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
+
+
+def target_indices(table: TokenizedRows, rows: Numbers) -> np.ndarray:
+    """The index of each target of some rows among the table's tokens, int64 [N]."""
+    documents = table.learned_documents(rows)
+    # From the second token on: nothing precedes the first one, which is never a target.
+    firsts = table.document_offsets[documents] + 1
+    ends = table.document_offsets[documents + 1]
+    indices = [np.zeros(0, np.int64)]
+    for first, end in zip(firsts, ends, strict=True):
+        indices.append(first + np.flatnonzero(table.learned[first:end]))
+    return np.concatenate(indices)
+
+
+def number_tokens(table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
+    """Number the targets of some rows by their index among the table's tokens.
+
+    Rows without a target have one number, of the target that counts nothing.
+    """
+    indices = target_indices(table, rows)
+    return {"numbers": torch.from_numpy(indices if len(indices) else np.zeros(1, np.int64))}
+
+
+def number_targets(table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
+    """Number the targets of some rows among the table's targets.
+
+    Rows have one document each. Rows without a target have one number, as of `number_tokens`.
+    """
+    # Those of a row follow each other, so each row's first number and its count are enough.
+    chosen = np.asarray(rows, np.int64)
+    ends = table.num_targets.cumsum()[chosen]
+    counts = table.num_targets[chosen]
+    numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
+    return {"numbers": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
