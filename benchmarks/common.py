@@ -32,6 +32,7 @@ from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.shards import shard_size
 from fsdp_qlora.model import model_parts
+from fsdp_qlora.model.formats.stored_tensors import StoredTensor
 from fsdp_qlora.planning.placement import place
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
@@ -39,7 +40,6 @@ from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model
 from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
-from fsdp_qlora.sharding.loading.stored_tensors import StoredTensor
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.trainer import Trainer
 

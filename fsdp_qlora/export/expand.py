@@ -28,7 +28,7 @@ from fsdp_qlora.export.model_folder import (
 from fsdp_qlora.model.architecture.config import NEW_BLOCKS, load_config
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.experts import loops_over_experts
-from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.formats.methods import take_format
 from fsdp_qlora.model.quantizers.routed import is_transposed
 from fsdp_qlora.sharding.loading.heads import settle_head
 from fsdp_qlora.sharding.loading.load_weights import describe_left_out, match_tensors
@@ -49,7 +49,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True)
     config = load_config(folder, model_name)
-    packed = take_packed(config, model_name, folder)
+    packed = take_format(config, model_name, folder)
     # A configuration may be left over, with files in which nothing is quantized.
     if packed and packed.scaled != set():
         raise UserError(

@@ -38,9 +38,10 @@ from fsdp_qlora.model.architecture.config import load_config
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.architecture.structure import has_tied_embeddings, persistent_buffers
 from fsdp_qlora.model.build_model import LayerOptions, build_model
-from fsdp_qlora.model.quantizers.packed import take_packed
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
-from fsdp_qlora.model.quantizers.settings import KEYS, MODELOPT_FILE
+from fsdp_qlora.model.formats.bitsandbytes import BitsandbytesFormat
+from fsdp_qlora.model.formats.methods import take_format
+from fsdp_qlora.model.formats.published import PublishedFormat
+from fsdp_qlora.model.formats.settings import KEYS, MODELOPT_FILE
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
 from fsdp_qlora.sharding.loading.load_weights import (
@@ -255,7 +256,7 @@ class Merge:
     original: MergedModel
     config: PretrainedConfig
     layers: Mapping[str, Any]
-    stored: PackedFormat | None
+    stored: PublishedFormat | None
 
     def on(
         self, base: str, ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None
@@ -296,9 +297,9 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     config = load_config(folder, name, trust_remote_code=with_code)
     # bitsandbytes' codes are loaded into layers (`packed`); other formats are decoded as they are
     # read (`stored`).
-    in_files = take_packed(config, name, folder)
+    in_files = take_format(config, name, folder)
     packed = stored = None
-    if in_files and in_files.quantizer == BITSANDBYTES:
+    if isinstance(in_files, BitsandbytesFormat):
         packed = in_files
     else:
         stored = in_files
@@ -360,7 +361,7 @@ def _tensors_to_merge(
 
 
 def _quantized_model(
-    config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None
+    config: PretrainedConfig, run: TrainConfig, packed: PublishedFormat | None
 ) -> PreTrainedModel:
     """The base of the run on the meta device, with quantized layers and without an adapter."""
     quantizer = run.kind.quantizer

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.config.train_types import QUANT_TYPES
 from fsdp_qlora.model.architecture.config import load_config
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.experts import quantizable_weights, route_experts
+from fsdp_qlora.model.formats.bitsandbytes import BitsandbytesFormat, bitsandbytes_config
+from fsdp_qlora.model.formats.methods import WRITTEN, take_format
+from fsdp_qlora.model.formats.settings import MODELOPT_FILE
+from fsdp_qlora.model.formats.written import WrittenFormat
 from fsdp_qlora.model.quantizers.base import packed_forms
-from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
+from fsdp_qlora.model.quantizers.bnb_4bit import BITSANDBYTES, Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.model.quantizers.e2m1 import global_scale
-from fsdp_qlora.model.quantizers.packed import take_packed
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES
-from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, MODELOPT_FILE
 from fsdp_qlora.model.quantizers.table import quantize_layers
-from fsdp_qlora.model.quantizers.written import compressed_config, compressed_forms
 from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
 from fsdp_qlora.sharding.loading.load_weights import (
     check_finite,
@@ -178,8 +178,8 @@ def quantize_model(
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = load_config(folder, model_name, trust_remote_code=trust_remote_code)
-    stored = take_packed(config, model_name, folder)
-    if stored and stored.quantizer == BITSANDBYTES:
+    stored = take_format(config, model_name, folder)
+    if isinstance(stored, BitsandbytesFormat):
         raise UserError(
             f"model_name {model_name} is quantized to 4 bits already; training can "
             "load it as it is."
@@ -210,40 +210,19 @@ def quantize_model(
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     content = with_own_head(read_json(folder / "config.json"), config)
     if quantizer != BITSANDBYTES:
-        content["quantization_config"] = compressed_config(quant_type, plain)
+        written = WRITTEN[quant_type]
+        content["quantization_config"] = written.config(plain)
         with new_model_folder(out, folder, content) as partial:
-            _write_published(
-                partial, weights, names, [*quantized_layers(model)], quant_type, content
-            )
+            _write_published(partial, weights, names, [*quantized_layers(model)], written, content)
         return
     if has_experts:
         log.info(
             "The experts are in 4 bits too, for which bitsandbytes has no format: training can "
             "load the saved model, transformers cannot."
         )
-    content["quantization_config"] = _bitsandbytes_config(options, plain, has_experts=has_experts)
+    content["quantization_config"] = bitsandbytes_config(plain, **options, has_experts=has_experts)
     with new_model_folder(out, folder, content) as partial:
         _write_weights(partial, model, weights)
-
-
-def _bitsandbytes_config(
-    options: Mapping[str, Any], plain: Sequence[str], *, has_experts: bool
-) -> dict[str, Any]:
-    """The quantization_config of a model in bitsandbytes' format.
-
-    options: of the quantizer. plain: paths of linear layers that are not quantized.
-    """
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=options["quant_type"],
-        bnb_4bit_use_double_quant=options["double_quant"],
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=list(plain),
-    )
-    content: dict[str, Any] = quantization.to_dict()
-    if has_experts:
-        content[EXPERTS_KEY] = True
-    return content
 
 
 def _write_published(
@@ -251,7 +230,7 @@ def _write_published(
     weights: Weights,
     names: Sequence[str],
     quantized: Sequence[str],
-    quant_type: str,
+    written: WrittenFormat,
     content: Any,
 ) -> None:
     """Write weights in a format of compressed-tensors.
@@ -265,18 +244,18 @@ def _write_published(
         part.name: part.name for name in quantized for part in files.parts(weights.sources[name])
     }
     for name in chosen:
-        forms |= compressed_forms(quant_type, name, forms.pop(name).shape)
+        forms |= written.forms(name, forms.pop(name).shape)
     target = new_weights(folder, forms)
     # Read as the configuration that was just made says: writing and reading share one definition.
-    new = WeightFiles(folder, take_packed(PretrainedConfig(**content), ""))
+    new = WeightFiles(folder, take_format(PretrainedConfig(**content), ""))
     # Codes of NVFP4 depend on the largest magnitude of the whole weight, so all weights are read
     # once before.
-    if quant_type == "nvfp4":
+    if written.has_global_scale:
         largest = dict.fromkeys(chosen, torch.zeros(()))
         for name, _, values in read_pieces(files, chosen, "Measuring"):
             largest[name] = torch.maximum(largest[name], values.abs().max().float())
         for name, value in largest.items():
-            target.write(f"{name}_global_scale", 0, global_scale(value))
+            target.write(written.global_scale_of(name), 0, global_scale(value))
     everything = dict(zip(names, names, strict=True))
     for name, part, values in read_pieces(files, everything, "Quantizing", new.unit):
         check_finite(values, name)

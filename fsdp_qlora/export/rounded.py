@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fsdp_qlora.export.merge import Merge, MergedModel, spans
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS, PackedFormat
+from fsdp_qlora.model.formats.published import PublishedFormat
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -31,7 +31,7 @@ class RoundedModel(MergedModel):
 
     keeps_format = True
     raw: WeightFiles
-    stored: PackedFormat
+    stored: PublishedFormat
 
     def forms(self) -> dict[str, TensorForm]:
         # Tensors of the files as they are, in their order. Weights that are stored plain have the
@@ -94,7 +94,7 @@ def rounded(merge: Merge) -> RoundedModel:
 
     Raises UserError if they have none that is written.
     """
-    if merge.stored is None or merge.stored.quantizer in (INTEGERS, BITSANDBYTES):
+    if merge.stored is None or not merge.stored.is_written:
         stored = merge.stored.name if merge.stored else "16 or 32 bits"
         raise UserError(
             f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in "

@@ -29,10 +29,10 @@ from fsdp_qlora.model.architecture.rope import compute_rope_by_row
 from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
+from fsdp_qlora.model.formats.published import PublishedFormat
+from fsdp_qlora.model.formats.quantized_layers import choose_quantized
 from fsdp_qlora.model.model_parts import ModelParts
-from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 from fsdp_qlora.model.quantizers.routed import experts_forward
-from fsdp_qlora.model.quantizers.scaled import choose_quantized
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
 
@@ -51,7 +51,7 @@ class LayerOptions:
 
     lora: LoraOptions
     quantizer: Mapping[str, Any] = field(default_factory=dict)
-    prequantized: PackedFormat | None = None
+    prequantized: PublishedFormat | None = None
     new_blocks: Sequence[int] = ()
 
 
@@ -120,9 +120,10 @@ def build_model(
         quantizer = train_type.quantizer
         options = dict(layers.quantizer)
         # Weight files that are quantized already determine the format.
-        if packed and packed.options is not None:
+        stored = packed.layer_options() if packed else None
+        if packed and packed.quantizer and stored is not None:
             quantizer = packed.quantizer
-            options = dict(packed.options)
+            options = dict(stored)
         options["compute_dtype"] = precision.compute_dtype
         quantize_layers(model, meta.quantized, meta.quantized_experts, quantizer, **options)
     if train_type.adapter:

@@ -37,11 +37,12 @@ from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.architecture.token_mixers import missing_kernels
 from fsdp_qlora.model.architecture.tokenizer import end_tokens, load_tokenizer
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.model.formats.methods import take_format
+from fsdp_qlora.model.formats.published import PublishedFormat
+from fsdp_qlora.model.formats.settings import is_quantized
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
-from fsdp_qlora.model.quantizers.packed import take_packed
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
-from fsdp_qlora.model.quantizers.settings import is_quantized
+from fsdp_qlora.model.quantizers.bnb_4bit import BITSANDBYTES
 from fsdp_qlora.model.row_sharing import check_context
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.sharding.loading.heads import needs_weights, settle_head
@@ -128,9 +129,9 @@ class ModelPlan:
     documents: str | None
     """Attention implementation for rows without padding; None if there is none, or rows are padded.
     """
-    packed: PackedFormat | None
+    packed: PublishedFormat | None
     """How the weight files are quantized, if they are trained on as they are."""
-    stored: PackedFormat | None
+    stored: PublishedFormat | None
     """The format of weight files that are decoded as they are read."""
     adapter: LoraConfig | None
     """Configuration of the saved adapter; None where a whole model is saved."""
@@ -382,7 +383,7 @@ def _ties_rows(name: str) -> UserError:
 
 def take_formats(
     config: TrainConfig, model_config: PretrainedConfig, folder: Path
-) -> tuple[PackedFormat | None, PackedFormat | None]:
+) -> tuple[PublishedFormat | None, PublishedFormat | None]:
     """Take the quantization of a model's weight files out of its configuration.
 
     Returns:
@@ -391,7 +392,7 @@ def take_formats(
     Raises:
         UserError: the format is unknown, or the train type trains other models.
     """
-    packed = take_packed(model_config, config.model_name, folder)
+    packed = take_format(model_config, config.model_name, folder)
     kind = TRAIN_TYPES[config.train_type]
     if packed is None or not packed.is_kept(kind.quantizer, config.quant_type):
         return None, packed
@@ -436,7 +437,7 @@ def with_new_tokens(
 
 
 def layer_options(
-    config: TrainConfig, model_config: PretrainedConfig, packed: PackedFormat | None = None
+    config: TrainConfig, model_config: PretrainedConfig, packed: PublishedFormat | None = None
 ) -> LayerOptions:
     """How layers are quantized and adapted.
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 from fsdp_qlora.model.architecture.config import load_config
-from fsdp_qlora.model.quantizers import patterns
-from fsdp_qlora.model.quantizers.packed import take_packed
-from fsdp_qlora.model.quantizers.packed_format import INTEGERS
+from fsdp_qlora.model.formats import patterns
+from fsdp_qlora.model.formats.integers import IntegerFormat
+from fsdp_qlora.model.formats.methods import take_format
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import DTYPES
@@ -172,7 +172,7 @@ def _replace(rng: random.Random, value: dict[str, Any], other: Any) -> None:
 )
 def test_published_settings_are_read(published: dict[str, Any]) -> None:
     assert (
-        take_packed(PretrainedConfig(quantization_config=copy.deepcopy(published)), "m") is not None
+        take_format(PretrainedConfig(quantization_config=copy.deepcopy(published)), "m") is not None
     )
 
 
@@ -183,7 +183,7 @@ def test_patterns_that_cannot_be_used_are_refused(
     monkeypatch.setattr(patterns, "_SECONDS", 1.0)
     for names in ({"ignore": [pattern]}, {"llm_int8_skip_modules": [pattern.removeprefix("re:")]}):
         about = PUBLISHED[-1] if "ignore" not in names else PUBLISHED[0]
-        packed = take_packed(PretrainedConfig(quantization_config={**about, **names}), "m")
+        packed = take_format(PretrainedConfig(quantization_config={**about, **names}), "m")
         assert packed is not None
         with pytest.raises(UserError, match=r"config\.json has"):
             packed.chosen(PATHS, [])
@@ -199,7 +199,7 @@ def test_hostile_settings_are_read_or_refused_in_one_sentence(
         content = {"model_type": "llama", **SIZES, "quantization_config": hostile(rng), **where}
         (place / "config.json").write_text(json.dumps(content))
         try:
-            packed = take_packed(load_config(place, "m"), "m", place)
+            packed = take_format(load_config(place, "m"), "m", place)
             if packed:
                 packed.chosen(PATHS, [])
         except UserError as error:
@@ -272,8 +272,8 @@ def test_hostile_tensors_are_read_or_refused_in_one_sentence(
                 ] = value.clone()
         shutil.copyfile(folders[index] / "config.json", place / "config.json")
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-        packed = take_packed(load_config(place, "m"), "m", place)
-        if packed and packed.quantizer != INTEGERS and rng.random() < 0.5:
+        packed = take_format(load_config(place, "m"), "m", place)
+        if packed and not isinstance(packed, IntegerFormat) and rng.random() < 0.5:
             files = WeightFiles(place, packed=packed)
         else:
             files = WeightFiles(place, packed)

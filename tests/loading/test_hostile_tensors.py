@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.model.quantizers.packed_format import INTEGERS
+from fsdp_qlora.model.formats.integers import IntegerFormat
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
@@ -134,7 +134,7 @@ def test_tensors_that_do_not_fit_their_format_are_refused_by_name(
     folder = save_changed(form, changes, models, tmp_path / "model")
     stored = format_of(folder)
     for options in ({"stored": stored}, {"packed": stored})[
-        : 1 if stored.quantizer == INTEGERS else 2
+        : 1 if isinstance(stored, IntegerFormat) else 2
     ]:
         with pytest.raises(UserError) as error:
             WeightFiles(folder, **options)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PretrainedConfig
 
-from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.formats.methods import take_format
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.metrics import read_metrics
@@ -226,6 +226,6 @@ def test_integers_that_do_not_fit_are_refused_by_name(
 )
 def test_integers_in_other_layouts_are_refused_by_name(settings: dict, label: str) -> None:
     with pytest.raises(UserError) as error:
-        take_packed(PretrainedConfig(quantization_config=settings), "m")
+        take_format(PretrainedConfig(quantization_config=settings), "m")
     assert f"model_name m is quantized as {label}, which is not supported: " in str(error.value)
     assert "Give the model with 16- or 32-bit" in str(error.value)

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fsdp_qlora.model.quantizers.packed import take_packed
-from fsdp_qlora.model.quantizers.packed_format import PackedFormat
+from fsdp_qlora.model.formats.methods import take_format
+from fsdp_qlora.model.formats.published import PublishedFormat
 from fsdp_qlora.planning.offers.find_model import known_config
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
@@ -131,7 +131,7 @@ def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
         UserError,
         match=f"is quantized as {name}, which is not supported. Give the model with 16- or",
     ):
-        take_packed(config, "m")
+        take_format(config, "m")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
 )
 def test_known_models_are_planned_in_their_published_format(name: str, form: str) -> None:
     config = known_config(name)
-    found = take_packed(config, name) if config else None
+    found = take_format(config, name) if config else None
     assert found is not None and found.name == form
     assert found.is_kept("bnb_4bit", "auto") == (form != "INT4")
 
@@ -204,8 +204,8 @@ def save_mxfp4(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     return {}
 
 
-def format_of(folder: Path) -> PackedFormat:
-    found = take_packed(AutoConfig.from_pretrained(folder), "m")
+def format_of(folder: Path) -> PublishedFormat:
+    found = take_format(AutoConfig.from_pretrained(folder), "m")
     assert found is not None
     return found
 

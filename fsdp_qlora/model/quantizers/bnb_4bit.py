@@ -26,7 +26,6 @@ three bits of exponent and mantissa in bitsandbytes' own order.
 import functools
 import json
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import bitsandbytes
@@ -40,9 +39,8 @@ from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes,
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that
-# marks it as 4-bit.
-_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+BITSANDBYTES = "bnb_4bit"  # its row of QUANTIZERS
+# The suffix that bitsandbytes appends to the name of a 4-bit weight for the state that marks it.
 PACKED_STATE = ".quant_state.bitsandbytes__"
 # enough for the JSON of any shape: a file's layout must not depend on the mean's digits
 _STATE_BYTES = 256
@@ -377,17 +375,3 @@ def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
 def _nested_code(device: torch.device) -> torch.Tensor:
     """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
     return bnb.create_dynamic_map().to(device)
-
-
-# --- the format in files ---
-
-
-def packed_tensors(names: Iterable[str]) -> set[str]:
-    """The names of the tensors that 4-bit weights consist of.
-
-    names: all tensors of a model's files.
-    """
-    states = {name for name in names if PACKED_STATE in name}
-    return states | {
-        name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES
-    }

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-from fsdp_qlora.sharding.loading.stored_tensors import DecodedTensor, ReadStored
+from fsdp_qlora.model.formats.stored_tensors import DecodedTensor, ReadStored
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.names import ModelNames, shared_names
-from fsdp_qlora.model.quantizers.packed_format import PackedFormat
+from fsdp_qlora.model.formats.published import PublishedFormat
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.safetensors_files import INDEX
@@ -39,9 +39,9 @@ def ties(config: PretrainedConfig) -> bool:
 def settle_head(
     config: PretrainedConfig,
     folder: Path,
-    stored: PackedFormat | None = None,
+    stored: PublishedFormat | None = None,
     *,
-    packed: PackedFormat | None = None,
+    packed: PublishedFormat | None = None,
     trust_remote_code: bool = False,
 ) -> bool:
     """Untie embeddings and head in a configuration if the model in the folder has them apart.

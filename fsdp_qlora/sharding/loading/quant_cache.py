@@ -148,7 +148,7 @@ class CachedWeights(WeightFiles):
     def __init__(self, folder: Path, original: WeightFiles) -> None:
         try:
             self.checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
-            super().__init__(folder, as_bytes=True)
+            super().__init__(folder, in_bytes=True)
             if self.checksums.keys() != self.files.keys():
                 raise ValueError("its tensors and its checksums do not match")
         except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -233,7 +233,7 @@ def write_entry(
         # Checksums are of what the files give back, not of what was meant to be written. The ranks
         # share the work of reading.
         with _together(target.parent, mesh):
-            written = WeightFiles(folder, as_bytes=True)
+            written = WeightFiles(folder, in_bytes=True)
             checksums = {
                 name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]
             }

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
-from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.sharding.loading.decoded import find_decoded, find_packed
-from fsdp_qlora.sharding.loading.stored_tensors import DecodedTensor, StoredTensor
+from fsdp_qlora.model.formats.bitsandbytes import packed_tensors
+from fsdp_qlora.model.formats.find_weights import decode_weights, keep_weights
+from fsdp_qlora.model.formats.published import PublishedFormat
+from fsdp_qlora.model.formats.stored_tensors import DecodedTensor, StoredTensor
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
@@ -65,7 +65,7 @@ class WeightFiles:
             shapes.
         packed: the format of tensors that are presented as bytes, under the names that quantized
             layers give them.
-        as_bytes: present every tensor as bytes, not only those of packed weights.
+        in_bytes: present every tensor as bytes, not only those of packed weights.
         file: use only this file of the folder.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
@@ -78,25 +78,25 @@ class WeightFiles:
     def __init__(
         self,
         folder: Path,
-        stored: PackedFormat | None = None,
+        stored: PublishedFormat | None = None,
         *,
-        packed: PackedFormat | None = None,
-        as_bytes: bool = False,
+        packed: PublishedFormat | None = None,
+        in_bytes: bool = False,
         file: str | None = None,
     ) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._lock = threading.Lock()
         entries = _read_header(folder / file) if file else self._index()
-        for name in entries if as_bytes else packed_tensors(entries):
+        for name in entries if in_bytes else packed_tensors(entries):
             if name in entries:
                 entries[name] = entries[name].in_bytes()
         self._entries = entries
         if packed:
             # Turns entries into bytes in place, and so comes before `_tensors`.
-            decoded, unknown = find_packed(packed, entries)
+            decoded, unknown = keep_weights(packed, entries)
         else:
-            decoded, unknown = find_decoded(stored, entries, folder)
+            decoded, unknown = decode_weights(stored, entries)
         self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = dict(self._entries)
         self._tensors |= decoded
         files = {name: entry.file for name, entry in self._entries.items()}

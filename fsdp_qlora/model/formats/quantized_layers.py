@@ -9,16 +9,16 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.model.architecture.names import ModelNames
 from fsdp_qlora.model.architecture.structure import canonical_name
-from fsdp_qlora.model.quantizers.packed_format import PackedFormat
+from fsdp_qlora.model.formats.published import PublishedFormat
 
 
 def choose_quantized(
-    model: PreTrainedModel, packed: PackedFormat, linears: Sequence[str], experts: Sequence[str]
+    model: PreTrainedModel, packed: PublishedFormat, linears: Sequence[str], experts: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """The linear layers and expert parameters of a plain model that are quantized in its files.
 
     Without files, those of which the configuration says so. Raises UserError as
-    `PackedFormat.chosen`.
+    `PublishedFormat.chosen`.
     """
     # Before a download, for a plan.
     if packed.scaled is None:

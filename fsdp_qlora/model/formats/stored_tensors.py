@@ -1,6 +1,7 @@
-"""Tensors in files, and tensors that are decoded from them one part at a time."""
+"""Tensors in files, those of a quantized weight, and tensors that are decoded from them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,42 @@ class StoredTensor(NamedTuple):
         return self._replace(
             dtype=torch.uint8, shape=torch.Size([*rows, columns * self.dtype.itemsize])
         )
+
+
+class Part(NamedTuple):
+    """One of the tensors that a quantized weight consists of."""
+
+    source: str
+    """The tensor's name in the files."""
+    tensor: StoredTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A quantized weight's tensors in the files."""
+
+    name: str
+    """The weight's name in the model."""
+    codes: Part
+    scale: Part
+    global_scale: Part | None = None
+    """NVFP4's scale beyond those of groups."""
+    zero_point: Part | None = None
+    """For integers."""
+    group_index: Part | None = None
+    """For integers: the group of each column."""
+
+    @property
+    def folder(self) -> Path:
+        return self.codes.tensor.file.parent
 
 
 class DecodedTensor:
@@ -81,11 +118,25 @@ class DecodedTensor:
         raise UserError(f"{self.parts[0]} is in a format that weights cannot be rounded to here.")
 
 
-def wrong_type(name: str, entry: StoredTensor, types: Sequence[torch.dtype]) -> str:
+class Float32Tensor(DecodedTensor):
+    """A tensor of other floats as float32, or as the bytes of that."""
+
+    def __init__(self, part: Part, *, in_bytes: bool = False) -> None:
+        rounded = part.tensor._replace(dtype=torch.float32)
+        rounded = rounded.in_bytes() if in_bytes else rounded
+        # One number: an element, or its four bytes.
+        unit = torch.float32.itemsize // rounded.dtype.itemsize
+        super().__init__([part.source], rounded.shape, rounded.dtype, unit=unit)
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        return read(self.parts[0], begin, end).float().view(self.dtype)
+
+
+def wrong_type(part: Part, types: Sequence[torch.dtype]) -> str:
     """Say what is wrong with the type of a tensor; empty if nothing is."""
-    if entry.dtype in types:
+    if part.dtype in types:
         return ""
     return (
-        f"{name} is {str(entry.dtype)[6:]} and must be "
+        f"{part.source} is {str(part.dtype)[6:]} and must be "
         f"{' or '.join(str(dtype)[6:] for dtype in types)}"
     )

@@ -5,7 +5,7 @@ write it into config.json; modelopt writes hf_quant_config.json too, which some 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +18,6 @@ from fsdp_qlora.utils.text import shown, shown_name
 # The key by which this package marks models whose experts it has quantized (see bnb_4bit).
 EXPERTS_KEY = "fsdp_qlora_experts"
 MODELOPT_FILE = "hf_quant_config.json"
-# Values of quant_method that are read
-METHODS = (
-    "bitsandbytes",
-    "mxfp4",
-    "fp8",
-    "fbgemm_fp8",
-    "awq",
-    "gptq",
-    "compressed-tensors",
-    "modelopt",
-)
 # Keys of config.json; the second is that of old versions of compressed-tensors.
 KEYS = ("quantization_config", "compression_config")
 # Characters of a name or pattern; those of published models have about 100.
@@ -155,6 +144,7 @@ class Scheme(NamedTuple):
     strategy: str | None
     block: tuple[int, int] | None
     symmetric: bool | None = None
+    is_modelopt: bool = False
 
 
 class Settings(NamedTuple):
@@ -192,13 +182,15 @@ def is_quantized(config: PretrainedConfig, folder: Path) -> bool:
     return has_key or (folder / MODELOPT_FILE).is_file()
 
 
-def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> Settings | None:
+def take_settings(
+    config: PretrainedConfig, name: str, folder: Path | None, *, methods: Collection[str]
+) -> Settings | None:
     """Remove a quantization_config from a model's configuration and return it.
 
     None if the model is not quantized.
 
-    folder: the model's, whose hf_quant_config.json counts if config.json has nothing. Raises
-    UserError for a value of a wrong type.
+    folder: the model's, whose hf_quant_config.json counts if config.json has nothing. methods:
+    values of quant_method whose fields are read. Raises UserError for a value of a wrong type.
     """
     raw = None
     file = "config.json"
@@ -216,7 +208,7 @@ def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> S
             f"model_name {name}: {file} has quantization_config {shown(raw)}, not an "
             f"object. {_ADVICE}"
         )
-    return _read(raw, f"model_name {name}: {file}", file)
+    return _read(raw, f"model_name {name}: {file}", file, methods)
 
 
 def _take(config: PretrainedConfig, key: str) -> Any:
@@ -244,7 +236,7 @@ def _modelopt_file(folder: Path, name: str) -> Any:
         ) from error
 
 
-def _read(raw: Mapping[str, Any], place: str, file: str) -> Settings:
+def _read(raw: Mapping[str, Any], place: str, file: str, methods: Collection[str]) -> Settings:
     """Read a quantization_config. place: for messages."""
     inner = _fields(raw, {"quantization": _OBJECT}, place).get("quantization")
     # modelopt's own file has the fields one level deeper.
@@ -252,7 +244,7 @@ def _read(raw: Mapping[str, Any], place: str, file: str) -> Settings:
         raw = {"quant_method": "modelopt"} | dict(raw) | dict(inner)
     method = _fields(raw, {"quant_method": _TEXT}, place).get("quant_method", "")
     # The fields of a method that is not known may mean anything: only what a message says is read.
-    if method not in ("", *METHODS):
+    if method not in ("", *methods):
         fields = {
             key: raw[key]
             for key in ("checkpoint_format", "format", "version")
