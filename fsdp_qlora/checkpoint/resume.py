@@ -1,6 +1,4 @@
-"""Decides where a run starts: at step 0, or at the newest verified checkpoint if it is the same
-run.
-"""
+"""Decides where a run starts: at step 0, or at the newest verified checkpoint of the same run."""
 
 import contextlib
 import dataclasses
@@ -72,8 +70,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
-        """Lock the folder against other runs. Refuse it if it is in use, or holds something else
-        than this run.
+        """Lock the folder against other runs.
+
+        Refuses it if it is in use, or holds something else than this run.
         """
         if self._is_on_this_machine:
             origin = self.request.origin
@@ -98,8 +97,9 @@ class RunFolder:
         return self.ranks.rank < self.ranks.local_world_size
 
     def _refuse_another_run(self, facts: Mapping[str, Any]) -> None:
-        """Refuse the folder's run if it has other options or facts. The message names each with
-        both values.
+        """Refuse the folder's run if it has other options or facts.
+
+        The message names each with both values.
         """
         if (
             self._is_on_this_machine
@@ -114,8 +114,9 @@ class RunFolder:
                     refuse(self.path, changes)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
-        """Refuse the model's own folder, and another run's before weights are there. facts: known
-        without them.
+        """Refuse the model's own folder, and another run's before weights are there.
+
+        facts: those that are known without weights.
         """
         if self.path.resolve() == model_folder.resolve():
             raise UserError(
@@ -162,7 +163,8 @@ class RunFolder:
         all_write: bool = False,
     ) -> None:
         """Create the folder, remove an earlier run's results, and write `files` (name -> text).
-        Collective.
+
+        Called on every rank.
 
         Called when the model is loaded and verified: a run that cannot load removes nothing.
 
@@ -249,8 +251,9 @@ def choose_start(run: RunFolder) -> Start:
 
 
 def _has_started(output_dir: Path, request: StartRequest) -> bool:
-    """Whether a previous attempt has already started from an explicit `resume`, so that this one
-    continues its run.
+    """Whether a previous attempt has already started from an explicit `resume`.
+
+    Then this attempt continues its run.
 
     The folder decides, not the number of restarts: a previous attempt may have died before it wrote
     run.json.
@@ -264,8 +267,9 @@ def _has_started(output_dir: Path, request: StartRequest) -> bool:
 
 
 def _resume_folder(run: RunFolder, *, overwrite: bool) -> Start:
-    """Resume the folder's unfinished run. Refuse another run; with `overwrite` replace a finished
-    or another one.
+    """Resume the folder's unfinished run.
+
+    Refuses another run; with `overwrite`, replaces a finished or another one.
     """
     output_dir = run.path
     if not is_run(output_dir):
@@ -303,8 +307,9 @@ def _keep_result(run: RunFolder) -> Start:
 
 
 def _continue(run: RunFolder) -> Start:
-    """Resume the folder's run at its newest valid checkpoint. Without one, start again at its
-    origin or at step 0.
+    """Resume the folder's run at its newest valid checkpoint.
+
+    Without one, start again at its origin or at step 0.
     """
     output_dir = run.path
     root = run.path / CHECKPOINTS
@@ -404,9 +409,7 @@ def _start_from(run: RunFolder, path: Path) -> Start:
 
 
 def _newest_whole(run: RunFolder, root: Path) -> Start | None:
-    """The newest checkpoint that passes verification, None if there are none. Damaged ones are set
-    aside.
-    """
+    """The newest checkpoint that passes verification, or None. Damaged ones are set aside."""
     folders = checkpoint.published(root)
     # All bytes of a checkpoint are read for this, so older ones are looked at only if it fails.
     for folder in reversed(folders.values()):

@@ -1,6 +1,4 @@
-"""The folder of one run: its files, its lock, and how its run differs from the one that is about to
-start.
-"""
+"""The folder of one run: its files, its lock, and its differences from the run that starts."""
 
 import contextlib
 import fcntl
@@ -104,8 +102,9 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
 
 
 class Status:
-    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if log
-    lines were lost.
+    """Writes status.json, the state of a run.
+
+    It has state, step, saved_step, reason, exit_code, seconds, and `output` if log lines were lost.
 
     Does nothing on ranks other than 0. Errors are ignored: a full or missing disk is no reason to
     stop a run.
@@ -131,8 +130,9 @@ class Status:
         self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
 
     def keep(self, **values: Any) -> None:
-        """Set values that change in every step. They are written every few seconds, and with the
-        next update.
+        """Set values that change in every step.
+
+        They are written every few seconds, and with the next update.
         """
         self.values |= values
         if time.monotonic() - self._written_at > _STATUS_SECONDS:
@@ -272,8 +272,9 @@ class StartRequest:
 def find_differences(
     stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest
 ) -> list[str]:
-    """A line for each difference between a stored run and this start. facts: the facts of this
-    start to compare.
+    """A line for each difference between a stored run and this start.
+
+    facts: the facts of this start to compare.
     """
     old = current_options(stored.get("options", {}))
     options = request.options

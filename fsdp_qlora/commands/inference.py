@@ -1,5 +1,6 @@
-"""The commands that load a trained model: `generate` answers prompts, `evaluate` measures losses
-and lm-eval tasks.
+"""The commands that load a trained model: `generate` and `evaluate`.
+
+`generate` answers prompts, `evaluate` measures losses and lm-eval tasks.
 """
 
 import argparse

@@ -110,8 +110,9 @@ def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    """The GPU with the given name; --gpu_memory_gib alone takes the rates of a usual GPU of that
-    size.
+    """The GPU with the given name.
+
+    --gpu_memory_gib alone takes the rates of a usual GPU of that size.
     """
     if not (args.gpu or args.gpu_memory_gib):
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')

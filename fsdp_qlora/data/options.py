@@ -45,9 +45,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The options that decide a run's rows. Each is the option of the same name, and its help says
-    what it means.
-    """
+    """The options that decide a run's rows, with the program's names and meanings."""
 
     text: TextOptions
     dataset: tuple[str, ...]

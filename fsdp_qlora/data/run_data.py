@@ -1,6 +1,4 @@
-"""The rows of a run: training and held-out, tokenized or taken from the cache, checked and
-described.
-"""
+"""The rows of a run: for training and held out, tokenized or from the cache, and checked."""
 
 import contextlib
 import dataclasses
@@ -126,9 +124,7 @@ class RunData:
         return [place for report in self.reports + self.eval_reports for place in report.places()]
 
     def ends(self, tokenizer: PreTrainedTokenizerBase, after_answer: str) -> list[str]:
-        """The tokens, besides the tokenizer's own, with which answers of the first rows end; or
-        what follows them.
-        """
+        """The tokens, besides the tokenizer's own, that end or follow answers of the first rows."""
         rows = [self.known_rows[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
         # The last token that is learned, not of the row: a template may write on after an answer.
         last = [
@@ -142,9 +138,7 @@ class RunData:
         return [str(added[token]) for token in often if token in added and token not in usual]
 
     def describe_left_out(self) -> list[str]:
-        """A line for the end, if rows were left out: how many of those that were read before
-        training.
-        """
+        """A line for the end of a run that says how many rows were left out; empty if none were."""
         reports = self.reports + self.eval_reports
         left = sum(report.num_rejected for report in reports)
         total = sum(report.num_rows for report in reports)
@@ -223,8 +217,7 @@ def read_rows(
     vocab_size: int,
     longest: int | None = None,
 ) -> RunData:
-    """Tokenize the datasets, or take them from the cache, and hold rows out for evaluation; or read
-    prompts.
+    """Tokenize the datasets or take them from the cache, hold rows out, or read prompts.
 
     Args:
         vocab_size: the number of embeddings of the model.
@@ -328,8 +321,9 @@ def _choose_context_length(
     known_sources: Mapping[str, Source],
     longest: int | None,
 ) -> int:
-    """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and
-    `longest`.
+    """The smallest power of two that keeps 99% of the rows of each dataset whole.
+
+    It is at most 4,096 and `longest`.
 
     All rows decide; of a dataset of more than 10,000 some at even distances. The same rows give the
     same number on every rank.

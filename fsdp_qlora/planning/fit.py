@@ -1,5 +1,6 @@
-"""Decides how a run fits into memory: which ranks share the model, what is on the host, how many
-blocks recompute.
+"""Decides how a run fits into memory.
+
+Chooses which ranks share the model, what is on the host, and how many blocks recompute.
 
 `first_that_fits` takes the fastest settings that fit. Options that are given are kept; the
 open ones are decided

@@ -1,6 +1,4 @@
-"""The well-known models whose sizes come along, so that a plan needs no network, and the ways to
-write their names.
-"""
+"""Sizes of well-known models, so that a plan needs no network, and spellings of their names."""
 
 import difflib
 import re

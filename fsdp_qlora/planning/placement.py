@@ -1,5 +1,6 @@
-"""Places a planned model on the ranks: which of them share it, what is in host memory, how many
-blocks recompute.
+"""Places a planned model on the ranks.
+
+Chooses which ranks share it, what is in host memory, and how many blocks recompute.
 
 Checks that weights and result fit on this machine, before the first byte is read.
 """
@@ -120,8 +121,9 @@ def longest_allowed(config: TrainConfig) -> Lengths:
 
 
 def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
-    """The numbers of ranks that may share each micro-batch, as the option and the model say, the
-    smallest first.
+    """The numbers of ranks that may share each micro-batch, the smallest first.
+
+    The option and the model decide.
     """
     if config.context_parallel_size != "auto":
         return [config.context_size]

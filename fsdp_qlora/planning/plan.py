@@ -74,8 +74,9 @@ class Machine:
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: Ranks) -> "Machine":
-        """The machine of a run; a dry run's is the one that its options ask for, even if this
-        machine lacks the GPUs.
+        """The machine of a run.
+
+        A dry run plans for the machine in its options, even if this machine lacks the GPUs.
         """
         if not config.dry_run:
             return cls(ranks.device, ranks.world_size, ranks)

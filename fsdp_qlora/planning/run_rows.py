@@ -1,6 +1,4 @@
-"""A run's rows as its plan needs them: their steps, their longest and their mean micro-batch, their
-generation.
-"""
+"""Plans a run's rows: their steps, their longest and mean micro-batch, their generation."""
 
 import dataclasses
 import itertools
@@ -71,8 +69,9 @@ def make_schedule(
 
 
 def _of_answers(schedule: Schedule) -> Schedule:
-    """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of
-    the prompts.
+    """The schedule of prompts, whose answers fill whole steps.
+
+    An epoch leaves out the prompts that fill no step.
     """
     rows = schedule.global_batch_size
     group = schedule.num_generations
@@ -96,8 +95,7 @@ def _of_answers(schedule: Schedule) -> Schedule:
 
 
 class RunRows:
-    """The rows and steps of a run, which may have a shorter context than the rows were prepared
-    for.
+    """The rows and steps of a run, whose context may be shorter than the prepared rows'.
 
     Args:
         documents: the attention implementation, as of the model's plan.
@@ -211,8 +209,9 @@ def plan_generation(
     free: int | None,
     gpu: Gpu | None = None,
 ) -> Generation:
-    """As many answers at a time as fit beside what stays, with a step's margin, and at least one;
-    in equal rounds.
+    """Plan the answers that are generated at a time: as many as fit, and at least one.
+
+    They fit beside what stays in memory, with a step's margin, in equal rounds.
 
     Args:
         num_answers: of a step on all ranks.
@@ -260,8 +259,9 @@ def plan_generation(
 
 
 def _bytes_of_answer(config: PretrainedConfig, tokens: int, most_new: int, itemsize: int) -> int:
-    """Bytes of an answer's cache, and of what its prompt (with a mask) or its last token need while
-    computed.
+    """Bytes of an answer's cache, and of its computation.
+
+    The computation is of the prompt (with a mask) or of the last token.
 
     The stand-in for CUDA reserves 59 to 96% of it for 8 to 128 answers of an 8B with 12 blocks.
     """

@@ -173,8 +173,9 @@ class Planner:
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
     def planned(self, **changes: Any) -> PlannedRun:
-        """The run with other options; with --context_parallel_size auto as few ranks share rows as
-        fit.
+        """The run with other options.
+
+        With --context_parallel_size auto, the smallest number of ranks that fits shares rows.
         """
         config = dataclasses.replace(self.config, **changes)
         if config.context_parallel_size == "auto":

@@ -28,9 +28,7 @@ TEACHER = "teacher"
 
 
 def teacher_config(config: TrainConfig) -> TrainConfig:
-    """The options by which the teacher is loaded: as the student, without its adapter, and without
-    an optimizer.
-    """
+    """The options to load the teacher with: the student's, without its adapter and optimizer."""
     # A train type with LoRA, whose base is frozen and quantized as the student's. The table's own
     # quantizers are compared: `config.kind` has the one that --quant_type puts in place of
     # bitsandbytes, which no row of the table has.
@@ -82,8 +80,9 @@ def plan_teacher(
     longest: Lengths,
     store: dist.Store | None,
 ) -> PlacedModel | None:
-    """Plan the teacher as a model of its own, for the same rows, and log it; None for one that is
-    not loaded here.
+    """Plan the teacher as a separate model for the same rows, and log the plan.
+
+    None for a teacher that is not loaded here.
 
     Raises:
         UserError: it cannot be planned, has another tokenizer, or rows have images.

@@ -1,5 +1,6 @@
-"""Opens a base model on all ranks: its files are fetched while it is only planned, and loaded when
-the ranks have joined.
+"""Opens a base model on all ranks.
+
+Its files are fetched while it is only planned, and loaded when the ranks have joined.
 
 Between the two, each program has work of its own: a run compares itself with the one in its folder,
 a service with its records, a teacher looks for what it has said before. So these are two calls.

@@ -63,8 +63,9 @@ def build_trainer(
     control: Control | None = None,
     of_targets: OfTargets | None = None,
 ) -> Trainer:
-    """The trainer of a loaded model, with its optimizer. Called on every rank. of_targets: as in
-    `Collator`.
+    """The trainer of a loaded model, with its optimizer.
+
+    Called on every rank. of_targets: as in `Collator`.
     """
     control = control or Control()
     forward = build_forward(config, plan, ranks, control, of_targets)
@@ -206,8 +207,9 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
 
 
 def shares_prompts(plan: Plan, probed: Probed) -> bool:
-    """Whether the shared prompt of a pair can be computed once; log the answer. Called on every
-    rank.
+    """Whether the shared prompt of a pair can be computed once.
+
+    Logs the answer. Called on every rank.
     """
     data = plan.data.train
     # With the tolerance of bfloat16: a prompt that is computed once is summed in another order.
@@ -254,8 +256,9 @@ def open_source(
 def open_engine(
     config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path
 ) -> Engine:
-    """The engine that answers prompts. adapters: where those for a server go, with the beginning of
-    their names.
+    """The engine that answers prompts.
+
+    adapters: folder of adapters for a server, with the beginning of their names.
     """
     options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
     model = trainer.model

@@ -20,8 +20,9 @@ from fsdp_qlora.training.trainer import Trainer
 
 
 class Extras(NamedTuple):
-    """Measurements besides the losses: generated texts, --eval_tasks, and a GPU's memory and speed
-    beside the plan.
+    """Measurements besides the losses.
+
+    They are generated texts, --eval_tasks, and a GPU's memory and speed, compared with the plan.
     """
 
     samples: Samples | None = None

@@ -30,8 +30,9 @@ _FAR_GIB = 0.25
 
 
 class Measured:
-    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once of
-    far more memory.
+    """Measures the fullest rank's GPU memory and the speed, and compares them with the plan.
+
+    Warns once of far more memory.
 
     Speed is planned on `gpu` for the lengths of the first steps' rows, and measured in all steps of
     this start: rows come in random order, so both are of the same work.
@@ -98,9 +99,7 @@ def run_facts(plan: Plan) -> dict[str, Any]:
 
 
 def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
-    """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what
-    is computed.
-    """
+    """Counts of rows and tokens, a histogram of lengths, and the share of computed padding."""
     lengths = data.lengths[data.train_rows]
     longest = int(lengths.max())
     # Of the first steps, whose rows are in random order, as all of them are.

@@ -39,16 +39,18 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dist.Store) -> Weights:
-    """Download the model's files where they are missing, and match them with its weights. Called on
-    every rank.
+    """Download the model's missing files, and match them with its weights.
+
+    Called on every rank.
     """
     hub.fetch_weights(config.model_name, plan.folder, partial(once_per_machine, ranks, store))
     return open_weights(plan)
 
 
 def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> None:
-    """Say which tensors of the model's files are not used, and that a result of all weights will
-    lack them.
+    """Log which tensors of the model's files are not used.
+
+    A result of all weights will lack them.
     """
     in_result = "The result will lack them." if config.kind.trains == "all" else ""
     line = describe_left_out(weights, plan.meta.model, in_result=in_result)
@@ -95,9 +97,7 @@ def load_model(
 def fill(
     config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks
 ) -> None:
-    """Fill the shards: the base from its files or the quantized cache, the adapter with its initial
-    values.
-    """
+    """Fill the shards: the base from files or the cache, the adapter with initial values."""
     model = plan.meta.model
     pretrained = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
     initialize_adapters(model, mesh, seed=config.seed)

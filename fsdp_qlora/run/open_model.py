@@ -1,6 +1,4 @@
-"""Generates text with a model as it was trained: its base in the same precision, on the same cards,
-its adapter.
-"""
+"""Generates text with a base and its adapter, in the precision and on the GPUs of the training."""
 
 import dataclasses
 import datetime
@@ -101,9 +99,7 @@ class LoadedModel:
         self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
     def stream(self, question: PromptContent, index: int, output: Any) -> str:
-        """Answer one question on rank 0, which writes the text as it comes; returns the answer
-        there.
-        """
+        """Answer one question on rank 0, which streams the text; returns the answer there."""
         prompts = {index: self.format.ids(question)} if self.ranks.is_rank_0 else {}
         printed = 0
         held = len(self.format.stop_text)
@@ -133,8 +129,9 @@ def answer_file(
     out: Path,
     batch_size: int,
 ) -> None:
-    """Answer the rows of a file; `out` holds them with a completion each, and appears when it is
-    complete.
+    """Answer the rows of a file.
+
+    `out` holds each row with a completion, and appears when it is complete.
 
     Raises:
         UserError: it cannot be written.
@@ -157,8 +154,9 @@ def answer_file(
 
 
 def chat(model: LoadedModel, system: str) -> None:
-    """Answer each line typed on rank 0 until the input ends. A model that was trained on chats sees
-    earlier turns.
+    """Answer each line typed on rank 0 until the input ends.
+
+    A model that was trained on chats sees earlier turns.
     """
     is_terminal = sys.stdin.isatty()
     # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be

@@ -1,5 +1,6 @@
-"""Prepares a run before a weight is read: its rewards and prompts, the model's plan, its rows and
-their steps.
+"""Prepares a run before a weight is read.
+
+It sets up rewards and prompts, plans the model, and reads and schedules the rows.
 """
 
 import logging

@@ -117,8 +117,7 @@ class Guard:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Guard the loading of the model: report its errors, and count a failure as a start without
-        progress.
+        """Report errors of loading the model, and count a failure as a start without progress.
 
         A new run writes nothing, since its folder may still hold another one.
         """
@@ -259,8 +258,9 @@ class Recorder:
         self._keep_status(progress)
 
     def _note_save(self, before: int, save: Callable[[], object]) -> None:
-        """Record how long a save takes, and mirror a new checkpoint. before: the step of the last
-        checkpoint.
+        """Record the time of a save, and mirror a new checkpoint.
+
+        before: the step of the last checkpoint.
         """
         started = time.monotonic()
         save()

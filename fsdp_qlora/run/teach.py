@@ -238,9 +238,7 @@ def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> l
 
 
 def _read(taught: TaughtRows, number: int, given: str | None) -> bool:
-    """`TaughtRows.read`; a file that cannot be learned from counts as missing where the teacher can
-    make it again.
-    """
+    """Read a file; an unusable file counts as missing if the teacher can compute it again."""
     try:
         return taught.read(number)
     except Unusable as error:

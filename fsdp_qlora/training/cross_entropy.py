@@ -65,7 +65,7 @@ class CrossEntropy:
     def of_chunk(
         self, hidden_CH: Tensor, targets_C: Tensor, head: Head, scale: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Everything is in place: softmax in torch would need two more tensors of this size. The
+        """Everything is in place, since softmax in torch needs two more tensors of this size. The
         gradient has the outputs' memory.
         """
         form = head.form

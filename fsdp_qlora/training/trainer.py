@@ -300,8 +300,7 @@ class Trainer:
     def try_micro_batch(
         self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int
     ) -> int:
-        """Run one micro-batch forward and backward; returns the bytes that are allocated in
-        between.
+        """Run one micro-batch forward and backward; returns the bytes allocated in between.
 
         Returns:
             The maximum bytes that are allocated on the GPU between a forward and a backward pass,

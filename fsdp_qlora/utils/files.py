@@ -51,9 +51,7 @@ def records_of(paths: Sequence[Path]) -> list[FileRecord]:
 
 
 def files_difference(folder: Path, expected: Mapping[str, FileRecord]) -> str | None:
-    """The first file of a folder that is missing, or whose size or content differs; None if all are
-    as expected.
-    """
+    """The first file of a folder that is missing or differs in size or content; None if none is."""
     # All sizes first: they cost nothing, and hashing many gigabytes takes minutes.
     for name, record in expected.items():
         path = folder / name

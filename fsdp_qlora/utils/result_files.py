@@ -1,5 +1,6 @@
-"""The files of a result: moved into place together, and recorded in result.json with each file's
-size and SHA-256.
+"""The files of a result, moved into place together.
+
+result.json records each file's size and SHA-256.
 """
 
 import json

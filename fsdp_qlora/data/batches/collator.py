@@ -77,9 +77,7 @@ class Collator:
         )
 
     def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
-        """This rank's part of a round, with what it must know of the ranks that share the
-        vocabulary with it.
-        """
+        """This rank's part of a round, and facts about the ranks that share its vocabulary."""
         # Every rank knows all rows: laid out here, the others' tokens need no collective and no
         # wait for it.
         size = self.context_size
@@ -128,8 +126,9 @@ class Collator:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The micro-batches of a step or an evaluation; iterating gives this rank's, one for each
-    round.
+    """The micro-batches of a step or an evaluation.
+
+    Iterating gives this rank's, one for each round.
     """
 
     collator: Collator

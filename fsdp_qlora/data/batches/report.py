@@ -143,8 +143,9 @@ class DataReport(RowCounts):
         return [line.rstrip()]
 
     def _locate(self, numbers: Iterable[int]) -> str:
-        """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17;
-        data/b.parquet row 1".
+        """The places of ascending row numbers, in a compiler's form.
+
+        Such as "data/a.jsonl:3, 17; data/b.parquet row 1".
         """
 
         def file_of(row_number: int) -> SourceFile:

@@ -205,8 +205,9 @@ class RowSource(Protocol):
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
     ) -> Iterator[StepRows]:
-        """Give the rows of every step from `first` on; `position` is the one after the previous
-        step.
+        """Give the rows of every step from `first` on.
+
+        position: the source's position after the previous step.
         """
 
 
@@ -226,8 +227,9 @@ class RowsInMemory(NamedTuple):
 def epoch_order(
     rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None
 ) -> np.ndarray:
-    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the
-    mixture takes.
+    """The indices of an epoch's rows in its order, int64 [rows].
+
+    Each row once, or the rows that the mixture takes.
 
     Of each dataset of a mixture, whose `rows` are sorted, an epoch takes the next ones, each at
     most once.
@@ -302,8 +304,9 @@ def split_by_tokens(
     batch_size: int,
     most_tokens: int | None = None,
 ) -> list[Round]:
-    """The micro-batches of one optimizer step, for batches without padding: about equal numbers of
-    tokens.
+    """The micro-batches of one optimizer step, with about equal numbers of tokens.
+
+    For batches without padding.
 
     Each row, longest first, goes to the micro-batch with the fewest tokens that has room (Graham
     1969). Micro-batches of about equal numbers of tokens are then computed in the same round, the

@@ -157,9 +157,7 @@ class Conversation:
         return places
 
     def _prompts(self, turn: int) -> list[Prompt]:
-        """The generation prompt of a turn, in the ways in which a text that has the turn may begin
-        with it.
-        """
+        """The generation prompts of a turn with which a text that has the turn may begin."""
         before = self.messages[:turn]
         prompt = self._try(before, add_generation_prompt=True)
         history = self._try(before) or ""

@@ -73,8 +73,9 @@ class Renderer:
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
     def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
-        """Render rows, spread over the workers; returns for each row what `render` returns, or why
-        it cannot be used.
+        """Render rows, spread over the workers.
+
+        Returns for each row what `render` returns, or why it cannot be used.
         """
         return over_workers(contents, self.render, self._workers)
 
