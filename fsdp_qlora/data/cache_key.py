@@ -4,9 +4,9 @@ import dataclasses
 
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.data.batches.cache import tokenizer_identity
+from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.sources.source import Source
-from fsdp_qlora.data.text import preferences
 
 
 def cache_key(text: DatasetText, source: Source, samples: int | None) -> list[object]:
@@ -32,7 +32,7 @@ def cache_key(text: DatasetText, source: Source, samples: int | None) -> list[ob
         key += [*options.image_processor.identity, source.folder_of(source.parts[0].name)]
     kind = options.row_kind
     if kind != TEXTS:
-        key += [kind.name, preferences.PROMPTS, options.max_completion_length]
+        key += [kind.name, COLUMNS["prompt"], options.max_completion_length]
     if options.rating_threshold is not None:
         key.append(f"rated {options.rating_threshold}")
     return key

@@ -34,8 +34,6 @@ ENDED_WORKERS = "two processes that fill the chat template have ended at it"
 TOO_DEEP = "nested too deeply"
 # Where models of images have one. Within a text it may be about HTML.
 _MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")
-ANSWERS = ("answer", "solution", "target", "label", "output", "response")
-"""Columns in which reward functions look for the right answer, the first that a row has."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.report import NO_ROOM, DataReport
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
+from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.content import (
     BadRow,
     Fields,
@@ -21,7 +22,6 @@ from fsdp_qlora.data.content import (
 )
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.prompts import Prompt
-from fsdp_qlora.data.text import preferences
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import IGNORE
@@ -76,18 +76,17 @@ class PromptRows:
     def read(self, row: Row, folder: str) -> ReadPrompt:
         """Read the prompt of a row; see `KindOfRows`."""
         assert self._template_columns is not None
-        requested = self._text.requested
-        name, content, said = requested.prompt(row)
+        reading = self._text.requested.find_prompt(row)
+        content, said = reading.prompt(row)
         for_teacher = None
-        if self._has_teacher or (
-            self._may_have_teacher and any(map(row.get, preferences.TEACHERS))
-        ):
-            _, for_teacher, _ = requested.prompt(row, for_teacher=True)
+        if self._has_teacher or (self._may_have_teacher and any(map(row.get, COLUMNS["teacher"]))):
+            for_teacher, _ = reading.prompt(row, for_teacher=True)
         template_kwargs = read_kwargs(row, self._template_columns)
         content = with_template_kwargs(content, template_kwargs)
         if for_teacher is not None:
             for_teacher = with_template_kwargs(for_teacher, template_kwargs)
-        return ReadPrompt(row, name, content, for_teacher, _right_answer(row, said))
+        answer = _right_answer(row, said)
+        return ReadPrompt(row, reading.dataset_format, content, for_teacher, answer)
 
     def tokenize(
         self, contents: Sequence[tuple[int, ReadPrompt]], report: DataReport

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
-from fsdp_qlora.data.content import ANSWERS, Row
+from fsdp_qlora.data.columns import ANSWERS
+from fsdp_qlora.data.content import Row
 
 
 @dataclass(frozen=True)

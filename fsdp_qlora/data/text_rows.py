@@ -8,6 +8,7 @@ from fsdp_qlora.config.objectives import TEXTS, RowKind
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.content import FOLDER, Content, Row, with_template_kwargs
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.options import TextOptions
@@ -77,7 +78,7 @@ class TextRows:
 
     @property
     def _teacher_columns(self) -> tuple[str, ...]:
-        return preferences.TEACHERS if self._options.has_teacher else ()
+        return COLUMNS["teacher"] if self._options.has_teacher else ()
 
 
 def _reader(row_format: Format, options: TextOptions) -> Callable[[Row], Content]:
@@ -97,7 +98,7 @@ def _check_objective(
     kind = FORMATS[reading.dataset_format].row_kind
     wanted = options.row_kind
     can_teach = kind == TEXTS and FORMATS[reading.dataset_format].asks
-    has_prompt = any(row.keys() & {*preferences.TEACHERS} for row in first_rows)
+    has_prompt = any(row.keys() & {*COLUMNS["teacher"]} for row in first_rows)
     if kind == wanted or (options.has_teacher and can_teach and has_prompt):
         return
     if wanted != TEXTS:

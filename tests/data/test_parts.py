@@ -149,7 +149,8 @@ def test_parts_mean_the_same_in_every_format_and_in_prompts() -> None:
         content = FORMATS[row_format].read(row)
         chat = content.answers[0] if isinstance(content, PreferenceRow) else content
         assert isinstance(chat, Chat) and chat.messages == [ASK, THINKS], row_format
-    _, prompt, _ = RequestedFormat().prompt({"prompt": [ASK, answer, ASK]})
+    row = {"prompt": [ASK, answer, ASK]}
+    prompt, _ = RequestedFormat().find_prompt(row).prompt(row)
     assert isinstance(prompt, Chat) and prompt.messages == [ASK, THINKS, ASK]
 
 

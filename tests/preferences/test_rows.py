@@ -16,9 +16,9 @@ from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.data.batches.rows import NO_ROWS, Column, Lengths, TokenizedRows, Unit, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
+from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.run_data import RunData, read_dataset
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.preferences import RATINGS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
@@ -405,7 +405,7 @@ COMPLETIONS = [
     {
         "prompt": "hi",
         "completions": [
-            {"response": w, RATINGS[i % 3]: r} for w, r in zip(WORDS, each, strict=False)
+            {"response": w, COLUMNS["rating"][i % 3]: r} for w, r in zip(WORDS, each, strict=False)
         ],
     }
     for i, (each, _) in enumerate(RATED)
@@ -430,7 +430,7 @@ def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
-    for name in RATINGS:
+    for name in COLUMNS["rating"]:
         rows = [
             {"prompt": "hi", "completion": " go", name: 7},
             {"messages": [ASKED, NO], name: "6.9"},

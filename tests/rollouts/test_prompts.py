@@ -146,7 +146,7 @@ def test_columns_that_change_a_prompt_are_used_or_refused(
     row: dict[str, Any], expected: dict[str, Any] | str, tmp_path: Path
 ) -> None:
     if isinstance(expected, dict):
-        prompt = RequestedFormat().prompt(row)[1]
+        prompt = RequestedFormat().find_prompt(row).prompt(row)[0]
         assert isinstance(prompt, Chat) and prompt.tools == expected["tools"]
         return
     column = expected.split()[0].strip(":")
@@ -208,7 +208,7 @@ def test_training_grpo_dpo_and_generate_ask_the_same_prompt(
         without_answer(trained),
         without_answer(preferred.answers[0]),
         generated,
-        RequestedFormat().prompt(answered)[1],
+        RequestedFormat().find_prompt(answered).prompt(answered)[0],
     ]
     assert list(map(prompt_text, asked)) == [first] * 4
 

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
+from fsdp_qlora.data.columns import COLUMNS, OTHER_NAMES, SYNONYMS
 from fsdp_qlora.data.content import (
     BadRow,
     Chat,
@@ -196,8 +197,6 @@ def is_guanaco(row: Row) -> bool:
 
 # --- tokens ---
 
-_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-
 
 def read_tokens(row: Row) -> Rendered:
     """Token ids; learned is what `labels` or a mask says, else all of them."""
@@ -205,7 +204,7 @@ def read_tokens(row: Row) -> Rendered:
     labels = _integers(row, "labels", required=False)
     # All masks that a row has must agree to learn a token: libraries write several beside each
     # other.
-    all_masks = [_integers(row, name, required=False) for name in _MASKS]
+    all_masks = [_integers(row, name, required=False) for name in COLUMNS["mask"]]
     masks = [mask for mask in all_masks if mask is not None]
     if ids is None or any(
         len(other) != len(ids) for other in (labels, *masks) if other is not None
@@ -236,7 +235,7 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
 
 _ASKED = ("context", "system", "history", "images")
 _BESIDE = ("tools", "system", "images")
-_PROMPTED = (*preferences.PROMPTS, "system", "tools")
+_PROMPTED = (*COLUMNS["prompt"], "system", "tools")
 _ANSWERED = ("completion", "messages", *_PROMPTED)
 _IN_PROMPT = ("system", "tools", "images")
 _QUESTION = prompts.TEMPLATES["question_answer"]
@@ -254,7 +253,9 @@ FORMATS: dict[str, Format] = {
         Fields,
         ("instruction",),
     ),
-    "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
+    "pretokenized": Format(
+        ("input_ids",), ("labels", *COLUMNS["mask"], "attention_mask"), read_tokens
+    ),
     "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, row_kind=PAIRS),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
     "ratings": Format(
@@ -300,44 +301,22 @@ FORMATS: dict[str, Format] = {
 }
 
 
-# Other names of optional columns.
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "input": ("context",),
-    "context": ("input",),
-    "system": ("system_prompt",),
-    "tools": ("functions",),
-    "images": ("image",),
-}
-
-# Well-known sets that call a format's columns otherwise: the format, their columns -> its own. They
-# are tried in this order where the columns are of no format.
 Alias = tuple[str, dict[str, str]]
-ALIASES: tuple[Alias, ...] = (
-    ("question_answer", {"question": "question", "response": "answer"}),  # OpenOrca
-    ("question_answer", {"question": "question", "solution": "answer"}),  # s1K
-    ("question_answer", {"question": "question", "answers": "answer"}),  # SQuAD
-    ("alpaca", {"query": "instruction", "response": "output"}),  # MetaMath, ms-swift
-    ("alpaca", {"query": "instruction", "answer": "output"}),  # CodeFeedback
-    ("alpaca", {"problem": "instruction", "solution": "output"}),  # Magicoder
-    ("alpaca", {"prompt": "instruction", "response": "output"}),  # HelpSteer
-    ("alpaca", {"input": "instruction", "output": "output"}),
-    ("alpaca", {"inputs": "instruction", "targets": "output"}),  # FLAN
-    ("alpaca", {"source": "instruction", "target": "output"}),
-    ("alpaca", {"user": "instruction", "assistant": "output"}),
-    ("sharegpt", {"conversation": "conversations"}),  # LMSYS, WildChat, Capybara, ms-swift
-    ("messages", {"contents": "messages"}),  # Gemini
-    ("preference", {"chosen_messages": "chosen", "rejected_messages": "rejected"}),
-    # argilla's UltraFeedback
-    ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),
-    ("preference", {"response_j": "chosen", "response_k": "rejected"}),  # StackExchange's
-    *(("rating", {name: "rating"}) for name in (*preferences.RATINGS[1:], "completions")),
-    ("text", {"response": "text"}),  # ms-swift, for pretraining
-)
-# The same for prompts, of which these need no answer: other columns, such as source, are mostly
-# something else then.
-ASKING = ("query", "problem", "input", "inputs", "conversation", "contents")
-PROMPT_ALIASES = tuple(
-    (name, {column: ours for column, ours in alias.items() if column in ASKING} or alias)
+"""A format, and other names of its columns -> its own."""
+
+
+def _own_names(dataset_format: str, names: Sequence[str]) -> dict[str, str]:
+    return dict(zip(names, FORMATS[dataset_format].columns, strict=True))
+
+
+ALIASES: tuple[Alias, ...] = tuple((name, _own_names(name, names)) for name, names in OTHER_NAMES)
+# The same for prompts, some of which need no answer.
+PROMPT_ALIASES: tuple[Alias, ...] = tuple(
+    (
+        name,
+        {column: ours for column, ours in alias.items() if column in COLUMNS["asks alone"]}
+        or alias,
+    )
     for name, alias in ALIASES
     if FORMATS[name].asks and name != "text"
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_qlora.data.columns import COLUMNS, INSTRUCTIONS, SYNONYMS
 from fsdp_qlora.data.content import (
     BadRow,
     Chat,
@@ -28,26 +29,6 @@ from fsdp_qlora.data.content import (
 )
 from fsdp_qlora.data.text import chats
 
-SIDES = ("chosen", "rejected")
-# Columns of what a teacher sees instead of the student's.
-TEACHERS = ("teacher_prompt", "teacher_system")
-RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
-# Prompts that are filled into a template, as where texts are rows.
-INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
-CHATS = ("conversations", "messages")  # of which the answers at the end are none
-# The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
-PROMPTS = (
-    "instruction",
-    "conversations",
-    "question",
-    "prompt",
-    "query",
-    "problem",
-    "messages",
-    "input",
-)
-# what may be beside a prompt, and its other name
-_UNUSED = {"input": "context", "tools": "functions"}
 # Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the
 # sign before it.
 _LETTER = r"[^\W\u0e00-\U0010ffff]|['’]"
@@ -75,17 +56,17 @@ def read_pair(row: Row) -> PreferenceRow:
     """
     name = _prompt_name(row)
     is_text = (
-        all(isinstance(row.get(column), str | None) for column in (name, *SIDES))
-        and name not in CHATS
+        all(isinstance(row.get(column), str | None) for column in (name, *COLUMNS["sides"]))
+        and name not in COLUMNS["turns"]
     )
     if is_text and (name in INSTRUCTIONS or not chats.needs_template(row)):
         prompt: Any = text_of(row, name, required=False)
-        sides: list[Any] = [text_of(row, side) for side in SIDES]
+        sides: list[Any] = [text_of(row, side) for side in COLUMNS["sides"]]
         if not prompt and sides[0] != sides[1]:
             return _continued(*sides)
     else:
         prompt = _asked(row, name)
-        sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
+        sides = [chats.said_by("assistant", row.get(side), side) for side in COLUMNS["sides"]]
     if sides[0] == sides[1]:
         raise BadRow("chosen and rejected are the same")
     # Each side may be the whole conversation, beside the prompt or without it: then what both begin
@@ -112,13 +93,13 @@ def for_teacher(row: Row, asked: str) -> Row:
         asked: the column of the prompt, or of the turns, of whose last question the teacher's takes
             the place.
     """
-    prompt, system = (text_of(row, name, required=False) for name in TEACHERS)
+    prompt, system = (text_of(row, name, required=False) for name in COLUMNS["teacher"])
     if not (prompt or system):
-        raise BadRow(f"neither {' nor '.join(TEACHERS)} is filled")
+        raise BadRow(f"neither {' nor '.join(COLUMNS['teacher'])} is filled")
     other = dict(row)
     if system:
         other["system"] = system
-    if not isinstance(row.get(asked), str) or asked in CHATS:
+    if not isinstance(row.get(asked), str) or asked in COLUMNS["turns"]:
         said = chats.turns(row.get(asked), asked)
         roles = [
             chats.ROLES.get(str(turn.get("role") or turn.get("from")).lower()) for turn in said
@@ -211,7 +192,7 @@ def read_rating(row: Row, threshold: float) -> PreferenceRow:
 
 def rating_of(row: Row) -> float:
     """The number by which an answer is rated. Raises BadRow."""
-    values = [row[name] for name in RATINGS if row.get(name) is not None]
+    values = [row[name] for name in COLUMNS["rating"] if row.get(name) is not None]
     value = values[0] if values else None
     with contextlib.suppress(ValueError):
         rating = float(str(value))
@@ -223,7 +204,8 @@ def rating_of(row: Row) -> float:
 def middle_rating(rows: Sequence[Row]) -> float:
     """A threshold for advice, which about half of the answers reach; 7 where none is found."""
     # In JSON, because ratings may be at any depth of a row.
-    pattern = rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)'
+    names = "|".join(COLUMNS["rating"])
+    pattern = rf'"(?:{names})": "?(-?\d+\.?\d*)'
     ratings = re.findall(pattern, json.dumps(rows, default=str))
     if not ratings:
         return 7
@@ -237,7 +219,7 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
     unused = "input" if is_chat else "tools"
     if unused != name and str(row.get(unused) or "").strip() not in ("", "[]"):
         raise BadRow(
-            f"{unused} (or {_UNUSED[unused]}) is filled, but not used with {name}; "
+            f"{unused} (or {SYNONYMS[unused][0]}) is filled, but not used with {name}; "
             f"--columns ignore={unused} trains without it"
         )
     if is_chat:
@@ -255,7 +237,7 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
 
 
 def _prompt_name(row: Row) -> str:
-    for name in PROMPTS:
+    for name in COLUMNS["prompt"]:
         if row.get(name):
             return name
     return "prompt"
@@ -272,7 +254,7 @@ def _is_answer(turn: Mapping[str, Any]) -> bool:
 
 def _asked(row: Row, name: str) -> Any:
     """The prompt in a column: text, or turns."""
-    if name not in CHATS:
+    if name not in COLUMNS["turns"]:
         return row.get(name)
     said = chats.turns(row[name], name)
     while said and _is_answer(said[-1]):

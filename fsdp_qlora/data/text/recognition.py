@@ -11,28 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from fsdp_qlora.data.columns import COLUMNS, MEDIA, NOT_ASKED, WATCHED
 from fsdp_qlora.data.content import BadRow, Chat, PromptContent, Row
 from fsdp_qlora.data.text import preferences
-from fsdp_qlora.data.text.formats import ALIASES, ASKING, FORMATS, PROMPT_ALIASES, Alias
+from fsdp_qlora.data.text.formats import ALIASES, FORMATS, PROMPT_ALIASES, Alias
 from fsdp_qlora.utils.errors import UserError
 
-MEDIA = ("images", "image", "audios", "audio", "videos", "video")
-# Columns that change what an answer means. A row in which one is filled and not used would be
-# learned in a wrong sense.
-WATCHED = (
-    "input",
-    "context",
-    "system",
-    "system_prompt",
-    "history",
-    "query",
-    "options",
-    "tools",
-    "functions",
-    "label",
-    *MEDIA,
-)
-_NOT_ASKED = ("label", "query")  # an answer, and another prompt
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
 
 _MARKUP = re.compile(
@@ -59,6 +43,22 @@ class Reading(NamedTuple):
             if reason is not None:
                 raise BadRow(reason)
         return {self.names[column]: value for column, value in row.items() if column in self.names}
+
+    def prompt(self, row: Row, *, for_teacher: bool = False) -> tuple[PromptContent, str | None]:
+        """Read a row that `RequestedFormat.find_prompt` has found a prompt in.
+
+        Returns:
+            The prompt, and the answer of a chat that has one.
+        Raises:
+            BadRow: the prompt cannot be read, or a column is filled that changes what is asked and
+                is not used.
+        """
+        row_format = FORMATS[self.dataset_format]
+        read = self.named(row)
+        if for_teacher:
+            taught = {column: row.get(column) for column in COLUMNS["teacher"]}
+            read = preferences.for_teacher(dict(read) | taught, row_format.asks[0])
+        return row_format.prompt(read)
 
     def without_images(self) -> "Reading":
         """The same for a model of text alone: rows with images cannot be used."""
@@ -94,6 +94,14 @@ class Reading(NamedTuple):
         return True
 
 
+class Fit(NamedTuple):
+    """A format that columns fit."""
+
+    dataset_format: str
+    names: dict[str, str]
+    """The columns that are used -> their names in the format."""
+
+
 class RequestedFormat(NamedTuple):
     """The format of a dataset as the options name it."""
 
@@ -127,9 +135,9 @@ class RequestedFormat(NamedTuple):
             f"{origin}: its answers have ratings. Give the rating from which an answer is good, "
             f"such as {middle} --objective"
         )
-        if self.name == "auto" and any(self._replace(name="ratings")._fitting(lists)):
+        if self.name == "auto" and any(_fitting("ratings", self.renames, lists)):
             raise UserError(f"{unasked} dpo.")
-        if self.name == "label" and any(self._replace(name="rating")._fitting(columns)):
+        if self.name == "label" and any(_fitting("rating", self.renames, columns)):
             raise UserError(f"{unasked} kto.")
         wanted = FORMATS.get(self.name)
         works = partial(reads, first_rows, dataset_format=self.name)
@@ -153,19 +161,15 @@ class RequestedFormat(NamedTuple):
                 f"{', '.join(columns)}."
             )
 
-    def prompt(
-        self, row: Row, *, for_teacher: bool = False
-    ) -> tuple[str, PromptContent, str | None]:
-        """Read a row that may lack an answer, by the first format that its filled columns fit.
+    def find_prompt(self, row: Row) -> Reading:
+        """How the prompt of a row is read, which may lack an answer: by the first format that its
+        filled columns fit.
 
-        Returns:
-            The format, the prompt, and the answer of a chat that has one.
         Raises:
-            BadRow: no column is a prompt, its prompt cannot be read, it has images, or a column is
-                filled that changes what is asked and is not used.
+            BadRow: no column is a prompt, or it has images.
         """
         columns = tuple(column for column, value in row.items() if value)
-        if {"images", "image"} & {self.renames.get(column, column) for column in columns}:
+        if {*COLUMNS["images"]} & {self.renames.get(column, column) for column in columns}:
             raise BadRow("images: answers are generated to text alone")
         for name, names in _prompt_formats(self.name, tuple(self.renames.items()), columns):
             named = {names[column]: row[column] for column in columns if column in names}
@@ -174,21 +178,19 @@ class RequestedFormat(NamedTuple):
                 watched = [
                     column
                     for column in self._watched(columns)
-                    if column not in {*names, *_NOT_ASKED}
+                    if column not in {*names, *NOT_ASKED}
                 ]
-                read: Row = Reading(name, names, watched).named(row)
-                if for_teacher:
-                    taught = {column: row.get(column) for column in preferences.TEACHERS}
-                    read = preferences.for_teacher(dict(read) | taught, FORMATS[name].asks[0])
-                return name, *FORMATS[name].prompt(read)
+                return Reading(name, names, watched)
         prompt_columns = dict.fromkeys(
             column for row_format in FORMATS.values() for column in row_format.asks[-1:]
         )
-        raise BadRow(f"no prompt in a column {', '.join((*prompt_columns, *ASKING))}")
+        raise BadRow(
+            f"no prompt in a column {', '.join((*prompt_columns, *COLUMNS['asks alone']))}"
+        )
 
     def _told(self, columns: Sequence[str], rows: Sequence[Row]) -> Reading | None:
         """Find the format, or None if no format fits."""
-        for name, names in self._fitting(columns):
+        for name, names in _fitting(self.name, self.renames, columns):
             recognizes = FORMATS[name].recognizes if self.name == "auto" else None
             named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
             if recognizes is None or any(map(recognizes, named)):
@@ -202,7 +204,7 @@ class RequestedFormat(NamedTuple):
     def used(self, columns: Sequence[str]) -> set[str]:
         """The columns that the rows' format may use, or all where no format fits."""
         used: set[str] = set()
-        for name, names in self._fitting(columns):
+        for name, names in _fitting(self.name, self.renames, columns):
             used |= names.keys()
             # Without a test of rows it is the format, so that of those behind it none is used.
             if FORMATS[name].recognizes is None:
@@ -212,57 +214,55 @@ class RequestedFormat(NamedTuple):
         # Images and the like take much memory: that a column has them is known without reading it.
         return used | {*self._watched(columns)} - {*MEDIA}
 
-    def _fitting(
-        self,
-        columns: Sequence[str],
-        aliases: Sequence[Alias] = ALIASES,
-        *,
-        is_answered: bool = True,
-    ) -> Iterator[tuple[str, dict[str, str]]]:
-        """(name, the columns that are used -> their names) of each format that fits.
 
-        A name of --columns is of that column alone.
+def _fitting(
+    requested: str,
+    renames: Mapping[str, str],
+    columns: Sequence[str],
+    aliases: Sequence[Alias] = ALIASES,
+    *,
+    is_answered: bool = True,
+) -> Iterator[Fit]:
+    """Each format that fits columns, and their names in it.
 
-        Args:
-            is_answered: whether columns of the answer are needed, too.
-        """
-        renames = self.renames
-        renamed = {
-            name: renames.get(name, name)
-            for name in columns
-            if name in renames or name not in renames.values()
-        }
-        shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
-        for name, alias in (*shapes, *aliases):
-            if self.name not in ("auto", name) or not alias.keys() <= set(renamed.values()):
-                continue
-            # an answer, whose question may be called otherwise
-            if alias and name == "text" and len(renamed) > 1:
-                continue
-            ours = {column: alias.get(named, named) for column, named in renamed.items()}
-            names = FORMATS[name].renames(ours.values(), is_answered=is_answered)
-            if names:
-                yield (
-                    name,
-                    {column: names[named] for column, named in ours.items() if named in names},
-                )
+    A name of --columns is of that column alone.
+
+    Args:
+        requested, renames: as in `RequestedFormat`.
+        is_answered: whether columns of the answer are needed, too.
+    """
+    renamed = {
+        name: renames.get(name, name)
+        for name in columns
+        if name in renames or name not in renames.values()
+    }
+    shapes: list[Alias] = [(name, {}) for name in FORMATS]
+    for name, alias in (*shapes, *aliases):
+        if requested not in ("auto", name) or not alias.keys() <= set(renamed.values()):
+            continue
+        # an answer, whose question may be called otherwise
+        if alias and name == "text" and len(renamed) > 1:
+            continue
+        ours = {column: alias.get(named, named) for column, named in renamed.items()}
+        names = FORMATS[name].renames(ours.values(), is_answered=is_answered)
+        if names:
+            used = {column: names[named] for column, named in ours.items() if named in names}
+            yield Fit(name, used)
 
 
 @lru_cache
 def _prompt_formats(
-    name: str, renames: tuple[tuple[str, str], ...], columns: tuple[str, ...]
-) -> list[tuple[str, dict[str, str]]]:
-    """(name, columns -> their names) of the formats that prompts with these columns fit.
-
-    They are in the order of `FORMATS`. Prompts of a dataset mostly have the same columns, so
-    results are kept.
+    requested: str, renames: tuple[tuple[str, str], ...], columns: tuple[str, ...]
+) -> list[Fit]:
+    """The formats that prompts with these columns fit, in the order of `FORMATS`.
 
     Formats for which the row has an answer, too, come first: so it is asked what it is trained on.
+    Prompts of a dataset mostly have the same columns, so results are kept.
     """
-    requested = RequestedFormat(name, dict(renames))
-    answered = [fit for fit in requested._fitting(columns, ()) if fit[0] != "text"]
-    fitting = [*answered, *requested._fitting(columns, PROMPT_ALIASES, is_answered=False)]
-    return [fit for fit in fitting if FORMATS[fit[0]].asks]
+    find = partial(_fitting, requested, dict(renames), columns)
+    answered = [fit for fit in find(()) if fit.dataset_format != "text"]
+    fits = [*answered, *find(PROMPT_ALIASES, is_answered=False)]
+    return [fit for fit in fits if FORMATS[fit.dataset_format].asks]
 
 
 def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "auto") -> bool:

@@ -161,4 +161,5 @@ def _question(line: str, *, is_json: bool) -> tuple[dict[str, Any], PromptConten
     has_context = bool(row.get("input") or row.get("context"))
     names = row.keys() & {"instruction", "question", "prompt"}
     requested = _AS_INSTRUCTION if has_context and names == {"prompt"} else RequestedFormat()
-    return row, requested.prompt(row)[1]
+    prompt, _ = requested.find_prompt(row).prompt(row)
+    return row, prompt

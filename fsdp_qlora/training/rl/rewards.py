@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fsdp_qlora.data.content import ANSWERS
+from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import RankError, RolloutError, UserError
 from fsdp_qlora.utils.files import read_named
