@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,19 +220,23 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[TemplateWorker]:
+    worker = TemplateWorker(seconds_per_chat=2)
+    yield worker
+    worker.close()
+
+
 @pytest.mark.parametrize("bad", HOSTILE)
-def test_a_hostile_template_fails_only_its_own_row(
-    bad: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
+def test_a_hostile_template_fails_only_its_own_row(bad: str, impatient: TemplateWorker) -> None:
     refusal, word = HOSTILE[bad]
     only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), only_here)
     with pytest.raises((BadRow, UserError), match=re.escape(word)) as error:
-        chat_template.fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
+        chat_template.fill(Chat(CHAT["messages"]), impatient, learn="assistant")
     assert error.type is refusal
     if refusal is BadRow:
-        rows, _ = chat_template.fill(Chat(turns("so", "no")), WORKER, learn="assistant")
+        rows, _ = chat_template.fill(Chat(turns("so", "no")), impatient, learn="assistant")
         assert [segment.text for segment in rows[0] if segment.learned] == ["no</s>"]
 
 
@@ -287,13 +292,12 @@ EXTREME = {
 
 
 @pytest.mark.parametrize("name", EXTREME)
-def test_extreme_chats_are_rejected_as_bad_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
+def test_extreme_chats_are_rejected_as_bad_rows(name: str) -> None:
     chat, reason = EXTREME[name]
     chat_template = ChatTemplate(
         spelled_tokenizer("byte_level"), CALLS_ITSELF + "{{ tools | tojson if tools }}" + template()
     )
-    worker = TemplateWorker()
+    worker = TemplateWorker(seconds_per_chat=2)
     try:
         chat_template.fill(Chat(turns("hi", "no")), worker, learn="assistant")
         with pytest.raises(BadRow, match=reason) if reason else contextlib.nullcontext():
@@ -331,7 +335,7 @@ def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(
         )
         assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
     monkeypatch.undo()
-    monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 0.1)
+    worker.seconds_per_chat = 0.1
     endless = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
     for refusal in (BadRow, BadRow, UserError):  # three in a row are the template's fault
         with pytest.raises(refusal, match="did not end within"):

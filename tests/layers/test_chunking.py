@@ -1,6 +1,8 @@
 """Long rows' MLPs in pieces of their tokens: the same values, as many products, and less memory."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +31,12 @@ pytestmark = pytest.mark.quick
 # the last of six pieces is shorter
 TOKENS = 45
 PIECE = 8
+
+
+@pytest.fixture
+def set_piece(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the tokens of a piece."""
+    return partial(monkeypatch.setattr, chunking, "PIECE_TOKENS")
 
 
 class Block(nn.Module):
@@ -70,11 +78,11 @@ def step(block: nn.Module, x: torch.Tensor, *, checkpointed: bool) -> list[torch
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_chunking_changes_no_value_gradient_or_dropout_mask(
-    checkpointed: bool, dropout: float, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    checkpointed: bool, dropout: float, autocast: bool, set_piece: Callable[[int], None]
 ) -> None:
     block = Block("16 or 32 bits" if autocast else "nf4", dropout)
     x = torch.randn(3, TOKENS // 3, IN, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
+    set_piece(PIECE)
     found = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for in_pieces in (False, True):
@@ -86,12 +94,12 @@ def test_chunking_changes_no_value_gradient_or_dropout_mask(
     assert_near(found[True], found[False], 5e-3 if autocast else 1e-6)
 
 
-def test_chunking_supports_inputs_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunking_supports_inputs_without_gradient(set_piece: Callable[[int], None]) -> None:
     block = Block()
     x = torch.randn(TOKENS, IN)
     y = block(x)
     expected = torch.autograd.grad(y.sum(), block.mlp.up.lora.lora_A.weight)
-    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
+    set_piece(PIECE)
     y = checkpoint(block, x, use_reentrant=False)
     assert_near([*torch.autograd.grad(y.sum(), block.mlp.up.lora.lora_A.weight)], [*expected])
 
@@ -114,11 +122,13 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputed_block_decodes_weights_for_each_chunk(
+    set_piece: Callable[[int], None],
+) -> None:
     x = torch.randn(TOKENS, IN)
     found = []
     for size in (TOKENS, PIECE):
-        monkeypatch.setattr(chunking, "PIECE_TOKENS", size)
+        set_piece(size)
         with Counts() as plain:
             step(Block("16 or 32 bits"), x, checkpointed=True)
         with Counts() as quantized:
@@ -132,7 +142,7 @@ def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.M
     ("model_type", "kind"), [("llama", GatedMlp), ("phi3", Mlp), ("starcoder2", Mlp)]
 )
 def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
-    model_type: str, kind: type, monkeypatch: pytest.MonkeyPatch
+    model_type: str, kind: type, set_piece: Callable[[int], None]
 ) -> None:
     sizes = {
         "hidden_size": 32,
@@ -154,7 +164,7 @@ def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
         and mlp.inner >= 48
         and [name for name, _ in model.named_parameters()] == names
     )
-    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
+    set_piece(PIECE)
     assert_near([model(ids).logits], [expected], 2e-6)
 
 
@@ -194,8 +204,8 @@ def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
     assert count_pieces(78475, hidden=2048, inner=768) == 1
 
 
-def test_blocks_that_keep_activations_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "PIECE_TOKENS", PIECE)
+def test_blocks_that_keep_activations_are_not_chunked(set_piece: Callable[[int], None]) -> None:
+    set_piece(PIECE)
     block = Block()
     calls = Counter[str]()
     assert isinstance(block.mlp.down, LoraLinear)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.model.adapters.lora import Dropout, LoraLinear
-from fsdp_qlora.model.quantizers import base
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.layers.shards import relative_error, weight_of
 
@@ -89,23 +88,18 @@ def test_lora_product_matches_separate_base_and_adapter(kind: str, checkpointed:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "hqq"])
-def test_decoding_a_matrix_in_parts_gives_the_same_products(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str) -> None:
     layer = adapted(kind, size=300)
+    weight = layer.base_layer
     x = tokens()
     expected = results(layer(x), x, layer)
-    monkeypatch.setattr(base, "_DECODED_BYTES", 128 * IN * 4)
-    assert [rows.start for rows, _ in layer.base_layer._parts(layer.base_layer.whole)] == [
-        0,
-        128,
-        256,
-    ]
+    weight.part_bytes = 128 * IN * 4
+    assert [rows.start for rows, _ in weight._parts(weight.whole)] == [0, 128, 256]
     assert_near(results(layer(x), x, layer), expected)
-    monkeypatch.setattr(base, "_DECODED_BYTES", 150 * IN * 4)  # not much less than the whole
-    assert len(layer.base_layer._parts(layer.base_layer.whole)) == 1
-    layer.base_layer.compute_dtype = torch.bfloat16  # sums over parts would be rounded
-    assert len(layer.base_layer._parts(layer.base_layer.whole)) == 1
+    weight.part_bytes = 150 * IN * 4  # not much less than the whole
+    assert len(weight._parts(weight.whole)) == 1
+    weight.compute_dtype = torch.bfloat16  # sums over parts would be rounded
+    assert len(weight._parts(weight.whole)) == 1
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.model.model_parts import count_bytes, kinds_of
-from fsdp_qlora.model.quantizers import int8
 from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight
 from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
 from fsdp_qlora.model.quantizers.int8 import _multiply
@@ -410,12 +409,11 @@ def test_int8_products_within_fp16_are_finite_for_any_token() -> None:
     assert y.isfinite().all() and relative_error(y, expected.double()) < 1e-3  # fp16 keeps 11 bits
 
 
-def test_int8_products_are_split_at_the_int32_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_products_are_split_at_the_int32_limit() -> None:
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
     whole = _multiply(x, None, codes, row_scale, 6.0)
-    monkeypatch.setattr(int8, "_MAX_ELEMENTS", 3 * 128 + 1)
-    assert torch.equal(_multiply(x, None, codes, row_scale, 6.0), whole)
+    assert torch.equal(_multiply(x, None, codes, row_scale, 6.0, 3 * 128 + 1), whole)
 
 
 @pytest.mark.parametrize("double_quant", [False, True])

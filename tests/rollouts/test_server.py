@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.sampling import SamplingOptions
-from fsdp_qlora.training.rl import client, waiting
+from fsdp_qlora.training.rl import waiting
 from fsdp_qlora.training.rl.client import Server, check_server
 from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
@@ -79,7 +79,6 @@ def engine(
     server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ServerEngine]:
     """The engine of a run on one rank; its adapter is a number that grows."""
-    monkeypatch.setattr(client, "_PAUSE_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(waiting, "_PULSE_SECONDS", 0.01)
     versions = itertools.count()
 
@@ -92,7 +91,7 @@ def engine(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
     yield ServerEngine(
-        Server(server.url + "/v1/", ["/models/base"], 0.3),
+        Server(server.url + "/v1/", ["/models/base"], 0.3, pause_seconds=(0.01, 0.02)),
         save,
         tmp_path / "rollout_adapters" / "run",
         ranks,
@@ -428,15 +427,14 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(
     ],
 )
 def test_the_server_is_asked_before_the_run_begins(
-    server: LoraServer, monkeypatch: pytest.MonkeyPatch, fault: Any, said: str
+    server: LoraServer, fault: Any, said: str
 ) -> None:
-    monkeypatch.setattr(client, "_START_SECONDS", 0.1)
     if fault is None:
         check_server(server.url, ["hub/base"])
         return
     server.faults.append(fault)
     with pytest.raises(RankError) as caught:
-        check_server(server.url, ["hub/base"])
+        check_server(server.url, ["hub/base"], start_seconds=0.1)
     assert "--rollout_url" in str(caught.value) and said in str(caught.value)
 
 

@@ -31,7 +31,6 @@ from fsdp_qlora.utils.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS_PER_CHAT = 10  # of the processor
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
 # Of the clock: also for the start of a process on a busy machine; one that is stopped never
 # answers.
@@ -48,10 +47,13 @@ class TemplateWorker(Worker):
     """A process that fills chat templates.
 
     It starts with the first chat, and again when it has ended.
+
+    seconds_per_chat: the time of the processor that a chat may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds_per_chat: float = 10) -> None:
         super().__init__(__name__, _ANSWER_SECONDS)
+        self.seconds_per_chat = seconds_per_chat
         self._kills = 0  # in a row
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class TemplateWorker(Worker):
             UserError: several one after the other take too long.
         """
         try:
-            line = f"{SECONDS_PER_CHAT} {json.dumps(request)}"
+            line = f"{self.seconds_per_chat} {json.dumps(request)}"
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(
                 f"tools or messages contain values that JSON cannot represent ({error})"
@@ -78,7 +80,7 @@ class TemplateWorker(Worker):
         else:
             raise BadRow(f"{ENDED_WORKERS}, the last by signal {-status}")
         self._kills += 1
-        reason = f"did not end within {SECONDS_PER_CHAT} s for it"
+        reason = f"did not end within {self.seconds_per_chat} s for it"
         if self._kills == _MOST_KILLS:
             raise UserError(
                 f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}"

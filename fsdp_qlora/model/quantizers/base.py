@@ -16,10 +16,6 @@ from fsdp_qlora.distributed.shards import local_part, own_rows
 from fsdp_qlora.model.architecture.precision import autocast_kind
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# In float32, a large matrix is decoded and multiplied in parts of this size, which stay in a CPU's
-# cache. In 16 bits, sums over parts would lose precision. A matrix of at most twice the size is
-# faster as a whole, since a product packs its input again for each part.
-_DECODED_BYTES = 4 * 2**20
 # What is wrong with stored statistics, as messages say it.
 NOT_FINITE = "values that are not finite (NaN or infinity)"
 TOO_LARGE = "scales with which weights are not finite"
@@ -106,6 +102,10 @@ class QuantizedWeight(nn.Module):
     statistics: tuple[str, ...] = ()  # names of the parameters that hold quantization statistics
     # of GPU memory that are read and written to decode a weight, for the planned speed
     decoding_bytes = 4.0
+    # In float32, a large matrix is decoded and multiplied in parts of this size, which stay in a
+    # CPU's cache. In 16 bits, sums over parts would lose precision. A matrix of at most twice the
+    # size is faster as a whole, since a product packs its input again for each part.
+    part_bytes = 4 * 2**20
     # whether a token's product depends on the other tokens only by the rounding of sums
     is_exact = True
 
@@ -217,11 +217,11 @@ class QuantizedWeight(nn.Module):
         can_split = (
             self.compute_dtype == torch.float32 and self.selects_rows and not matrix.transposed
         )
-        if not can_split or 4 * num_rows * num_columns <= 2 * _DECODED_BYTES:
+        if not can_split or 4 * num_rows * num_columns <= 2 * self.part_bytes:
             return whole
         # Whole rows of the matrix that are whole rows of codes and groups of statistics, too.
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
-        rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
+        rows = self.part_bytes // (4 * num_columns) // aligned * aligned
         if not 0 < rows < num_rows:
             return whole
         parts = []

@@ -120,14 +120,15 @@ def _multiply(
     codes: torch.Tensor,
     row_scale: torch.Tensor,
     threshold: float,
+    max_elements: int = _MAX_ELEMENTS,
 ) -> torch.Tensor:
     """Multiply x [.., in] by int8 codes [out, in] with row_scale [out].
 
-    See `Int8Weight.multiply`.
+    See `Int8Weight.multiply`. max_elements: the largest number of elements of a kernel's output.
     """
     # bitsandbytes' kernels ignore strides.
     tokens = x.reshape(-1, x.shape[-1]).contiguous()
-    max_tokens = _MAX_ELEMENTS // max(codes.shape)
+    max_tokens = max_elements // max(codes.shape)
     if len(tokens) > max_tokens:
         parts = [
             _multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(max_tokens)

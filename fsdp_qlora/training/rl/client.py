@@ -39,8 +39,6 @@ BYTES_PER_TOKEN = 512
 _START_SECONDS = 240.0
 # For an adapter that the server refuses: a network disk may show it late.
 _LOAD_SECONDS = 60.0
-# Between two tries, the first and the longest.
-_PAUSE_SECONDS = (0.5, 10.0)
 _MODELS = "/v1/models"
 _HEADERS = {"Content-Type": "application/json"}
 # HTTP statuses after which the same request may succeed: timeouts, rate limits, a restart.
@@ -69,11 +67,19 @@ class Server:
     Args:
         bases: names of the base model, of which the server must know one.
         patience: seconds to wait for any answer.
+        pause_seconds: between two tries, the first and the longest.
     """
 
-    def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        bases: Sequence[str | None],
+        patience: float,
+        pause_seconds: tuple[float, float] = (0.5, 10.0),
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._patience = patience
+        self._pause_seconds = pause_seconds
         self._bases = [base for base in bases if base]
         self._answered_at = awake()
         self._away_since = 0.0
@@ -140,7 +146,7 @@ class Server:
             RolloutError: the server refuses the request, or has answered no other one for too long.
         """
         began = awake()
-        pause, longest = _PAUSE_SECONDS
+        pause, longest = self._pause_seconds
         while True:
             try:
                 if self.is_closed:
@@ -295,13 +301,20 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_url") -> None:
+def check_server(
+    url: str,
+    bases: Sequence[str | None],
+    option: str = "rollout_url",
+    start_seconds: float = _START_SECONDS,
+) -> None:
     """Ask a server before the run begins. Called on rank 0.
+
+    start_seconds: how long it may take until it answers.
 
     Raises:
         RankError: it does not answer, has another base, or takes no adapters for rollouts.
     """
-    server = Server(url, bases, _START_SECONDS)
+    server = Server(url, bases, start_seconds)
     try:
         server.patiently(server.names)
         # A request without a name and a path loads nothing, and shows whether the route exists.
