@@ -8,7 +8,7 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -42,28 +42,53 @@ def yaml_file(tmp_path):
     return write
 
 
-def test_flags_win_over_yaml_and_yaml_over_the_defaults(yaml_file):
-    path = yaml_file(
-        "lr: 2e-4\nsave_model: no\nlora_target_modules: [q_proj, v_proj]\nseed: 7\nmirror: null\n"
-    )
-    config = parse_train_config(
-        ["--seed", "8", "--config", path, "--batch-size=3", "--max_steps", "-1"]
-    )
-    assert config == TrainConfig(
-        lr=2e-4,
-        save_model=False,
-        lora_target_modules=("q_proj", "v_proj"),
-        seed=8,
-        batch_size=3,
-        max_steps=-1,
-    )
+MODULES = {"lora_target_modules": ("q_proj", "v_proj")}
+# Case -> flags, the YAML file, and the options that differ from the defaults.
+ACCEPTED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "flags win over YAML, and YAML over the defaults": (
+        "--seed 8 --batch_size=3 --max_steps -1",
+        "lr: 2e-4\nsave_model: no\nlora_target_modules: [q_proj, v_proj]\nseed: 7\nmirror: null\n",
+        {"lr": 2e-4, "save_model": False, "seed": 8, "batch_size": 3, "max_steps": -1, **MODULES},
+    ),
+    "a list with commas": ("--lora_target_modules q_proj,v_proj", "", MODULES),
+    "a list with spaces": ("--lora_target_modules q_proj v_proj", "", MODULES),
+    "a list with both": ("--lora_target_modules q_proj, v_proj", "", MODULES),
+    "a list of choices": ("--log_to wandb,jsonl", "", {"log_to": ("wandb", "jsonl")}),
+    "an empty list": ("--add_tokens none", "", {"add_tokens": ()}),
+    "an empty list in YAML": ("", "add_tokens: []\n", {"add_tokens": ()}),
+    "flags win over older names in a file": (
+        "--use_gradient_checkpointing true --group b",
+        "low_memory: true\nuse_gradient_checkpointing: false\nname: a\nseed: 1\n",
+        {"recompute": "all", "log_to": ("name=a", "group=b"), "seed": 1},
+    ),
+    "switches without a value": (
+        "--use_cpu_offload --deterministic",
+        "",
+        {"use_cpu_offload": True, "deterministic": True},
+    ),
+    "choices in any case": (
+        "--train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT",
+        "",
+        {"train_type": "hqq_lora", "optimizer": "paged_adamw_8bit", "log_to": ("stdout",)},
+    ),
+    "dashes in names, and null for the default": (
+        "",
+        "lora-rank: 8\nmax_steps: null\noutput_dir:\nlr: ~\n",
+        {"lora_rank": 8},
+    ),
+}
 
 
-@pytest.mark.parametrize("words", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
-def test_lists_are_separated_by_commas_or_spaces(words):
-    config = parse_train_config(["--lora_target_modules", *words, "--log_to", "wandb,jsonl"])
-    assert config.lora_target_modules == ("q_proj", "v_proj")
-    assert config.log_to == ("wandb", "jsonl")
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_flags_and_yaml_are_read_as_the_options_they_mean(case, yaml_file):
+    given, text, options = ACCEPTED[case]
+    words = given.split()
+    argv = [*words[:2], *(["--config", yaml_file(text)] if text else []), *words[2:]]
+    assert parse_train_config(argv) == TrainConfig(**options)
+
+
+def test_options_from_python_are_read_as_those_of_a_file():
+    assert make_train_config(None, {"add_tokens": []}).add_tokens == ()
 
 
 @pytest.mark.parametrize("words", [[","], [" "], [""], [",,"], [", ", ""]], ids=repr)
@@ -72,12 +97,6 @@ def test_a_list_without_a_value_is_refused(words):
     assert {"add_tokens", "rewards", "columns"} < {*lists}
     for name in lists:
         assert f"--{name}: expected one value or more" in error_of(f"--{name}", *words)
-
-
-def test_an_empty_list_is_given_as_none(yaml_file):
-    assert parse_train_config(["--add_tokens", "none"]).add_tokens == ()
-    assert parse_train_config(["--config", yaml_file("add_tokens: []\n")]).add_tokens == ()
-    assert make_train_config(None, {"add_tokens": []}).add_tokens == ()
 
 
 @pytest.mark.parametrize(
@@ -162,13 +181,6 @@ def test_older_names_of_options_are_read_as_what_they_mean_now(given, yaml_file)
     ) == TrainConfig(**options)
 
 
-def test_flags_win_over_older_names_in_a_file(yaml_file):
-    path = yaml_file("low_memory: true\nuse_gradient_checkpointing: false\nname: a\nseed: 1\n")
-    argv = ["--config", path, "--use_gradient_checkpointing", "true", "--group", "b"]
-    config = TrainConfig(recompute="all", log_to=("name=a", "group=b"), seed=1)
-    assert parse_train_config(argv) == config
-
-
 def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
     of_grpo = "--objective grpo --rewards exact_match"
     for argv, beta, loss_type in (
@@ -199,6 +211,15 @@ def test_a_run_that_is_not_resumed_is_said_in_words_of_yaml(word, yaml_file):
     assert parse_train_config(["--config", yaml_file(f"resume: {word}")]).start_from == "off"
 
 
+@pytest.mark.parametrize(
+    ("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)]
+)
+def test_the_learning_rate_follows_the_train_type_and_is_recorded(train_type, rate, yaml_file):
+    config = parse_train_config(["--train_type", train_type])
+    assert config.learning_rate == rate
+    assert parse_train_config(["--config", yaml_file(resolved_yaml(config))]).lr == rate
+
+
 def test_the_resolved_options_are_accepted_back(yaml_file):
     argv = "--lr 1e-5 --log_to wandb,name=run:1,group=#x --lora_target_modules q_proj k_proj"
     config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json"])
@@ -212,15 +233,6 @@ def test_the_resolved_options_are_accepted_back(yaml_file):
         parse_train_config(["--world_size", "3", "--config", yaml_file(of_2024)]).nproc_per_node
         == 3
     )
-
-
-@pytest.mark.parametrize(
-    ("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)]
-)
-def test_the_learning_rate_follows_the_train_type_and_is_recorded(train_type, rate, yaml_file):
-    config = parse_train_config(["--train_type", train_type])
-    assert config.learning_rate == rate
-    assert parse_train_config(["--config", yaml_file(resolved_yaml(config))]).lr == rate
 
 
 def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
@@ -343,6 +355,16 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--config /dev/zero", "--config /dev/zero: cannot read it: it is not a file"),
         ("--output_dir out\udcff", r"--output_dir is not UTF-8 text: 'out\udcff'"),
         # Words of other trainers.
+        ("--sequence_parallel_degree 2", "did you mean --context_parallel_size?"),  # axolotl
+        ("--sequence_parallel_size 2", "did you mean --context_parallel_size?"),  # ms-swift
+        ("--context_parallel_dim 2", "did you mean --context_parallel_size?"),  # torchtune
+        ("--dp_shard_size 2", "see sharding_strategy"),
+        ("--quant_bits 4", "did you mean --train_type qlora?"),
+        ("--full_finetuning true", "did you mean --train_type full?"),
+        ("--split_dataset_ratio 0.01", "did you mean --eval_fraction?"),
+        ("--attn_impl flash_attn", "did you mean --attn_implementation flash_attention_2?"),
+        ("--random_state 3407", "did you mean --seed?"),
+        ("--rlhf_type dpo", "did you mean --objective?"),
         ("--adapter qlora", "did you mean --train_type qlora?"),
         ("--load_in_8bit false", "that is the default here"),
         ("--deepspeed x.json", "the model is sharded without a config"),
@@ -432,46 +454,6 @@ def test_every_other_name_stands_for_an_option_and_its_value():
             found = advise(other, value)
             if found and found.value:
                 parse_train_config([f"--{found.option}", found.value])
-
-
-@pytest.mark.parametrize(
-    ("other", "value", "here"),
-    [
-        ("sequence_parallel_degree", "2", "did you mean --context_parallel_size?"),  # axolotl
-        ("sequence_parallel_size", "2", "did you mean --context_parallel_size?"),  # ms-swift
-        ("context_parallel_dim", "2", "did you mean --context_parallel_size?"),  # torchtune
-        ("dp_shard_size", "2", "see sharding_strategy"),
-        ("quant_bits", "4", "did you mean --train_type qlora?"),
-        ("full_finetuning", "true", "did you mean --train_type full?"),
-        ("split_dataset_ratio", "0.01", "did you mean --eval_fraction?"),
-        ("attn_impl", "flash_attn", "did you mean --attn_implementation flash_attention_2?"),
-        ("random_state", "3407", "did you mean --seed?"),
-        ("rlhf_type", "dpo", "did you mean --objective?"),
-    ],
-)
-def test_settings_of_other_programs_are_answered_with_ours(other, value, here):
-    assert here in error_of(f"--{other}", value)
-
-
-def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
-    argv = (
-        "--use_cpu_offload --deterministic --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit "
-        "--log_to STDOUT"
-    )
-    config = parse_train_config(argv.split())
-    assert config.use_cpu_offload and config.deterministic
-    assert (config.train_type, config.optimizer, config.log_to) == (
-        "hqq_lora",
-        "paged_adamw_8bit",
-        ("stdout",),
-    )
-
-
-def test_yaml_takes_dashes_in_names_and_null_for_the_default(yaml_file):
-    config = parse_train_config(
-        ["--config", yaml_file("lora-rank: 8\nmax_steps: null\noutput_dir:\nlr: ~\n")]
-    )
-    assert config == TrainConfig(lora_rank=8)
 
 
 def test_wrong_values_ranges_and_combinations_are_reported_together(yaml_file):
