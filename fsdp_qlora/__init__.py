@@ -22,6 +22,7 @@ __all__ = [
     "train",
 ]
 
+# torch takes seconds to import, so a script that only needs the version does not load it.
 _MODULES = {
     "train": "api",
     "TrainResult": "api",

@@ -129,6 +129,7 @@ def _choose(argv: list[str]) -> int:
         raise UserError(f"{_explain_unknown(argv)}\n{usage()}")
     name, *words = argv
     command = COMMANDS[name]
+    # `train` reads its words itself, since it has YAML files and groups of help (config/cli.py).
     if command.add_options is None:
         return int(command.run(words) or 0)
     return _run(name, command, words)

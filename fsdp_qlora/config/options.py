@@ -100,6 +100,7 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         """`lr`, or what suits the train type and the objective where it is not given."""
         if self.lr is not None:
             return self.lr
+        # Preferences and rewards need smaller steps than texts, whichever weights train.
         learns_texts = self.objective == "sft" or self.distills
         if self.kind.trains == "all" or not learns_texts:
             return 1e-5

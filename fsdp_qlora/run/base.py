@@ -88,6 +88,7 @@ def open_base(
     """
     with session.kept_until_all_connect():
         fetched = plan().fetch()
+    # After the download, so that no collective waits for it.
     session.start_group(fetched.placed.layout)
     with exits.loading_explained(session.ranks.rank, memory_settings):
         return fetched.load()

@@ -46,10 +46,12 @@ def open_extras(
             model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
         )
         samples = Samples(setup.questions, prompt_format, generator, folder)
+        # The questions are token ids now, and need no template any more.
         prompt_format.close()
     if setup.tasks:
         options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
         measure_tasks = partial(setup.tasks.measure, model, tokenizer, precision, ranks, **options)
+    # Speed and reserved memory are planned for GPUs only.
     if ranks.device.type == "cuda":
         measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
     return Extras(samples, measure_tasks, measured)

@@ -63,6 +63,7 @@ def load_trained(
 
     placed = open_base(plan_base, session).placed
     plan = placed.model
+    # It may name more tokens that end an answer than the tokenizer does.
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)
@@ -87,6 +88,7 @@ class LoadedModel:
         self.ranks = ranks
         self.sampling = sampling
         trained_prompt = None
+        # Prompts have the form of the training, unless the user asks for another.
         if folder is not None and config.prompt_template is None:
             trained_prompt = read_json(folder / "training.json").get("prompt")
         tokenizer = plan.tokenizer

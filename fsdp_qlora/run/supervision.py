@@ -150,6 +150,7 @@ class Guard:
             max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * self.save_minutes),
         )
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
+        # From here on a signal asks all ranks to stop after a step; before, it ends the start.
         self.control.signals.is_starting = False
         # `reporting` is the inner block: others hear of a failure before anything is closed.
         with contextlib.ExitStack() as closed_last, reporting:
@@ -176,6 +177,7 @@ class Guard:
     def restore(self, state: TrainState) -> Progress:
         """Load the checkpoint to start from, if there is one; returns its progress."""
         if self.start.folder:
+            # Rank 0 has verified the files. What another rank cannot read is its machine's fault.
             try:
                 state.load(Path(self.start.folder), self.start.tensors)
             except DamagedCheckpoint as error:
@@ -207,6 +209,7 @@ class Recorder:
         self.config = guard.config
         self.control = guard.control
         self.facts = guard.facts
+        # The ranks exchange this flag in each step: a checkpoint is whole when no rank writes.
         self.control.is_writing = lambda: saver.is_writing
 
     @contextlib.contextmanager
@@ -223,6 +226,7 @@ class Recorder:
         self.facts.mark("steps")
         if self.extras.measured:
             self.facts.describe(partial(self.extras.measured.stepped, record))
+        # A start after a lack of memory recomputes more blocks than this one.
         if "recompute" in record:
             self.guard.status.values["recompute"] = record["recompute"]
         if self.saver.is_unfinished and self.control.is_written:

@@ -55,6 +55,7 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
         LostRank: another rank has ended.
         Crashed: an unexpected error, already printed.
     """
+    # First, since cuBLAS reads its workspace size once, when a GPU is first used.
     if config.deterministic:
         make_deterministic()
     ranks = enter_rank(config)
@@ -88,6 +89,7 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
             check_services(config, folder.path)
         prepared = prepare_run(config, ranks, session.store)
         plan = prepared.plan
+        # All that can be refused without weights is refused before they are downloaded.
         folder.check_contents(known_facts(plan), plan.model.folder)
         check_resources(prepared.config, plan.placed)
         base = PlannedBase(prepared.config, plan.placed, session.store).fetch()
@@ -144,11 +146,13 @@ def train_and_export(
         progress = guard.restore(state)
         try:
             with recorder.watching():
+                # Only a GPU is probed; on a CPU --recompute auto means all.
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
                 source = open_source(config, plan, run.setup, trainer, folder, run_id=start.run_id)
                 train(trainer, plan.data, source, progress, recorder)
         except (RunStopped, NotFinite, RolloutError) as error:
+            # The newest checkpoint is a result until the run continues.
             if config.save_model:
                 leave_result(form, folder, ranks)
             if isinstance(error, RunStopped) and error.ending.state == "over_budget":
