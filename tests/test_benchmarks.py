@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import answers, common, cpu, epoch_time, gpu, gpu_report, gpu_steps
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 
 
@@ -19,7 +18,7 @@ def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
     return status, json.loads(output.read_text())
 
 
-def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_path: Path) -> None:
+def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_path):
     # Far too small to be fast, so the exit status does not count.
     _, result = _run(cpu.main, "--tiny", "--rounds", "2", output=tmp_path / "out.json")
     assert {
@@ -41,7 +40,7 @@ def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_pa
     assert 0 < low <= middle <= high
 
 
-def test_answers_benchmark_asks_both_commits_the_same(tmp_path: Path) -> None:
+def test_answers_benchmark_asks_both_commits_the_same(tmp_path):
     argv = ["--before", "HEAD", "--rounds", "1", "--questions", "wrong command", "wrong columns"]
     status, result = _run(answers.main, *argv, output=tmp_path / "out.json")
     assert status == 0 and {answer["status"] for answer in result["answers"].values()} == {2}
@@ -49,9 +48,7 @@ def test_answers_benchmark_asks_both_commits_the_same(tmp_path: Path) -> None:
         assert len(answer["before"]) == len(answer["after"]) == 1 and min(answer["before"]) > 0
 
 
-def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
-    models: Models, tmp_path: Path
-) -> None:
+def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(models, tmp_path):
     argv = [
         "--model_name",
         str(models()),
@@ -71,7 +68,7 @@ def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
     assert ours["ours, padded"]["losses"] == pytest.approx(ours["ours"]["losses"], rel=1e-5)
 
 
-def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_path: Path) -> None:
+def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_path):
     argv = ["--tiny", "--precision", "fp32", "--layers", "1", "--parts", "box", "speed"]
     status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
     assert status == 0, result
@@ -93,7 +90,7 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
 
 
 @pytest.mark.nightly
-def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
+def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path):
     chosen = [
         "offload",
         "decode",
@@ -138,9 +135,7 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
         assert f"| {row['item']} | {row['unit']} | " in text and row["aim"] in text
 
 
-def test_gpu_benchmarks_report_hides_secrets_folders_and_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch):
     monkeypatch.setattr(gpu_report.socket, "gethostname", lambda: "node-17")
     monkeypatch.setattr(gpu_report.getpass, "getuser", lambda: "alice")
     error = (
@@ -168,7 +163,7 @@ def test_gpu_benchmarks_report_hides_secrets_folders_and_names(
     ) in text
 
 
-def test_gpu_report_puts_measured_beside_planned_and_peft() -> None:
+def test_gpu_report_puts_measured_beside_planned_and_peft():
     step = {"tokens_per_second": 9000.0, "planned_tokens_per_second": 6000.0}
     step |= {
         name: {"reserved": gib} for name, gib in (("measured_gib", 9.75), ("planned_gib", 9.5))
@@ -204,9 +199,7 @@ def test_gpu_report_puts_measured_beside_planned_and_peft() -> None:
     assert "| values | test_losses[qlora] - AssertionError: [1.5], on the CPU [1.6] |" in text
 
 
-def test_gpu_benchmark_runs_tests_side_by_side_and_ends_slow_parts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpu_benchmark_runs_tests_side_by_side_and_ends_slow_parts(monkeypatch, tmp_path):
     # In place of tests: two programs that wait for each other, and one that sleeps.
     meet = (
         "import pathlib, time; pathlib.Path('{0}').touch()\nwhile not "
@@ -238,15 +231,13 @@ def test_gpu_benchmark_runs_tests_side_by_side_and_ends_slow_parts(
     assert log.read_text().count("test_one PASSED") == 2 and "ZeroDivisionError" in log.read_text()
 
 
-def test_gpu_benchmark_says_so_where_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpu_benchmark_says_so_where_there_is_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "has_gpu", lambda: False)
     assert gpu.main([]) == 0
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_random_weights_are_the_same_however_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_are_the_same_however_they_are_read(monkeypatch):
     monkeypatch.setattr(common, "_CHUNK", 1000)
     name = "model.layers.0.mlp.up_proj.weight"
     source = common.RandomWeights(
@@ -259,7 +250,7 @@ def test_random_weights_are_the_same_however_they_are_read(monkeypatch: pytest.M
     assert not torch.equal(whole, source.read_rows(name.replace("up", "gate"), 0, 512))
 
 
-def test_flops_of_a_7b_step_are_those_counted_by_hand() -> None:
+def test_flops_of_a_7b_step_are_those_counted_by_hand():
     config = LlamaConfig(**gpu_steps.SHAPES["7b"])
     linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     total, recomputed = gpu_steps.flops_per_step(

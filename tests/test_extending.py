@@ -3,10 +3,8 @@ lists exist.
 """
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
@@ -40,7 +38,7 @@ def places(section: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
+def test_every_place_in_the_lists_exists_and_holds_its_names():
     assert list(SECTIONS) == [
         "quantizer",
         "train type",
@@ -87,7 +85,7 @@ def train_with_the_examples(argv: list[str]) -> int:
     return train.main(argv)
 
 
-def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
+def test_one_of_each_is_added_in_its_places_and_trains(tmp_path):
     output = tmp_path / "output"
     argv = flags(
         model_name=make_model(tmp_path / "model"),
@@ -117,9 +115,7 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
         assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
 
 
-def test_a_format_of_the_guide_is_asked_by_generate(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch, tmp_path):
     example = SECTIONS["dataset format"].partition("```python\n")[2].partition("```")[0]
     monkeypatch.setattr(formats, "FORMATS", formats.FORMATS.copy())
     monkeypatch.setattr(recognition, "FORMATS", formats.FORMATS)
@@ -130,7 +126,7 @@ def test_a_format_of_the_guide_is_asked_by_generate(
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Riddle: river 0\nSolution:"
 
 
-def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_function_is_a_function_and_a_row(monkeypatch):
     monkeypatch.setattr(rewards, "REWARD_FACTORIES", rewards.REWARD_FACTORIES.copy())
     exec(
         SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0],
@@ -143,7 +139,7 @@ def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPat
     ) == [1, 0]
 
 
-def test_an_objective_is_a_function_and_a_row(tmp_path: Path) -> None:
+def test_an_objective_is_a_function_and_a_row(tmp_path):
     argv = flags(
         model_name=make_model(tmp_path / "model"),
         dataset=write_rows(tmp_path / "pairs.jsonl", make_pairs()),

@@ -62,12 +62,12 @@ def offences(source: str) -> list[str]:
     return found
 
 
-def test_no_source_pickles_or_unpickles() -> None:
+def test_no_source_pickles_or_unpickles():
     assert len(SOURCES) > 50
     assert {path: found for path in SOURCES if (found := offences(path.read_text()))} == {}
 
 
-def test_pickle_search_finds_pickling_code() -> None:
+def test_pickle_search_finds_pickling_code():
     lines = [
         "import pickle",
         "from torch.distributed import checkpoint as dcp",

@@ -1,12 +1,9 @@
 """Which of SDPA's kernels is taken: torch's own choice, which needs no GPU but a card's number."""
 
-from pathlib import Path
-
 import pytest
 
 from stand_in import environment
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags
 
@@ -47,14 +44,8 @@ REPEATED = ", keys and values repeated for each head"
     ],
 )
 def test_no_kernel_that_keeps_all_scores_is_taken(
-    capability: int,
-    precision: str,
-    padding: bool,
-    words: str,
-    operators: set[str],
-    models: Models,
-    tmp_path: Path,
-) -> None:
+    capability, precision, padding, words, operators, models, tmp_path
+):
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     options = {
         "train_type": "qlora",
@@ -81,9 +72,7 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
     assert set(ended.output.rpartition("took ")[2].split()) == operators
 
 
-def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(
-    models: Models, tmp_path: Path
-) -> None:
+def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(models, tmp_path):
     """SDPA pads heads of 12 to 16 for its flash kernel; torch's operator for rows of any lengths
     raises.
     """
@@ -108,9 +97,7 @@ def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(
 
 
 @pytest.mark.slow
-def test_heads_too_wide_for_flash_go_to_sdpa_and_all_others_do_not(
-    models: Models, tmp_path: Path
-) -> None:
+def test_heads_too_wide_for_flash_go_to_sdpa_and_all_others_do_not(models, tmp_path):
     """As in gemma4: each sixth block has heads of 512. Losses are those of the CPU, on rows one
     after another.
     """

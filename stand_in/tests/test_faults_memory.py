@@ -45,8 +45,8 @@ sys.exit(train.main(["--model_name", str(folder)]))
     ],
 )
 def test_segments_expand_unless_told_otherwise_and_adamw_is_fused_on_a_gpu(
-    settings: dict[str, object], is_expandable: bool, tmp_path: Path
-) -> None:
+    settings, is_expandable, tmp_path
+):
     script = tmp_path / "look.py"
     script.write_text(LOOK)
     (ended,) = environment.run([script], tmp_path / "logs", settings=settings)
@@ -95,8 +95,8 @@ def _train_with_less(
     ids=["1 rank, offload", "2 ranks"],
 )
 def test_restarts_after_out_of_memory_recompute_more_until_it_fits(
-    ranks: int, options: dict[str, Any], models: Models, tmp_path: Path
-) -> None:
+    ranks, options, models, tmp_path
+):
     options = {**options, "save_every": 1}
     *others, last = _train_with_less(0.6, models, tmp_path, ranks=ranks, **options)
     first = [*others, last][0]

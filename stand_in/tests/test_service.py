@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from stand_in.environment import Process, free_port, run
 from tests.helpers.run import flags
 
 tinker = pytest.importorskip("tinker", reason="the extra serve is not installed")
-from tests.helpers.models import Models  # noqa: E402
 from tests.service import harness  # noqa: E402
 
 
@@ -43,9 +41,7 @@ def used(client: tinker.ServiceClient, model: str, teacher: str) -> list[list[fl
 @pytest.mark.parametrize(
     "options", [{"train_type": "lora"}, {"train_type": "qlora", "use_cpu_offload": True}]
 )
-def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
-    options: dict[str, object], models: Models, tmp_path: Path
-) -> None:
+def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(options, models, tmp_path):
     model = str(models())
     teacher = str(models("llama", num_hidden_layers=3))
     port = free_port()

@@ -7,7 +7,7 @@ README.md has the command that makes its table.
 
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,9 +205,7 @@ def train(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_auto_replicates_what_fits_and_keeps_the_activations(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_auto_replicates_what_fits_and_keeps_the_activations(train, tmp_path):
     ended, is_saved = train(Case({}, model=("llama", {})))
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
     assert "Placement: ddp. On each GPU, with a margin, ddp needs 0.5 GiB" in ended[0].output
@@ -223,7 +221,7 @@ def test_auto_replicates_what_fits_and_keeps_the_activations(
 
 
 @pytest.mark.slow
-def test_all_ranks_do_what_the_smallest_card_needs(train: Callable[..., Any]) -> None:
+def test_all_ranks_do_what_the_smallest_card_needs(train):
     ended, is_saved = train(
         Case({}, model=("llama", {})), settings_of_rank={1: {"PHANTOM_GIB": 0.5}}
     )
@@ -236,9 +234,7 @@ def test_all_ranks_do_what_the_smallest_card_needs(train: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(train, tmp_path):
     options = {"auto": True, "gradient_accumulation_steps": 4}
     ended, _ = train(
         Case({**options, **STOPPED}, model=("llama", {})), settings_of_rank={1: {"PHANTOM_GIB": 2}}
@@ -257,9 +253,7 @@ def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_memory_of_answers_is_not_a_steps(
-    ranks: int, train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_memory_of_answers_is_not_a_steps(ranks, train, tmp_path):
     options = {
         "objective": "grpo",
         "rewards": "length:4",
@@ -313,9 +307,7 @@ def test_memory_of_answers_is_not_a_steps(
         ),
     ],
 )
-def test_a_failing_card_or_link_ends_all_ranks_with_its_name(
-    ranks: int, settings: dict[str, object], message: str, train: Callable[..., Any]
-) -> None:
+def test_a_failing_card_or_link_ends_all_ranks_with_its_name(ranks, settings, message, train):
     options = {"max_steps": 10000, "num_epochs": 10000, "sharding_strategy": "full_shard"}
     ended, is_saved = train(Case(options, ranks), settings)
     assert all(rank.status not in (0, 2) for rank in ended) and not is_saved, ended[0].output[
@@ -396,9 +388,7 @@ def beside_cpu(models, tmp_path):
         for name in CASES
     ],
 )
-def test_numbers_on_several_ranks_are_those_of_the_cpu(
-    name: str, beside_cpu: Callable[..., Beside]
-) -> None:
+def test_numbers_on_several_ranks_are_those_of_the_cpu(name, beside_cpu):
     case = CASES[name]
     beside = beside_cpu(case)
     print(f"| {name} | {numbers(beside.differences)} | {beside.noted or ''} |")
@@ -412,9 +402,7 @@ def test_numbers_on_several_ranks_are_those_of_the_cpu(
 @pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_gpu_alone_changes_the_numbers(
-    fault: str, optimizer: str, beside_cpu: Callable[..., Beside]
-) -> None:
+def test_a_fault_of_the_gpu_alone_changes_the_numbers(fault, optimizer, beside_cpu):
     case = CASES["both offloads"]
     rate = {"sgd": 0.1, "adamw": 1e-3}[optimizer]
     faulty = [ROOT / "stand_in/programs/with_faults.py", fault, "train"]

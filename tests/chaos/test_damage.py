@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.mirror import open_store
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import KILLED, Job, Same, at_step, ended, finish, numbers, run, wait_for
+from tests.chaos.harness import KILLED, Job, at_step, ended, finish, numbers, run, wait_for
 from tests.helpers.models import make_model
 from tests.helpers.rows import make_rows, write_rows
 
@@ -54,9 +54,7 @@ def stopped(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.STATE, "state_00000.safetensors"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_damage_to_any_checkpoint_file_is_detected(
-    name: str, damage: str, stopped: Path, tmp_path: Path
-) -> None:
+def test_any_damage_to_any_checkpoint_file_is_detected(name, damage, stopped, tmp_path):
     folder = tmp_path / "step_000008"
     shutil.copytree(stopped / "checkpoints" / "step_000008", folder)
     checkpoint.verify(folder)
@@ -66,8 +64,8 @@ def test_any_damage_to_any_checkpoint_file_is_detected(
 
 
 def test_a_damaged_checkpoint_is_quarantined_and_the_previous_used(
-    reference: Reference, stopped: Path, assert_same: Same, tmp_path: Path
-) -> None:
+    reference, stopped, assert_same, tmp_path
+):
     shutil.copytree(stopped, tmp_path / "out")
     newest = tmp_path / "out" / "checkpoints" / "step_000008"
     flip(newest / "state_00000.safetensors")
@@ -78,9 +76,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_previous_used(
     assert_same(tmp_path / "out")
 
 
-def test_resuming_on_2_then_1_then_4_ranks_gives_the_same_run(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_resuming_on_2_then_1_then_4_ranks_gives_the_same_run(reference, tmp_path):
     options = reference.same_but(tmp_path / "out")
     run(options, tmp_path / "logs2", ANY, fault=partial(at_step, 5, KILLED))
     run(options, tmp_path / "logs1", ANY, ranks=1, fault=partial(at_step, 7, KILLED))
@@ -111,9 +107,7 @@ def test_resuming_on_2_then_1_then_4_ranks_gives_the_same_run(
     assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-6
 
 
-def test_a_new_machine_starts_from_the_mirror_or_without_it(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_a_new_machine_starts_from_the_mirror_or_without_it(reference, assert_same, tmp_path):
     options = reference.same_but(tmp_path / "out", mirror=tmp_path / "mirror")
     with ended(Job(options, tmp_path / "logs0", fault=DIE_AT_8)) as job:
         wait_for(lambda: checkpoint.published(tmp_path / "mirror" / "checkpoints"))
@@ -142,9 +136,7 @@ def test_a_new_machine_starts_from_the_mirror_or_without_it(
     assert_same(tmp_path / "third")
 
 
-def test_other_options_model_or_rows_are_refused_by_name(
-    reference: Reference, stopped: Path, tmp_path: Path
-) -> None:
+def test_other_options_model_or_rows_are_refused_by_name(reference, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "out")
 
     def snapshot() -> list[tuple[Path, int]]:
@@ -177,8 +169,8 @@ def test_other_options_model_or_rows_are_refused_by_name(
 
 
 def test_a_finished_run_ends_at_once_and_earlier_checkpoints_continue(
-    reference: Reference, stopped: Path, assert_same: Same, tmp_path: Path
-) -> None:
+    reference, stopped, assert_same, tmp_path
+):
     shutil.copytree(stopped, tmp_path / "out")
     earlier = tmp_path / "out" / "checkpoints" / "step_000004"
     options = reference.same_but(tmp_path / "out")

@@ -21,12 +21,10 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision import presence, watchdog
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.utils.errors import UserError
-from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     KILLED,
     Fault,
     Job,
-    Same,
     adapter,
     at_step,
     be_impatient,
@@ -49,9 +47,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.nightly), (write_slowly,)])
-def test_on_a_full_disk_the_oldest_checkpoint_makes_room(
-    more: tuple[Fault, ...], reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_on_a_full_disk_the_oldest_checkpoint_makes_room(more, reference, assert_same, tmp_path):
     root = tmp_path / "out" / "checkpoints"
     fault = partial(together, partial(fill_disk, root, 2), *more)
     text = run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=fault)
@@ -67,9 +63,7 @@ def limit_file_size(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
-def test_training_goes_on_when_no_checkpoint_fits(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_training_goes_on_when_no_checkpoint_fits(reference, assert_same, tmp_path):
     # Too little for a checkpoint's tensors, enough for the adapter itself.
     limit = (reference.output_dir / "adapter_model.safetensors").stat().st_size + 4000
     text = run(
@@ -89,9 +83,7 @@ def test_training_goes_on_when_no_checkpoint_fits(
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root"
 )
-def test_a_full_disk_never_costs_the_newest_checkpoint(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_a_full_disk_never_costs_the_newest_checkpoint(reference, tmp_path):
     (disk := tmp_path / "disk").mkdir()
     size = sum(
         path.stat().st_size
@@ -127,9 +119,7 @@ def lose_numbers(*steps: int) -> None:
     Trainer._loss = loss  # type: ignore[method-assign]
 
 
-def test_nan_on_one_rank_stops_all_before_the_update(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_nan_on_one_rank_stops_all_before_the_update(reference, assert_same, tmp_path):
     options = reference.same_but(tmp_path / "out", save_every="none")
     for log in finish(options, tmp_path / "logs0", [1, 1], fault=partial(lose_numbers, 5)).logs:
         assert (
@@ -143,9 +133,7 @@ def test_nan_on_one_rank_stops_all_before_the_update(
     assert_same(tmp_path / "out")
 
 
-def test_all_ranks_skip_a_nan_step_a_limited_number_of_times(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_all_ranks_skip_a_nan_step_a_limited_number_of_times(reference, tmp_path):
     options = reference.same_but(tmp_path / "out", on_nonfinite="skip")
     text = run(options, tmp_path / "logs0", fault=partial(lose_numbers, 5))
     assert text.count("It is skipped.") == 1 and "with samples" in text
@@ -180,7 +168,7 @@ def spoil_parameter() -> None:
     ShardedOptimizer.step = step  # type: ignore[method-assign]
 
 
-def test_an_adapter_that_is_not_finite_is_never_saved(reference: Reference, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_finite_is_never_saved(reference, tmp_path):
     options = reference.same_but(tmp_path / "out", save_every=1, max_steps=3)
     text = run(options, tmp_path / "logs", [1, 1], fault=spoil_parameter)
     assert "has values that are not finite, so nothing is saved" in text
@@ -188,7 +176,7 @@ def test_an_adapter_that_is_not_finite_is_never_saved(reference: Reference, tmp_
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_loss_spikes_are_reported_and_noise_is_not() -> None:
+def test_loss_spikes_are_reported_and_noise_is_not():
     noise = torch.randn(50, generator=torch.Generator().manual_seed(0)).mul(0.1).add(2).tolist()
     assert spike(noise, 2.3) is None and spike(noise[:5], 9.0) is None
     assert spike(noise, 3.5) == pytest.approx(2.0, abs=0.1)
@@ -345,9 +333,7 @@ ALIKE = ("rank 0 refuses while loading", "both lack memory", "a bug, and a slow 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in ALIKE)) for case in ENDS]
 )
-def test_a_failing_rank_ends_all_ranks_with_its_reason(
-    case: str, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_failing_rank_ends_all_ranks_with_its_reason(case, reference, tmp_path):
     end = ENDS[case]
     out = tmp_path / "out"
     options = reference.same_but(
@@ -383,9 +369,7 @@ def skip_exchange() -> None:
     trainer.gather_numbers = gather_numbers  # type: ignore[assignment]
 
 
-def test_a_rank_that_skips_a_collective_does_not_train_on(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_a_rank_that_skips_a_collective_does_not_train_on(reference, tmp_path):
     options = reference.same_but(
         tmp_path / "out", hang_minutes=0.05, save_every=1, eval_fraction=0, eval_steps=0
     )
@@ -423,9 +407,7 @@ def lose_memory_with_few_recomputing() -> None:
     Trainer._loss = loss
 
 
-def test_restart_after_out_of_memory_recomputes_more(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_restart_after_out_of_memory_recomputes_more(reference, assert_same, tmp_path):
     options = reference.same_but(tmp_path / "out", verbose=True)
     text = run(options, tmp_path / "logs", [1, 1], fault=lose_memory_with_few_recomputing)
     assert "Recompute: 0 of 2 blocks" in text and "ran out of GPU memory in step 4" in text
@@ -451,9 +433,7 @@ def test_restart_after_out_of_memory_recomputes_more(
         (0, "error: The store of all ranks has not answered for 3 s: rank 0, or"),
     ],
 )
-def test_a_stopped_rank_is_reported_by_its_neighbour(
-    stopped: int, says: str, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_stopped_rank_is_reported_by_its_neighbour(stopped, says, reference, tmp_path):
     with ended(
         Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=be_impatient)
     ) as job:
@@ -464,9 +444,7 @@ def test_a_stopped_rank_is_reported_by_its_neighbour(
     assert says in job.output()
 
 
-def test_missing_heartbeats_count_only_while_a_rank_is_active(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_heartbeats_count_only_while_a_rank_is_active(tmp_path, monkeypatch):
     for name, seconds in (
         ("POLL_SECONDS", 0.01),
         ("_PULSE_SECONDS", 0.02),

@@ -26,14 +26,12 @@ import pytest
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.export.expand import expand_model
-from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     INJECTED,
     KILLED,
     RANKS,
     Fault,
     Job,
-    Same,
     at_step,
     ended,
     fill_disk,
@@ -138,9 +136,7 @@ DISTURBANCES = {
 
 
 @pytest.mark.slow
-def test_a_run_with_random_faults_gives_the_same_bytes(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_a_run_with_random_faults_gives_the_same_bytes(reference, assert_same, tmp_path):
     """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many
     runs as it takes.
     """
@@ -223,8 +219,8 @@ PHASES = {
 
 @pytest.mark.parametrize("phases", all_slow_but("", PHASES, nightly=["more"]))
 def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
-    phases: str, reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+    phases, reference, assert_same, tmp_path
+):
     options = reference.same_but(tmp_path / "out", save_total_limit=2, save_every=1)
     for number, phase in enumerate(PHASES[phases]):
         run(
@@ -261,9 +257,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("kind", all_slow_but("full", KINDS, nightly=["bnb_llama_pro", "hqq_dora"]))
-def test_every_kind_of_training_resumes_to_the_same_bytes(
-    kind: str, reference: Reference, tmp_path: Path
-) -> None:
+def test_every_kind_of_training_resumes_to_the_same_bytes(kind, reference, tmp_path):
     options = {
         **reference.options,
         "max_steps": 10,

@@ -51,7 +51,7 @@ def leaks(folder: Path) -> list[str]:
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
 
 
-def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
+def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path):
     model = make_model(tmp_path / "given" / "model")
     (model / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
     rows = [*make_rows(200), {"instruction": "a", "output": ""}]
@@ -82,7 +82,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["error", "bug"])
-def test_a_failing_run_prints_no_secret(case: str, tmp_path: Path) -> None:
+def test_a_failing_run_prints_no_secret(case, tmp_path):
     dataset = LOGIN if case == "error" else write_rows(tmp_path / "rows.jsonl", make_rows(8))
     argv = flags(
         dataset=dataset, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output"
@@ -95,9 +95,7 @@ def test_a_failing_run_prints_no_secret(case: str, tmp_path: Path) -> None:
     assert leaks(tmp_path / "logs") == []
 
 
-def test_known_secret_formats_are_hidden_and_common_words_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_known_secret_formats_are_hidden_and_common_words_are_not(monkeypatch):
     token = "hf_" + "aB3" * 10
     assert (
         redact(f"token {token}, https://me:pw@host:8080/x?y=1") == f"token {HIDDEN}, "
@@ -141,11 +139,11 @@ def test_known_secret_formats_are_hidden_and_common_words_are_not(
         ),
     ],
 )
-def test_secrets_in_rclone_remotes_and_url_queries_are_hidden(text: str, hidden: str) -> None:
+def test_secrets_in_rclone_remotes_and_url_queries_are_hidden(text, hidden):
     assert redact(text) == hidden.replace("=S", f"={HIDDEN}") == redact(redact(text))
 
 
-def test_the_password_in_a_variable_of_rclone_s_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_in_a_variable_of_rclone_s_is_hidden(monkeypatch):
     monkeypatch.setenv("RCLONE_CONFIG_STORE_PASS", "canary-of-rclone")
     monkeypatch.setenv("GIT_ASKPASS", "not-a-password")
     _secrets.cache_clear()

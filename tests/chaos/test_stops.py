@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +17,8 @@ import torch
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.distributed.supervision import stops
 from fsdp_qlora.utils.errors import TrainingError
-from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
-    Fault,
     Job,
-    Same,
     at_step,
     ended,
     finish,
@@ -48,15 +44,8 @@ from tests.helpers.run import ROOT
     ],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
-    rank: int,
-    number: signal.Signals,
-    state: str,
-    code: int,
-    more: Fault,
-    reference: Reference,
-    assert_same: Same,
-    tmp_path: Path,
-) -> None:
+    rank, number, state, code, more, reference, assert_same, tmp_path
+):
     options = reference.same_but(tmp_path / "out", save_every=4)
     signalled = partial(
         together, more, partial(at_step, 4, partial(signal.raise_signal, number), rank)
@@ -79,7 +68,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert_same(tmp_path / "out")
 
 
-def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_rank_at_once(reference, tmp_path):
     hangs = partial(at_step, 3, hang, 0, during="prepare")  # in Python
     with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=hangs)) as job:
         wait_for(lambda: steps_done(tmp_path / "out") >= 3)
@@ -104,7 +93,7 @@ with stops.Signals(ends_process=True).handled():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_start_that_waits_in_cpp_code(number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_a_start_that_waits_in_cpp_code(number, code):
     process = subprocess.Popen(
         [sys.executable, "-c", _WAITS_IN_C], stdout=subprocess.PIPE, cwd=ROOT, text=True
     )
@@ -133,7 +122,7 @@ def lose_output() -> None:
     at_step(3, close, 0)
 
 
-def test_a_forked_child_process_can_be_terminated() -> None:
+def test_a_forked_child_process_can_be_terminated():
     """As a reward function does with the code of an answer that runs too long."""
     signals = stops.Signals()
     with signals.handled():
@@ -153,9 +142,7 @@ def test_a_forked_child_process_can_be_terminated() -> None:
             child.kill()
 
 
-def test_a_run_continues_when_its_output_is_closed(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_a_run_continues_when_its_output_is_closed(reference, assert_same, tmp_path):
     run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=lose_output)
     assert_same(tmp_path / "out")
     assert status(tmp_path / "out")["output"] == "lost: Broken pipe"
@@ -187,9 +174,7 @@ def take_ten_seconds_per_step() -> None:
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
 
-def test_max_hours_stops_with_a_checkpoint_and_can_be_raised(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_max_hours_stops_with_a_checkpoint_and_can_be_raised(reference, assert_same, tmp_path):
     options = reference.same_but(tmp_path / "out", save_every="none", max_hours=80 / 3600)
     output = run(options, tmp_path / "logs0", [3, 3], fault=take_ten_seconds_per_step)
     about = status(tmp_path / "out")
@@ -202,9 +187,7 @@ def test_max_hours_stops_with_a_checkpoint_and_can_be_raised(
     assert_same(tmp_path / "out")
 
 
-def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(reference, assert_same, tmp_path):
     options = reference.same_but(tmp_path / "out")
     stopped = partial(at_step, 4, partial(signal.raise_signal, signal.SIGTERM), during="evaluate")
     run(options, tmp_path / "logs0", [75, 75], fault=stopped)
@@ -215,7 +198,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
     assert_same(tmp_path / "out")
 
 
-def test_ranks_make_equal_decisions_and_detect_different_steps() -> None:
+def test_ranks_make_equal_decisions_and_detect_different_steps():
     ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
     ranks[2].signals.requested = stops._STOP_OF_SIGNAL[15]
     flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)
@@ -227,6 +210,6 @@ def test_ranks_make_equal_decisions_and_detect_different_steps() -> None:
         ranks[0].agree(flags)
 
 
-def test_time_budget_includes_earlier_starts() -> None:
+def test_time_budget_includes_earlier_starts():
     budget = stops.Budget(max_hours=2, used_seconds=3600)
     assert not budget.is_used_up(3599) and budget.is_used_up(3600)

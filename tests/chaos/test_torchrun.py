@@ -18,7 +18,6 @@ from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     HANG_SECONDS,
     Job,
-    Same,
     ended,
     is_gone,
     run,
@@ -86,9 +85,7 @@ def wait_for_step(
 
 
 @pytest.mark.slow
-def test_a_run_restarted_by_torchrun_gives_the_same_bytes(
-    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
-) -> None:
+def test_a_run_restarted_by_torchrun_gives_the_same_bytes(reference, assert_same, start, tmp_path):
     argv = flags(**reference.same_but(tmp_path / "out"))
     process = start([*TORCHRUN, "--max-restarts", "3", "-m", "fsdp_qlora", "train", *argv])
     wait_for_step(tmp_path / "out", 4, process, tmp_path)
@@ -101,9 +98,7 @@ def test_a_run_restarted_by_torchrun_gives_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_workers_end_when_torchrun_is_killed(
-    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
-) -> None:
+def test_workers_end_when_torchrun_is_killed(reference, assert_same, start, tmp_path):
     options = reference.same_but(tmp_path / "out")
     process = start([*TORCHRUN, str(ROOT / "train.py"), *flags(**options)])
     wait_for_step(tmp_path / "out", 1, process, tmp_path)
@@ -128,8 +123,8 @@ def test_workers_end_when_torchrun_is_killed(
 
 @pytest.mark.slow
 def test_torchrun_passes_sigterm_on_and_exits_as_documented(
-    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
-) -> None:
+    reference, assert_same, start, tmp_path
+):
     options = reference.same_but(tmp_path / "out", save_every="none")
     process = start([sys.executable, str(ROOT / "train.py"), *flags(**options, nproc_per_node=2)])
     wait_for_step(tmp_path / "out", 3, process, tmp_path)
@@ -170,9 +165,7 @@ sys.exit(train.main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTSTP, marks=pytest.mark.nightly), signal.SIGSTOP]
 )
-def test_a_paused_launcher_does_not_end_the_run(
-    number: signal.Signals, reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
-) -> None:
+def test_a_paused_launcher_does_not_end_the_run(number, reference, assert_same, start, tmp_path):
     (tmp_path / "impatient.py").write_text(IMPATIENT)
     argv = flags(**reference.same_but(tmp_path / "out", nproc_per_node=2))
     process = start([sys.executable, str(tmp_path / "impatient.py"), *argv])
@@ -187,8 +180,8 @@ def test_a_paused_launcher_does_not_end_the_run(
 
 @pytest.mark.nightly
 def test_a_closed_terminal_stops_torchrun_with_a_checkpoint_unless_told(
-    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
-) -> None:
+    reference, assert_same, start, tmp_path
+):
     argv = [
         "-m",
         "fsdp_qlora",
@@ -210,9 +203,7 @@ def test_a_closed_terminal_stops_torchrun_with_a_checkpoint_unless_told(
     assert_same(tmp_path / "out")
 
 
-def test_bad_input_is_shown_ends_all_and_is_not_restarted(
-    reference: Reference, start: Callable, tmp_path: Path
-) -> None:
+def test_bad_input_is_shown_ends_all_and_is_not_restarted(reference, start, tmp_path):
     argv = flags(**reference.same_but(tmp_path / "out", dataset=tmp_path / "absent.jsonl"))
     process = start([*TORCHRUN, "--max-restarts", "1", str(ROOT / "train.py"), *argv])
     assert process.wait(HANG_SECONDS) != 0
@@ -245,9 +236,7 @@ exit $3
         (["- - 1", "- - 1", "- - 1"], 1),
     ],
 )
-def test_run_forever_restarts_runs_that_can_still_finish(
-    plan: list[str], code: int, tmp_path: Path
-) -> None:
+def test_run_forever_restarts_runs_that_can_still_finish(plan, code, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "PLAN").write_text("\n".join([*plan, "finished 0 99"]) + "\n")
     (tmp_path / "fake.sh").write_text(FAKE)
@@ -259,7 +248,7 @@ def test_run_forever_restarts_runs_that_can_still_finish(
     assert (tmp_path / "STARTS").read_text().count("start") == len(plan)
 
 
-def test_run_forever_waits_while_another_machine_has_the_folder(tmp_path: Path) -> None:
+def test_run_forever_waits_while_another_machine_has_the_folder(tmp_path):
     (tmp_path / "PLAN").write_text("- - 1\n" * 4 + "- - 0\n")
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
@@ -270,7 +259,7 @@ def test_run_forever_waits_while_another_machine_has_the_folder(tmp_path: Path) 
     )
 
 
-def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
+def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "PLAN").write_text("preempted 75 1\nbad_input 2 1\nfinished 0 0\n- - 1\nnote 2 1\n")
     (tmp_path / "fake.sh").write_text(FAKE)
@@ -280,7 +269,7 @@ def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path: Path) -> Non
     ] == [75, 2, 0, 1, 2]
 
 
-def test_run_forever_can_be_stopped_in_its_pause(tmp_path: Path) -> None:
+def test_run_forever_can_be_stopped_in_its_pause(tmp_path):
     (tmp_path / "PLAN").write_text("- - 1\n" * 3)
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]

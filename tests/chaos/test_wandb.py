@@ -17,7 +17,6 @@ from fsdp_qlora.observability import sinks
 from fsdp_qlora.observability.metric_log import MetricLog, cut_metrics, open_metric_log
 from fsdp_qlora.observability.sinks import SinkOptions, WandbSink, reason
 from fsdp_qlora.utils.records import numbers_in
-from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
 from tests.helpers.metrics import metrics_of
@@ -115,9 +114,7 @@ def sync(line: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(
-    server: WandbServer, tmp_path: Path, lines: list[str]
-) -> None:
+def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(server, tmp_path, lines):
     with open_log(tmp_path) as log:
         log.evaluation({"step": 0, "epoch": 0.0, "eval_loss": 4.0, "num_target_tokens": 50})
         log_steps(log, range(1, 7), eval_steps=(3, 6))
@@ -143,12 +140,8 @@ def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(
     ids=["server-is-ahead", "evaluation-comes-again"],
 )
 def test_a_resumed_run_sends_wandb_only_what_it_lacks(
-    num_lost: int,
-    eval_steps: tuple[int, ...],
-    is_evaluated: bool,
-    server: WandbServer,
-    tmp_path: Path,
-) -> None:
+    num_lost, eval_steps, is_evaluated, server, tmp_path
+):
     with open_log(tmp_path) as log:
         log_steps(log, range(1, 7), eval_steps)
     server.run.lose_rows(num_lost)
@@ -172,12 +165,8 @@ def ends(work: Callable[[], None]) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("status", [0, None], ids=["is-silent", "is-gone-at-the-end"])
 def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
-    status: int | None,
-    server: WandbServer,
-    tmp_path: Path,
-    lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    status, server, tmp_path, lines, monkeypatch
+):
     monkeypatch.setattr(WandbSink, "finish_seconds", 2.0)
     log = open_log(tmp_path)
     log_steps(log, range(1, 4))
@@ -206,13 +195,8 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
     ],
 )
 def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
-    why: str,
-    says: str,
-    server: WandbServer,
-    tmp_path: Path,
-    lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    why, says, server, tmp_path, lines, monkeypatch
+):
     with monkeypatch.context() as patch:
         if why == "no key":
             patch.delenv("WANDB_API_KEY")
@@ -232,23 +216,19 @@ def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
     assert_complete(server.run, tmp_path)
 
 
-def test_a_run_left_by_an_exception_is_marked_as_failed(
-    server: WandbServer, tmp_path: Path
-) -> None:
+def test_a_run_left_by_an_exception_is_marked_as_failed(server, tmp_path):
     with pytest.raises(KeyError), open_log(tmp_path):
         raise KeyError("a bug in training")
     assert server.run.exit_code == 1
 
 
-def test_wandb_errors_do_not_show_a_urls_password() -> None:
+def test_wandb_errors_do_not_show_a_urls_password():
     error = OSError("proxyconnect https://user:word@proxy.local:3128 refused.\nmore")
     assert reason(error) == "proxyconnect https://[secret]@proxy.local:3128 refused"
 
 
 @pytest.mark.nightly
-def test_a_silent_wandb_server_delays_neither_start_nor_end(
-    server: WandbServer, tmp_path: Path
-) -> None:
+def test_a_silent_wandb_server_delays_neither_start_nor_end(server, tmp_path):
     program = f"""
 import logging, sys
 from pathlib import Path
@@ -270,12 +250,8 @@ with open_log(Path({str(tmp_path)!r})) as log:
 
 @pytest.mark.parametrize("trouble", ["an error", "a hang"])
 def test_wandb_errors_are_reported_once_and_delay_no_step(
-    trouble: str,
-    server: WandbServer,
-    tmp_path: Path,
-    lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    trouble, server, tmp_path, lines, monkeypatch
+):
     import wandb
 
     is_over = threading.Event()
@@ -311,8 +287,8 @@ def use_wandb(environment: dict[str, str]) -> None:
 
 @pytest.mark.nightly
 def test_wandb_has_every_step_once_after_a_kill_and_an_outage(
-    server: WandbServer, reference: Reference, assert_same: Callable[[Path], None], tmp_path: Path
-) -> None:
+    server, reference, assert_same, tmp_path
+):
     names = ("WANDB_BASE_URL", "WANDB_API_KEY", "HOME", "NETRC")
     how = {"fault": use_wandb, "arguments": ({name: os.environ[name] for name in names},)}
     output_dir = tmp_path / "out"

@@ -50,9 +50,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_expanded_model_gives_the_same_logits(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_an_expanded_model_gives_the_same_logits(family, models, tmp_path):
     folder = models(family, **FAMILIES[family])
     expand_model(str(folder), tmp_path / "out", expansion_rate=0.5)
     AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -74,7 +72,7 @@ def test_an_expanded_model_gives_the_same_logits(
         assert (model(input_ids=PROBE).logits - base(input_ids=PROBE).logits).abs().max() > 1e-3
 
 
-def test_new_blocks_are_spread_evenly_and_as_many_as_asked_for() -> None:
+def test_new_blocks_are_spread_evenly_and_as_many_as_asked_for():
     assert block_origins(4, 0.5) == [0, 1, 1, 2, 3, 3]
     assert block_origins(3, 1) == [0, 0, 1, 1, 2, 2]
     origins = block_origins(32, 0.1)
@@ -89,11 +87,8 @@ def test_new_blocks_are_spread_evenly_and_as_many_as_asked_for() -> None:
 
 
 def test_the_script_takes_the_names_of_2024_and_refuses_with_status_2(
-    models: Models,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    models, tmp_path, monkeypatch, capsys
+):
     options = flags(model_name=models(), output_dir=tmp_path / "new")
     monkeypatch.setattr(sys, "argv", ["block_expansion.py", *options])
     with pytest.raises(SystemExit, match="2"):
@@ -138,9 +133,7 @@ def _quantize(model: nn.Module, train_type: str, old: list[int]) -> None:
 
 
 @pytest.mark.parametrize("train_type", ["bnb_llama_pro", "hqq_llama_pro"])
-def test_new_blocks_train_as_in_plain_torch(
-    train_type: str, expanded: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_new_blocks_train_as_in_plain_torch(train_type, expanded, tmp_path):
     folder = expanded("qwen2", num_hidden_layers=4)
     rows = make_rows(4, seed=3)
     held_out = make_rows(3, seed=2)
@@ -204,9 +197,7 @@ def test_new_blocks_train_as_in_plain_torch(
             assert torch.allclose(after[name], parameter, atol=1e-4)
 
 
-def test_new_blocks_with_experts_keep_their_published_names(
-    expanded: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_new_blocks_with_experts_keep_their_published_names(expanded, tmp_path):
     folder = expanded("qwen3_moe", **{**MOE, "moe_intermediate_size": 64})
     train_ok(
         2,

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands.test_merge import make_adapter
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, run_ranks
 
@@ -87,9 +86,7 @@ def run_all(argvs: list[list[str]]) -> int:
     return 0
 
 
-def test_a_damaged_adapter_is_refused_by_name_by_every_command(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_is_refused_by_name_by_every_command(models, tmp_path):
     # as in the hub's cache
     base = tmp_path / "models--owner--this" / "snapshots" / "0"
     out = tmp_path / "out"

@@ -50,9 +50,7 @@ def adapter(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["base", "adapter", "merged"])
-def test_losses_are_those_of_transformers_and_peft_on_any_ranks(
-    kind: str, models: Models, adapter: Path, tmp_path: Path
-) -> None:
+def test_losses_are_those_of_transformers_and_peft_on_any_ranks(kind, models, adapter, tmp_path):
     options: dict[str, object] = {"model_name": models(), "train_type": "lora"}
     model = load_base(models(), four_bit=False)
     if kind == "adapter":
@@ -79,7 +77,7 @@ def test_losses_are_those_of_transformers_and_peft_on_any_ranks(
         )
 
 
-def test_a_model_made_for_chats_is_asked_in_its_template(models: Models, tmp_path: Path) -> None:
+def test_a_model_made_for_chats_is_asked_in_its_template(models, tmp_path):
     base = Path(shutil.copytree(models(), tmp_path / "base"))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = (
@@ -98,9 +96,7 @@ def test_a_model_made_for_chats_is_asked_in_its_template(models: Models, tmp_pat
     assert by_default == chat != alpaca
 
 
-def test_rows_that_are_not_there_are_refused_before_weights_are_read(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_are_not_there_are_refused_before_weights_are_read(models, tmp_path, capsys):
     (base := tmp_path / "base").mkdir()
     # a model without weights
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -113,7 +109,7 @@ def test_rows_that_are_not_there_are_refused_before_weights_are_read(
     )
 
 
-def test_evaluate_prints_whole_counts_and_empty_cells() -> None:
+def test_evaluate_prints_whole_counts_and_empty_cells():
     results = {"chat": {"loss": 1.2345678, "rows": 40}, "choice": {"acc": 0.5}}
     assert [line.split() for line in describe(results).splitlines()] == [
         ["loss", "rows", "acc"],
@@ -122,9 +118,7 @@ def test_evaluate_prints_whole_counts_and_empty_cells() -> None:
     ]
 
 
-def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(
-    models: Models, adapter: Path, tmp_path: Path
-) -> None:
+def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(models, adapter, tmp_path):
     pytest.importorskip("lm_eval")
     model = PeftModel.from_pretrained(load_base(models(), four_bit=False), adapter).eval()
     tokenizer = AutoTokenizer.from_pretrained(models())
@@ -234,11 +228,8 @@ def generated(model: torch.nn.Module, tokenizer: Any, text: str) -> str:
 
 
 def test_unknown_tasks_and_a_missing_package_are_refused_at_once(
-    models: Models,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    models, tmp_path, capsys, monkeypatch
+):
     assert main(["evaluate", *flags(model_name=models())]) == 2
     assert "--tasks NAMES" in capsys.readouterr().err
     assert main(["evaluate", *flags(model_name=models(), dataset="alpaca_demo", tasks=",")]) == 2

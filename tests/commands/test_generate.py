@@ -126,9 +126,7 @@ def end_at_different_places(base: Path, answers: list[list[int]]) -> list[int]:
     return [1, end]
 
 
-def test_greedy_answers_on_two_ranks_equal_those_of_transformers(
-    run: Path, base: Path, tmp_path: Path
-) -> None:
+def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run, base, tmp_path):
     rows = make_rows(5, seed=9)
     for row in rows:
         row.pop("output")
@@ -170,9 +168,7 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(
     assert answers[1] in output or rows[1]["input"]
 
 
-def test_an_adapter_answers_alike_from_run_export_upload_and_hub(
-    run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_answers_alike_from_run_export_upload_and_hub(run, base, tmp_path, monkeypatch):
     exported = tmp_path / "exported"
     uploaded = tmp_path / "uploaded"
     assert main(["export", str(run), "--out", str(exported), "--model_name", str(base)]) == 0
@@ -196,9 +192,7 @@ def test_an_adapter_answers_alike_from_run_export_upload_and_hub(
     assert answers[0] == answers[1] != ""
 
 
-def test_a_chat_keeps_its_history_and_the_plain_base_completes(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_chat_keeps_its_history_and_the_plain_base_completes(models, tmp_path):
     base = models()
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -218,14 +212,14 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(
     assert "\n".join([*answers, ""]) in chat
 
 
-def test_a_prompt_with_input_is_an_instruction_with_it(tmp_path: Path) -> None:
+def test_a_prompt_with_input_is_an_instruction_with_it(tmp_path):
     [(_, asked)] = read_questions(
         write_rows(tmp_path / "rows.jsonl", [{"prompt": "sort", "input": "b a"}])
     )
     assert asked == Fields("sort", "", context="b a")
 
 
-def test_draws_follow_temperature_top_p_and_seed() -> None:
+def test_draws_follow_temperature_top_p_and_seed():
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -5.0])
 
     def drawn(**options: float) -> list[int]:
@@ -244,7 +238,7 @@ def test_draws_follow_temperature_top_p_and_seed() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -> None:
+def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path):
     text = "a\u2028b\x85c"
     path = tmp_path / "prompts.jsonl"
     path.write_text(
@@ -261,7 +255,7 @@ def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -
     ]
 
 
-def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_path: Path) -> None:
+def test_samples_are_the_models_answers_and_change_nothing(models, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     held_out = write_rows(tmp_path / "eval.jsonl", make_rows(4))
     prompts = tmp_path / "prompts.txt"

@@ -9,7 +9,6 @@ import yaml
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import run_options
 from tests.commands.test_merge import make_adapter
-from tests.helpers.models import Models
 
 pytestmark = pytest.mark.quick
 
@@ -23,13 +22,8 @@ def _with_base(adapter: Path, name: str) -> Path:
 @pytest.mark.parametrize("command", ["merge", "generate", "evaluate"])
 @pytest.mark.parametrize("noted", ["Qwen3-8B", "owner/Qwen3-8B", "elsewhere/models/qwen"])
 def test_a_base_that_is_elsewhere_is_asked_for_before_anything_is_loaded(
-    command: str,
-    noted: str,
-    models: Models,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    command, noted, models, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     adapter = _with_base(make_adapter(models("llama"), tmp_path / "adapter"), noted)
     more = {
@@ -43,9 +37,7 @@ def test_a_base_that_is_elsewhere_is_asked_for_before_anything_is_loaded(
     assert run_options(adapter, ["--model_name", "other/base"]).model_name == "other/base"
 
 
-def test_a_services_checkpoint_is_read_with_the_services_options(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_services_checkpoint_is_read_with_the_services_options(models, tmp_path):
     base = models("llama")
     service = tmp_path / "service"
     checkpoint = service / "1f:train:0/weights/home"

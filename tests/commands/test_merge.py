@@ -22,7 +22,7 @@ from fsdp_qlora.export import card
 from fsdp_qlora.export import merge as merging
 from fsdp_qlora.utils import safetensors_files
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.reference import LINEARS
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags, train_ok
@@ -112,9 +112,7 @@ def merge(*argv: object) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_merged_model_computes_what_peft_does(
-    kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_merged_model_computes_what_peft_does(kind, models, tmp_path, monkeypatch):
     family, sizes, options = KINDS[kind]
     base = models(family, **sizes)
     adapter = make_adapter(base, tmp_path / "adapter", **options)
@@ -143,9 +141,7 @@ def test_the_merged_model_computes_what_peft_does(
     )("sort the list")
 
 
-def test_a_model_in_several_files_is_merged_in_sixteen_bits(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_several_files_is_merged_in_sixteen_bits(models, tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)
     base = models("llama")
     split = tmp_path / "split"
@@ -172,9 +168,7 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(
 @pytest.mark.parametrize(
     ("tied", "saved"), [(False, None), (False, ["lm_head"]), (True, ["embed_tokens", "lm_head"])]
 )
-def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
-    tied: bool, saved: list[str] | None, models: Models, tmp_path: Path
-) -> None:
+def test_embeddings_that_peft_saved_with_new_tokens_are_merged(tied, saved, models, tmp_path):
     base = models("llama", tie_word_embeddings=tied)
     adapter = tmp_path / "adapter"
     out = tmp_path / "out"
@@ -200,8 +194,8 @@ def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
     ],
 )
 def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
-    options: dict[str, object], models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    options, models, tmp_path, capsys
+):
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     held_out = make_rows(6, seed=1)
     evaluated = write_rows(tmp_path / "held_out.jsonl", held_out)
@@ -243,9 +237,7 @@ def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
 
 
 @pytest.mark.parametrize(("name", "is_loadable"), [("owner/name", True), ("folder", False)])
-def test_a_record_without_the_bases_origin_is_read_by_its_name(
-    name: str, is_loadable: bool
-) -> None:
+def test_a_record_without_the_bases_origin_is_read_by_its_name(name, is_loadable):
     earlier = {**card._UNKNOWN, "base": {"name": name}}
     merged = {"adapter": "run", "kind": "lora", "into": "original"}
     written = card.merged_documents(earlier, card.BaseName("other", is_on_hub=False), {}, merged)
@@ -254,7 +246,7 @@ def test_a_record_without_the_bases_origin_is_read_by_its_name(
     ) == is_loadable and "other" not in written["training.json"]
 
 
-def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
+def test_the_card_shows_the_names_of_a_strangers_record_as_text():
     odd = "x`\n# [a](http://b) <i>"
     earlier = {
         **card._UNKNOWN,
@@ -274,9 +266,7 @@ def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
     assert body.count(shown) >= 9 and "[a](" not in body.replace(shown, "") and "\n# [" not in body
 
 
-def test_merge_refuses_unsupported_runs_by_name(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merge_refuses_unsupported_runs_by_name(models, tmp_path, capsys):
     base = models("llama")
     out = tmp_path / "out"
     adapter = make_adapter(base, tmp_path / "adapter")
@@ -297,7 +287,7 @@ def test_merge_refuses_unsupported_runs_by_name(
     ] == ["theirs"]
 
 
-def test_a_killed_merge_leaves_nothing_that_looks_finished(models: Models, tmp_path: Path) -> None:
+def test_a_killed_merge_leaves_nothing_that_looks_finished(models, tmp_path):
     adapter = make_adapter(models("llama"), tmp_path / "adapter")
     out = tmp_path / "out"
     code = (

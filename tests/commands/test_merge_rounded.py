@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from fsdp_qlora.export import merge as merging
 from tests.commands.test_merge import EXPERTS, make_adapter, merge
-from tests.helpers.models import Models
 from tests.helpers.run import all_slow_but
 from tests.loading.test_integers import save_awq
 from tests.loading.test_prequantized import save_mxfp4
@@ -60,9 +59,7 @@ def check_effect(line: str, base: dict, merged: dict, written: dict) -> None:
 
 
 @pytest.mark.parametrize("form", all_slow_but("nvfp4", [*FORMS, "gpt_oss"]))
-def test_an_adapter_is_merged_into_the_published_format(
-    form: str, models: Models, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_merged_into_the_published_format(form, models, tmp_path, lines, monkeypatch):
     monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
     is_mixture = form == "gpt_oss"
     source = models(form, **FAMILIES[form]) if is_mixture else models("llama")
@@ -109,9 +106,7 @@ def test_an_adapter_is_merged_into_the_published_format(
         assert torch.equal(numbers(name, value), numbers(name, before[name])), name
 
 
-def test_what_cannot_stay_in_its_format_is_refused_by_name(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_stay_in_its_format_is_refused_by_name(models, tmp_path, capsys):
     source = models("llama")
     adapter = make_adapter(models("llama"), tmp_path / "adapter")
     save_awq(source, tmp_path / "awq")
@@ -141,8 +136,8 @@ def test_what_cannot_stay_in_its_format_is_refused_by_name(
     ],
 )
 def test_an_update_that_rounding_takes_is_said_before_the_model_is_saved(
-    form: str, factor: float, warning: str | None, models: Models, tmp_path: Path, lines: list[str]
-) -> None:
+    form, factor, warning, models, tmp_path, lines
+):
     source = models("llama")
     folder = tmp_path / "model"
     options = []

@@ -37,14 +37,14 @@ print(sorted({"torch", "transformers", "datasets", "bitsandbytes"} & set(sys.mod
 """
 
 
-def test_help_of_every_command_answers_without_torch() -> None:
+def test_help_of_every_command_answers_without_torch():
     done = subprocess.run(
         [sys.executable, "-c", ASK_ALL], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_completion_names_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_names_commands_and_options(capsys):
     assert main(["completion"]) == 0
     line = capsys.readouterr().out
     done = subprocess.run(
@@ -53,9 +53,7 @@ def test_completion_names_commands_and_options(capsys: pytest.CaptureFixture[str
     assert {"train", "merge", "--dataset", "--lora_rank"} <= set(re.split(r"[\s'\"]+", done.stdout))
 
 
-def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys):
     for argv, said in (
         (["trian"], "no command is named 'trian'. Did you mean train?"),
         (["chat"], "no command is named 'chat'. Did you mean generate?"),
@@ -92,9 +90,7 @@ TOO_LONG = (
         ),
     ],
 )
-def test_impossible_file_names_are_refused_in_a_short_message(
-    argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_file_names_are_refused_in_a_short_message(argv, said, tmp_path, capsys):
     null = tmp_path / "null.yaml"
     null.write_text('output_dir: "a\\0b"\n')
     assert main([word.format(null=null) for word in argv]) == 2
@@ -129,9 +125,7 @@ def test_impossible_file_names_are_refused_in_a_short_message(
         ("train --out x", "Unknown option --out; did you mean --output_dir?"),
     ],
 )
-def test_a_command_takes_its_run_by_place_and_names_the_near_option(
-    argv: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_takes_its_run_by_place_and_names_the_near_option(argv, said, tmp_path, capsys):
     places = {name: tmp_path / name for name in ("here", "there")}
     for place in places.values():
         place.mkdir()
@@ -139,7 +133,7 @@ def test_a_command_takes_its_run_by_place_and_names_the_near_option(
     assert said in capsys.readouterr().err
 
 
-def test_other_errors_are_raised_unchanged() -> None:
+def test_other_errors_are_raised_unchanged():
     for error in (
         PermissionError(errno.EACCES, "denied", "a"),
         ValueError("a bug"),
@@ -157,9 +151,7 @@ def test_other_errors_are_raised_unchanged() -> None:
         ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, None),
     ],
 )
-def test_torchs_allocator_is_set_unless_the_user_has_set_it(
-    given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_allocator_is_set_unless_the_user_has_set_it(given, found, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
@@ -172,7 +164,7 @@ def test_torchs_allocator_is_set_unless_the_user_has_set_it(
     )
 
 
-def test_installed_users_are_sent_to_no_file_of_the_clone() -> None:
+def test_installed_users_are_sent_to_no_file_of_the_clone():
     clone = re.compile(
         r"\b(?:scripts|docs|benchmarks|tests)/|\b(?:train|block_expansion|demo_model)\.py\b"
     )
@@ -188,7 +180,7 @@ def test_installed_users_are_sent_to_no_file_of_the_clone() -> None:
     ]
 
 
-def test_closed_output_pipe_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error():
     command = [sys.executable, "-m", "fsdp_qlora", "configs", "demo"]
     reader, writer = os.pipe()
     os.close(reader)  # before the program writes, on a busy machine too
@@ -197,21 +189,19 @@ def test_closed_output_pipe_is_no_error() -> None:
     assert (done.stderr, done.returncode) == (b"", 0)
 
 
-def test_output_that_does_not_fit_on_the_disk_is_an_error() -> None:
+def test_output_that_does_not_fit_on_the_disk_is_an_error():
     command = [sys.executable, "-m", "fsdp_qlora", "configs", "demo"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1 and b"No space left on device" in done.stderr
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fsdp-qlora {fsdp_qlora.__version__}\n"
 
 
-def test_shipped_settings_are_listed_printed_and_used_by_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_shipped_settings_are_listed_printed_and_used_by_name(capsys):
     assert main(["configs"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == [
@@ -230,9 +220,7 @@ def test_shipped_settings_are_listed_printed_and_used_by_name(
         parse_train_config(["--config", "nothing"])
 
 
-def test_a_file_wins_over_a_name_and_a_folder_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_wins_over_a_name_and_a_folder_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     by_name = parse_train_config(["--config", "demo"])
     Path("demo").mkdir()  # demo.sh makes one
@@ -242,9 +230,7 @@ def test_a_file_wins_over_a_name_and_a_folder_does_not(
     assert parse_train_config(["--config", "demo"]).lr == 0.5
 
 
-def test_env_prints_versions_and_no_secret(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_env_prints_versions_and_no_secret(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "short")  # too short to be looked for in texts
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:letmein@proxy:3128")
@@ -266,9 +252,7 @@ def test_env_prints_versions_and_no_secret(
     ]
 
 
-def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(monkeypatch, capsys):
     def fails(error: Exception) -> str:
         raise error
 
@@ -290,16 +274,16 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
 
 
 @pytest.mark.slow
-def test_doctor_names_what_goes_wrong_between_two_ranks() -> None:
+def test_doctor_names_what_goes_wrong_between_two_ranks():
     assert "no-link" in problem_of_two_ranks("cpu", GLOO_SOCKET_IFNAME="no-link")
 
 
 @pytest.mark.nightly
-def test_doctor_finds_two_ranks_right() -> None:
+def test_doctor_finds_two_ranks_right():
     assert problem_of_two_ranks("cpu") == ""
 
 
-def test_options_from_python_are_those_of_the_command_line() -> None:
+def test_options_from_python_are_those_of_the_command_line():
     values = {
         "model_name": Path("a/model"),
         "dataset": ["a.jsonl", "b.jsonl"],
@@ -325,7 +309,7 @@ def test_options_from_python_are_those_of_the_command_line() -> None:
     assert make_train_config(Path("demo"), {"max_steps": 2}) == demo
 
 
-def test_wrong_options_from_python_are_all_named_at_once() -> None:
+def test_wrong_options_from_python_are_all_named_at_once():
     with pytest.raises(UserError) as error:
         make_train_config(
             None, {"batch_sise": 2, "lr": "fast", "load_in_4bit": True, "max_steps": 0}

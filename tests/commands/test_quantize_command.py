@@ -3,7 +3,6 @@ pruned.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import model_folder
 from fsdp_qlora.utils import safetensors_files
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
 from tests.loading.test_published import save_compressed
@@ -33,13 +32,8 @@ UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_atte
     [("nf4", True, True), ("nf4", False, False), ("fp4", True, False)],
 )
 def test_the_saved_model_is_the_one_that_transformers_quantizes(
-    quant_type: str,
-    double_quant: bool,
-    tied: bool,
-    models: Models,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    quant_type, double_quant, tied, models, tmp_path, monkeypatch
+):
     source = models("llama", tie_word_embeddings=tied, **UNEVEN)
     out = tmp_path / "out"
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)  # several files
@@ -73,12 +67,8 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
 # tests/loading/test_prequantized.py trains models of the form that transformers writes too.
 @pytest.mark.parametrize("family", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.nightly)])
 def test_saved_experts_train_as_the_weights_they_were_made_of(
-    family: str,
-    models: Models,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    family, models, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces
     source = models(family, **FAMILIES[family])
     out = tmp_path / "model"
@@ -102,9 +92,7 @@ def test_saved_experts_train_as_the_weights_they_were_made_of(
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "fp8"])
-def test_a_saved_published_format_is_the_one_of_its_library(
-    form: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_published_format_is_the_one_of_its_library(form, models, tmp_path, monkeypatch):
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 4096)  # weights in several pieces
     source = models("llama")
     out = tmp_path / "out"
@@ -139,9 +127,7 @@ def test_a_saved_published_format_is_the_one_of_its_library(
         pytest.param("fp8", "qwen3_moe", marks=pytest.mark.nightly),
     ],
 )
-def test_a_saved_published_format_is_trained_as_it_is(
-    form: str, family: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_saved_published_format_is_trained_as_it_is(form, family, models, tmp_path):
     source = models(family, **FAMILIES.get(family, {}))
     out = tmp_path / "model"
     assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0
@@ -155,9 +141,7 @@ def test_a_saved_published_format_is_trained_as_it_is(
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
 
 
-def test_quantize_refuses_bad_input_and_leaves_nothing(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantize_refuses_bad_input_and_leaves_nothing(models, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for argv, words in {

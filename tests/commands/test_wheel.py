@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_from_an_empty_folder(models: Models, tmp_path: Path) -> None:
+def test_the_wheel_trains_from_an_empty_folder(models, tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

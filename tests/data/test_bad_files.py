@@ -5,7 +5,6 @@ import io
 import json
 import os
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -126,7 +125,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_path: Path) -> None:
+def test_malformed_file_is_refused_with_its_place(name, prepare, tmp_path):
     content, message = MALFORMED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
@@ -135,9 +134,7 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
     assert message in str(error.value)
 
 
-def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(
-    prepare: Any, tmp_path: Path
-) -> None:
+def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare, tmp_path):
     path = tmp_path / "rows.parquet"
     # more than Python's datetime holds
     times = pyarrow.array([2**62] * 500, pyarrow.timestamp("us"))
@@ -182,8 +179,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
-    name: str, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, prepare, tmp_path, monkeypatch
+):
     (tmp_path / name).write_bytes(bomb(name, 32 << 10))
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
     with counting_memory() as most:
@@ -198,9 +195,7 @@ def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
     assert prepare(tmp_path / name)[1].num_used > 0
 
 
-def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(
-    tmp_path: Path,
-) -> None:
+def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(tmp_path):
     table = pyarrow.table(
         {"text": pyarrow.array(["a" * (1 << 20)]).dictionary_encode().take([0] * 300)}
     )
@@ -211,9 +206,7 @@ def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(
         assert most() < 64 << 20
 
 
-def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(prepare, tmp_path, monkeypatch):
     datasets.Dataset.from_list([*ROWS, {**ROWS[0], "output": "a" * 20_000}]).save_to_disk(
         str(tmp_path / "saved")
     )
@@ -225,8 +218,8 @@ def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(
 
 
 def test_a_file_changed_while_it_is_read_leaves_no_rows_in_the_cache(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    prepare, tmp_path, monkeypatch
+):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     tokenize = tokenization.tokenize_batch
 
@@ -249,12 +242,12 @@ def test_a_file_changed_while_it_is_read_leaves_no_rows_in_the_cache(
 @pytest.mark.parametrize(
     "name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"]
 )
-def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
+def test_missing_file_is_not_taken_for_a_hub_name(name):
     with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):
         sources.find_source(name)
 
 
-def test_files_without_rows_are_refused_before_reading(prepare: Any, tmp_path: Path) -> None:
+def test_files_without_rows_are_refused_before_reading(prepare, tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
     (tmp_path / "empty").mkdir()
     (tmp_path / "named").mkdir()
@@ -274,7 +267,7 @@ def test_files_without_rows_are_refused_before_reading(prepare: Any, tmp_path: P
             prepare(dataset, **options)
 
 
-def test_targets_are_counted_without_a_wide_copy_of_the_dataset() -> None:
+def test_targets_are_counted_without_a_wide_copy_of_the_dataset():
     rows = 30_000
     tokens = 100
     learned = np.arange(rows * tokens) % 3 == 1
@@ -288,9 +281,7 @@ def test_targets_are_counted_without_a_wide_copy_of_the_dataset() -> None:
     assert peak < 2 * learned.nbytes, f"{peak:,} bytes"
 
 
-def test_unreachable_hub_fails_at_once_and_names_what_works_offline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreachable_hub_fails_at_once_and_names_what_works_offline(monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("Name or service not known")
 
@@ -310,9 +301,7 @@ def test_unreachable_hub_fails_at_once_and_names_what_works_offline(
         sources.find_source("owner/data-v1.5")
 
 
-def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(
-    prepare: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(prepare, monkeypatch):
     import datasets
 
     table = datasets.Dataset.from_list([{**ROWS[1], "output": f"Row {i}."} for i in range(200)])

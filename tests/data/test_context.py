@@ -14,7 +14,6 @@ from fsdp_qlora.data import pipeline
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, run_ranks
 from tests.helpers.tokenizers import spelled_tokenizer
@@ -62,9 +61,7 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], dict[str, Any]]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
-def test_auto_context_is_the_power_of_two_that_keeps_99_percent(
-    name: str, tmp_path: Path, lines: list[str]
-) -> None:
+def test_auto_context_is_the_power_of_two_that_keeps_99_percent(name, tmp_path, lines):
     datasets, options = CASES[name]
     paths = [write_rows(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(datasets)]
     expected = 2
@@ -81,9 +78,7 @@ def test_auto_context_is_the_power_of_two_that_keeps_99_percent(
 
 
 @pytest.mark.quick
-def test_auto_context_samples_rows_of_large_datasets(
-    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_context_samples_rows_of_large_datasets(tmp_path, lines, monkeypatch):
     monkeypatch.setattr(pipeline, "_MOST_MEASURED", 10)
     path = write_rows(tmp_path / "rows.jsonl", answers(*[40] * 60, *[200] * 20))
     assert (
@@ -92,7 +87,7 @@ def test_auto_context_samples_rows_of_large_datasets(
 
 
 @pytest.mark.quick
-def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_context_length(tmp_path):
     run, copy, step, other = (tmp_path / name for name in ("run", "copy", "step", "other"))
     record = {"options": {"context_length": 640, "dataset": ["a.jsonl"]}}
     for folder, name, content in (
@@ -116,7 +111,7 @@ def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
     assert kept(run, dataset="a.jsonl", resume="auto:replace") == "auto"
 
 
-def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models: Models, tmp_path: Path) -> None:
+def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
     options = {
         "model_name": models(),

@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 
 
-def test_every_format_of_texts_has_an_example() -> None:
+def test_every_format_of_texts_has_an_example():
     assert {name for name, _, _ in EXAMPLES} == {
         name for name in FORMATS if FORMATS[name].row_kind == TEXTS
     }
@@ -39,9 +39,7 @@ def test_every_format_of_texts_has_an_example() -> None:
 @pytest.mark.parametrize(
     ("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES]
 )
-def test_an_example_is_of_its_format_and_learns_what_the_page_says(
-    name: str, example: str, learned: str
-) -> None:
+def test_an_example_is_of_its_format_and_learns_what_the_page_says(name, example, learned):
     row = json.loads(example)
     assert RequestedFormat().find(list(row), [row]).dataset_format == name
     tokenizer = spelled_tokenizer("byte_level")

@@ -88,7 +88,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_images_are_found_in_the_columns_datasets_use(name: str) -> None:
+def test_images_are_found_in_the_columns_datasets_use(name):
     row, first, images = SHOWN[name]
     chat = chats.read_turns({**row, FOLDER: "d"}, "messages")
     assert chat.messages[0]["content"] == first and list(chat.images) == images
@@ -244,9 +244,7 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return call
 
 
-def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(
-    prepare: Any, tmp_path: Path
-) -> None:
+def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare, tmp_path):
     good = {"messages": ask("<image>who?"), "images": ["a.png"]}
     rows = [good, *(row for row, _ in BAD.values()), good]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -270,9 +268,7 @@ ROWS_OF_TEXT = [
 
 
 @pytest.mark.parametrize("row", ROWS_OF_TEXT, ids=lambda row: next(iter(row)))
-def test_the_models_token_for_images_is_refused_in_text(
-    row: dict[str, str], prepare: Any, tmp_path: Path
-) -> None:
+def test_the_models_token_for_images_is_refused_in_text(row, prepare, tmp_path):
     objective = "dpo" if "chosen" in row else "sft"
     with pytest.raises(
         UserError,
@@ -281,7 +277,7 @@ def test_the_models_token_for_images_is_refused_in_text(
         prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), objective=objective)
 
 
-def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path: Path) -> None:
+def test_tokens_of_images_are_never_learned(prepare, model, tmp_path):
     row = {"messages": [*ask("who?"), *ask("<image>so<image>")], "images": ["a.png", "a.png"]}
     data = prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), learn="all").train
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -297,7 +293,7 @@ def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path:
     )
 
 
-def test_images_are_read_from_tables_and_instruction_rows(prepare: Any, tmp_path: Path) -> None:
+def test_images_are_read_from_tables_and_instruction_rows(prepare, tmp_path):
     row = {
         "question": "who?",
         "answer": "go on",
@@ -309,9 +305,7 @@ def test_images_are_read_from_tables_and_instruction_rows(prepare: Any, tmp_path
     assert data[1].images.names.tolist() == data.images.names[1:].tolist()
 
 
-def test_cached_rows_are_rebuilt_if_an_image_changes(
-    prepare: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_cached_rows_are_rebuilt_if_an_image_changes(prepare, tmp_path, monkeypatch):
     rows = [{"messages": ask("<image>who?"), "images": [name]} for name in ("a.png", "cut.png")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     first = prepare(path, max_bad_rows=0.5).train
@@ -370,9 +364,7 @@ def damaged(seed: int) -> bytes:
 
 
 @pytest.mark.nightly
-def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(
-    prepare: Any, tmp_path: Path, recwarn: Any
-) -> None:
+def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare, tmp_path, recwarn):
     started = list[str]()
     hears = [True]
     kinds = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
@@ -399,9 +391,7 @@ def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(
     assert not [warning for warning in recwarn if "PIL" in str(warning.filename)]
 
 
-def test_relative_paths_are_of_the_rows_folder_or_the_current_one(
-    prepare: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_relative_paths_are_of_the_rows_folder_or_the_current_one(prepare, tmp_path, monkeypatch):
     rows = [{"messages": ask("<image>who?"), "images": ["a.png"]}] * 2
     (other := tmp_path / "other").mkdir()
     (other / "a.png").write_bytes(png(picture(30, 20, seed=2)))
@@ -414,9 +404,7 @@ def test_relative_paths_are_of_the_rows_folder_or_the_current_one(
     assert bytes(prepare(Path(api._in_file(rows))).train.images.names[0]) == bytes(second[0])
 
 
-def test_a_model_of_text_refuses_images_by_the_columns_name(
-    prepare: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_model_of_text_refuses_images_by_the_columns_name(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(ImageProcessor, "find", lambda *_: None)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": ask("who?"), "image": "a.png"}])
     with pytest.raises(

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,14 +97,14 @@ def tokens_of(
 
 @pytest.mark.parametrize("tags", TAGS)
 @pytest.mark.parametrize(("kind", "learn"), MASKS)
-def test_a_chat_is_learned_turn_by_turn(kind: str, tags: str, learn: str) -> None:
+def test_a_chat_is_learned_turn_by_turn(kind, tags, learn):
     tokens, learned, notes = tokens_of(kind, "messages", CHAT, learn, chat=template(TAGS[tags]))
     assert tokens == TOKENS[kind].split()
     assert learned == mask(learn, kind)
     assert notes == ()
 
 
-def test_turns_are_learned_whole_if_tokens_begin_with_a_sign() -> None:
+def test_turns_are_learned_whole_if_tokens_begin_with_a_sign():
     mistral = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + "
         "m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
@@ -128,7 +127,7 @@ def test_turns_are_learned_whole_if_tokens_begin_with_a_sign() -> None:
 
 @pytest.mark.parametrize("tags", TAGS)
 @pytest.mark.parametrize("weight", [{"weight": 0}, {"train": False}, {"loss": False}])
-def test_turns_of_weight_0_are_masked(tags: str, weight: dict[str, Any]) -> None:
+def test_turns_of_weight_0_are_masked(tags, weight):
     messages = turns("hi", "go on", "so", "no")
     messages[1] |= weight
     chat = template(TAGS[tags])
@@ -143,7 +142,7 @@ def test_turns_of_weight_0_are_masked(tags: str, weight: dict[str, Any]) -> None
         tokens_of("byte_level", "messages", {"messages": messages}, chat=chat)
 
 
-def test_template_workers_render_rows_in_order() -> None:
+def test_template_workers_render_rows_in_order():
     tokenizer = spelled_tokenizer("byte_level")
     row_format = FORMATS["messages"]
     rows: list[dict[str, Any]] = [{"messages": turns(f"hi {i}", f"go {i}")} for i in range(250)]
@@ -161,7 +160,7 @@ def test_template_workers_render_rows_in_order() -> None:
     assert len({str(rows) for rows in found[0]}) == 249
 
 
-def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
+def test_turns_rewritten_later_by_a_template_become_own_rows():
     rewriting = template(
         TAGS["without"].replace("m.content", "(m.content if loop.last else '...')")
     )
@@ -192,7 +191,7 @@ def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
     tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
 
 
-def test_rows_of_tool_chats_begin_with_the_tokens_of_their_prompts() -> None:
+def test_rows_of_tool_chats_begin_with_the_tokens_of_their_prompts():
     tokenizer = spelled_tokenizer("byte_level")
     row_format = FORMATS["messages"]
     for name, messages in ((KEEPS, CALLING), (BEHIND, WORDS)):
@@ -228,7 +227,7 @@ def impatient() -> Iterator[TemplateWorker]:
 
 
 @pytest.mark.parametrize("bad", HOSTILE)
-def test_a_hostile_template_fails_only_its_own_row(bad: str, impatient: TemplateWorker) -> None:
+def test_a_hostile_template_fails_only_its_own_row(bad, impatient):
     refusal, word = HOSTILE[bad]
     only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), only_here)
@@ -240,9 +239,7 @@ def test_a_hostile_template_fails_only_its_own_row(bad: str, impatient: Template
         assert [segment.text for segment in rows[0] if segment.learned] == ["no</s>"]
 
 
-def test_a_worker_imports_no_module_of_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_imports_no_module_of_the_current_folder(tmp_path, monkeypatch):
     for name in ("json", "jinja2", "transformers", "fsdp_qlora", "signal", "re"):
         (tmp_path / f"{name}.py").write_text(
             f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})"
@@ -292,7 +289,7 @@ EXTREME = {
 
 
 @pytest.mark.parametrize("name", EXTREME)
-def test_extreme_chats_are_rejected_as_bad_rows(name: str) -> None:
+def test_extreme_chats_are_rejected_as_bad_rows(name):
     chat, reason = EXTREME[name]
     chat_template = ChatTemplate(
         spelled_tokenizer("byte_level"), CALLS_ITSELF + "{{ tools | tojson if tools }}" + template()
@@ -307,7 +304,7 @@ def test_extreme_chats_are_rejected_as_bad_rows(name: str) -> None:
         worker.close()
 
 
-def test_prompts_are_filled_in_the_bounded_process_too() -> None:
+def test_prompts_are_filled_in_the_bounded_process_too():
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = template()
     asked = [{"role": "system", "content": "so"}, {"role": "user", "content": "hi"}]
@@ -319,9 +316,7 @@ def test_prompts_are_filled_in_the_bounded_process_too() -> None:
         PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})
 
 
-def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(monkeypatch):
     worker = TemplateWorker()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), template())
     first = chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant")
@@ -343,14 +338,14 @@ def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(
     worker.close()
 
 
-def test_templates_that_print_the_date_render_the_same_on_resume() -> None:
+def test_templates_that_print_the_date_render_the_same_on_resume():
     dated = "{{ strftime_now('%d %b %Y') }}" + template(begin="")
     tokens, _, _ = tokens_of("byte_level", "messages", CHAT, chat=dated)
     assert "".join(tokens).startswith("26ĠJulĠ2024[u]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bos_and_eos_in_a_text_are_not_added_twice(kind: str) -> None:
+def test_bos_and_eos_in_a_text_are_not_added_twice(kind):
     blank = [] if kind == "byte_level" else ["▁"]
     for text in ("go on", "<s>go on", "go on</s>"):
         tokens, learned, notes = tokens_of(kind, "text", {"text": text})
@@ -359,7 +354,7 @@ def test_bos_and_eos_in_a_text_are_not_added_twice(kind: str) -> None:
         assert notes == ()
 
 
-def test_tokens_across_prompt_and_answer_are_split_and_logged() -> None:
+def test_tokens_across_prompt_and_answer_are_split_and_logged():
     row = {"prompt": "so: ", "completion": "on"}
     tokens, learned, notes = tokens_of("byte_level", "prompt_completion", row)
     assert tokens == ["<s>", "so", ":", "Ġ", "o", "n", "</s>"]
@@ -371,7 +366,7 @@ def test_tokens_across_prompt_and_answer_are_split_and_logged() -> None:
     assert (tokens, learned, notes) == (["<s>", "so", ":", "Ġon", "</s>"], [0, 0, 0, 1, 1], ())
 
 
-def test_unusual_template_behavior_is_logged() -> None:
+def test_unusual_template_behavior_is_logged():
     twice = template(begin="{{ bos_token + bos_token }}")
     assert tokens_of("byte_level", "messages", CHAT, chat=twice)[2] == (DOUBLE_BOS,)
     endless = template("[a]{{ m.content + '.' }}")
@@ -381,7 +376,7 @@ def test_unusual_template_behavior_is_logged() -> None:
     assert notes == ("turns have fields that are not used: lang",)
 
 
-def test_pretokenized_rows_are_used_unchanged() -> None:
+def test_pretokenized_rows_are_used_unchanged():
     for row, expected in (
         ({"input_ids": [5, 6, 7]}, [1, 1, 1]),
         ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, [0, 1, 1]),
@@ -394,7 +389,7 @@ def test_pretokenized_rows_are_used_unchanged() -> None:
         tokens_of("byte_level", "pretokenized", {"input_ids": [5, 6, 7], "labels": [6, 7, -100]})
 
 
-def test_alpaca_prompts_hold_system_and_history_with_answers_learned() -> None:
+def test_alpaca_prompts_hold_system_and_history_with_answers_learned():
     row = {"instruction": "so", "output": "no", "system": "on", "history": [["hi", "go"]]}
     tokens, learned, _ = tokens_of("byte_level", "alpaca", row)
     text = "".join(tokens).replace("Ġ", " ").replace("Ċ", "\n")
@@ -410,7 +405,7 @@ def test_alpaca_prompts_hold_system_and_history_with_answers_learned() -> None:
     assert "".join(tokens) == "<s>[s]on[u]hi[a]go</s>[u]so[a]no</s>"
 
 
-def test_a_template_file_fills_fields_and_learns_from_the_response(tmp_path: Path) -> None:
+def test_a_template_file_fills_fields_and_learns_from_the_response(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text(
         'Q {question} ({context})\nA {answer}!\n===\nQ {question} {"a": 1}\nA {answer}!\n'
@@ -444,7 +439,7 @@ CALL = {
 }
 
 
-def test_tool_calls_of_every_form_reach_the_template_as_objects() -> None:
+def test_tool_calls_of_every_form_reach_the_template_as_objects():
     seen = (
         "{% for tool in tools %}{{ tool.name }}{% endfor %}{% for m in messages %}[{{ "
         "m.role[0] }}]{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ "
@@ -481,7 +476,7 @@ def test_tool_calls_of_every_form_reach_the_template_as_objects() -> None:
         )
 
 
-def test_tokenizers_template_is_used_and_a_missing_one_is_named() -> None:
+def test_tokenizers_template_is_used_and_a_missing_one_is_named():
     tokenizer: PreTrainedTokenizerFast = spelled_tokenizer("byte_level")
     with pytest.raises(UserError, match="no chat template"):
         ChatTemplate(tokenizer).fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
@@ -490,7 +485,7 @@ def test_tokenizers_template_is_used_and_a_missing_one_is_named() -> None:
     assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]
 
 
-def test_nulls_added_by_arrow_are_dropped_before_the_template(tmp_path: Path) -> None:
+def test_nulls_added_by_arrow_are_dropped_before_the_template(tmp_path):
     def row(name: str, *, schema: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]

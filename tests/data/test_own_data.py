@@ -58,9 +58,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "go 
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
 
 
-def test_chats_that_crash_the_template_worker_are_not_cached(
-    prepare: Callable[..., tuple[RunData, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chats_that_crash_the_template_worker_are_not_cached(prepare, tmp_path, monkeypatch):
     path = write_jsonl(
         tmp_path / "chats.jsonl",
         [{"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"name": "so"}]}],
@@ -208,9 +206,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_common_dataset_layouts_are_read_or_refused_with_a_reason(
-    name: str, prepare: Any, tmp_path: Path
-) -> None:
+def test_common_dataset_layouts_are_read_or_refused_with_a_reason(name, prepare, tmp_path):
     case = CASES[name]
     path = case.write(tmp_path / case.name, case.rows)
     if case.trained:
@@ -255,9 +251,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
-def test_a_bad_chat_row_is_named_with_its_line_and_reason(
-    reason: str, prepare: Any, tmp_path: Path
-) -> None:
+def test_a_bad_chat_row_is_named_with_its_line_and_reason(reason, prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, BAD_ROWS[reason]])
     path.write_text(path.read_text().replace('"DEEP"', NESTED))
     with pytest.raises(UserError) as error:
@@ -281,16 +275,14 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", BAD_OPTIONS)
-def test_options_that_do_not_fit_the_data_are_refused(
-    message: str, prepare: Any, tmp_path: Path
-) -> None:
+def test_options_that_do_not_fit_the_data_are_refused(message, prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"task": "a", "result": "b"}])
     with pytest.raises(UserError) as error:
         prepare(path, **BAD_OPTIONS[message])
     assert message in str(error.value)
 
 
-def test_columns_with_names_of_their_own_give_the_same_rows(prepare: Any, tmp_path: Path) -> None:
+def test_columns_with_names_of_their_own_give_the_same_rows(prepare, tmp_path):
     rows = [
         {"task": row["instruction"], "result": row["output"], "output": "another"} for row in ALPACA
     ]
@@ -302,7 +294,7 @@ def test_columns_with_names_of_their_own_give_the_same_rows(prepare: Any, tmp_pa
     assert "does not use: output" in log
 
 
-def test_held_out_files_of_a_folder_are_for_evaluation(prepare: Any, tmp_path: Path) -> None:
+def test_held_out_files_of_a_folder_are_for_evaluation(prepare, tmp_path):
     for write in (split_files, saved_splits):
         folder = write(tmp_path / write.__name__, ALPACA)
         data, _ = prepare(folder, eval_dataset=(f"{folder}[test]",))
@@ -327,11 +319,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize("text", NAMES)
-def test_a_dataset_is_named_with_configuration_split_slice_and_weight(text: str) -> None:
+def test_a_dataset_is_named_with_configuration_split_slice_and_weight(text):
     assert parse_name(text) == NAMES[text]
 
 
-def test_invalid_dataset_weights_and_slices_are_refused(tmp_path: Path) -> None:
+def test_invalid_dataset_weights_and_slices_are_refused(tmp_path):
     for text, message in (
         ("a.jsonl:0", "the weight of a.jsonl is 0. Give a number above 0"),
         ("a.jsonl:nan", "the weight of a.jsonl is nan"),
@@ -343,7 +335,7 @@ def test_invalid_dataset_weights_and_slices_are_refused(tmp_path: Path) -> None:
     assert parse_name(str(path)) == DatasetName(str(path))
 
 
-def test_dataset_slices_select_their_rows(prepare: Any, tmp_path: Path) -> None:
+def test_dataset_slices_select_their_rows(prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ALPACA)
     assert rows_of(f"{path}[1:3]") == rows_of(f"{path}[1:]", 2) == ALPACA[1:3]
     assert [entry.row_number for entry in find_source(f"{path}[1:3]").entries()] == [2, 3]
@@ -351,7 +343,7 @@ def test_dataset_slices_select_their_rows(prepare: Any, tmp_path: Path) -> None:
     assert len({prepare(f"{path}{part}")[0].train.digest for part in ("", "[1:3]", "[1:]")}) == 3
 
 
-def test_names_of_2024_are_the_rows_of_2024(monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+def test_names_of_2024_are_the_rows_of_2024(monkeypatch, prepare):
     import datasets
 
     tables = {
@@ -401,7 +393,7 @@ def schedule_of(data: RunData, **given: Any) -> Schedule:
     )
 
 
-def test_several_datasets_without_weights_are_joined(prepare: Any, two: tuple[Path, Path]) -> None:
+def test_several_datasets_without_weights_are_joined(prepare, two):
     first, second = two
     both, _ = prepare(first, second)
     alone = [prepare(path)[0].train for path in (first, second)]
@@ -415,9 +407,7 @@ def test_several_datasets_without_weights_are_joined(prepare: Any, two: tuple[Pa
     assert both.mixture is None
 
 
-def test_shares_are_those_of_the_weights_in_every_epoch(
-    prepare: Any, two: tuple[Path, Path]
-) -> None:
+def test_shares_are_those_of_the_weights_in_every_epoch(prepare, two):
     first, second = two
     data, log = prepare(f"{first}:0.7", f"{second}:0.3")
     assert data.rows_per_epoch == 71  # 50 / 0.7: then the first would repeat a row
@@ -435,7 +425,7 @@ def test_shares_are_those_of_the_weights_in_every_epoch(
     assert twice.mixture == data.mixture
 
 
-def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, two: tuple[Path, Path]) -> None:
+def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare, two):
     first, second = two
     data, _ = prepare(f"{first}:0.7", f"{second}:0.3", eval_fraction=0.1)
     assert data.mixture is not None
@@ -459,7 +449,7 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, two: tuple[P
     )
 
 
-def test_shares_are_within_one_row_for_any_sizes() -> None:
+def test_shares_are_within_one_row_for_any_sizes():
     generator = np.random.default_rng(0)
     for _ in range(300):
         sizes = generator.integers(20, 500, size=3).tolist()
@@ -472,7 +462,7 @@ def test_shares_are_within_one_row_for_any_sizes() -> None:
         assert all(0 < count <= size for count, size in zip(counts, sizes, strict=True))
 
 
-def test_weights_for_some_datasets_alone_are_refused(prepare: Any, two: tuple[Path, Path]) -> None:
+def test_weights_for_some_datasets_alone_are_refused(prepare, two):
     first, second = two
     with pytest.raises(
         UserError,
@@ -500,7 +490,7 @@ MADE_FOR_CHATS: dict[str, tuple[str | None, dict[str, object], bool]] = {
 
 
 @pytest.mark.parametrize("name", MADE_FOR_CHATS)
-def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: Path) -> None:
+def test_instructions_use_the_chat_template_of_chat_models(name, tmp_path):
     template, stops, is_chat = MADE_FOR_CHATS[name]
     asking = spelled_tokenizer("tekken")
     asking.chat_template = template

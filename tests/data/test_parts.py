@@ -130,12 +130,12 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_parts_are_what_their_types_say(name: str) -> None:
+def test_parts_are_what_their_types_say(name):
     parts, fields = SAME[name]
     assert read([*parts, THINKS]).messages == [*fields, THINKS]
 
 
-def test_parts_mean_the_same_in_every_format_and_in_prompts() -> None:
+def test_parts_mean_the_same_in_every_format_and_in_prompts():
     answer = says(text("hm", "reasoning"), text("blue"))
     for row_format, row in {
         "prompt_completion": {"prompt": [ASK], "completion": [answer]},
@@ -192,7 +192,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_parts_of_no_known_meaning_are_refused_by_name(reason: str) -> None:
+def test_parts_of_no_known_meaning_are_refused_by_name(reason):
     with pytest.raises(BadRow, match=reason):
         read([ASK, BAD[reason], THINKS])
 
@@ -223,7 +223,7 @@ def with_values(values: dict[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "tools": {"name": "add", "parameters": {"default": values}}}
 
 
-def test_values_of_tables_reach_tools_as_those_of_json(tmp_path: Path) -> None:
+def test_values_of_tables_reach_tools_as_those_of_json(tmp_path):
     def shown(path: Path) -> Chat:
         [row] = rows_of(path)
         return read(**row)
@@ -240,7 +240,7 @@ def test_values_of_tables_reach_tools_as_those_of_json(tmp_path: Path) -> None:
     assert read(**with_values(numpy)) == plain
 
 
-def test_the_answer_of_a_tool_is_text_or_parts_or_json() -> None:
+def test_the_answer_of_a_tool_is_text_or_parts_or_json():
     for content, words in (
         ("2", "2"),
         ([text("2")], "2"),
@@ -257,7 +257,7 @@ def test_the_answer_of_a_tool_is_text_or_parts_or_json() -> None:
         )
 
 
-def test_a_value_that_json_cannot_have_is_named() -> None:
+def test_a_value_that_json_cannot_have_is_named():
     for value, reason in (
         (decimal.Decimal("0.12345678901234567890"), "more digits"),
         (b"x", "cannot represent|cannot be JSON"),
@@ -267,7 +267,7 @@ def test_a_value_that_json_cannot_have_is_named() -> None:
     assert read(**with_values({"id": uuid.UUID(int=1)})).tools
 
 
-def test_tools_may_be_one_object_or_its_text() -> None:
+def test_tools_may_be_one_object_or_its_text():
     tool = {"name": "add", "parameters": {}}
     for tools in (tool, [tool], json.dumps(tool), json.dumps([tool]), [json.dumps(tool)]):
         assert read([ASK, THINKS], tools=tools).tools == [tool]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_same_rows(suffix, tmp_path):
     rows = [*ROWS, {"instruction": 'Quote "this",\nplease.', "input": "", "output": "x" * 200_000}]
     path = WRITERS[suffix](tmp_path / f"rows{suffix}", rows)
     assert (rows_of(path), rows_of(path, 2), list(rows_of(path)[0])) == (
@@ -61,14 +61,14 @@ CONTENTS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_json_kind_is_detected_from_content_not_from_the_name(content: str, tmp_path: Path) -> None:
+def test_json_kind_is_detected_from_content_not_from_the_name(content, tmp_path):
     text = CONTENTS[content](ROWS).encode()
     for name in ("a.json", "a.jsonl", "a.JSON.gz"):
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
         assert rows_of(tmp_path / name) == ROWS
 
 
-def test_text_file_is_read_as_json_lines_if_its_first_line_is_json(tmp_path: Path) -> None:
+def test_text_file_is_read_as_json_lines_if_its_first_line_is_json(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(lines_of(ROWS))
     assert rows_of(path) == ROWS
@@ -125,14 +125,12 @@ def maps(path: Path) -> tuple[Path, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("name", "write"), [("a.parquet", json_columns), ("saved", json_columns), ("b.parquet", maps)]
 )
-def test_maps_and_json_in_tables_are_the_objects_that_were_written(
-    name: str, write: Callable[[Path], tuple[Path, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_maps_and_json_in_tables_are_the_objects_that_were_written(name, write, tmp_path):
     path, rows = write(tmp_path / name)
     assert rows_of(path) == rows
 
 
-def test_a_map_with_a_name_twice_and_damaged_json_are_bad_rows(tmp_path: Path) -> None:
+def test_a_map_with_a_name_twice_and_damaged_json_are_bad_rows(tmp_path):
     text = pyarrow.string()
     made = pyarrow.array([[("a", "x"), ("a", "y")], [("a", "x")], None], pyarrow.map_(text, text))
     texts = pyarrow.array(["{}", "{", "[1]"], pyarrow.json_())
@@ -144,7 +142,7 @@ def test_a_map_with_a_name_twice_and_damaged_json_are_bad_rows(tmp_path: Path) -
     assert good == {"m": None, "j": [1]}
 
 
-def test_a_name_that_occurs_twice_among_many_is_found_in_one_pass() -> None:
+def test_a_name_that_occurs_twice_among_many_is_found_in_one_pass():
     compared = []
 
     class Name(str):
@@ -159,7 +157,7 @@ def test_a_name_that_occurs_twice_among_many_is_found_in_one_pass() -> None:
     assert len(compared) < 10_000
 
 
-def test_bad_rows_are_named_by_their_line_number(prepare: Any, tmp_path: Path) -> None:
+def test_bad_rows_are_named_by_their_line_number(prepare, tmp_path):
     bad = {"instruction": "Say nothing.", "output": ""}
     for name in ("a.json", "a.txt"):
         write_jsonl(tmp_path / name, [*ROWS, bad])
@@ -173,7 +171,7 @@ def test_bad_rows_are_named_by_their_line_number(prepare: Any, tmp_path: Path) -
     )
 
 
-def test_a_folder_of_files_with_one_row_each_is_a_dataset(prepare: Any, tmp_path: Path) -> None:
+def test_a_folder_of_files_with_one_row_each_is_a_dataset(prepare, tmp_path):
     (tmp_path / "rows").mkdir()
     for number, row in enumerate([*ROWS, {"output": "x", "instruction": ""}]):
         (tmp_path / "rows" / f"{number}.json").write_text(
@@ -184,9 +182,7 @@ def test_a_folder_of_files_with_one_row_each_is_a_dataset(prepare: Any, tmp_path
     assert report.places() == [(f"{tmp_path}/rows/3.json row 1", "empty instruction")]
 
 
-def test_format_of_a_large_file_is_detected_from_its_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_format_of_a_large_file_is_detected_from_its_beginning(tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
     many = [{**ROWS[0], "output": "x" * 100_000}] * 300
     (tmp_path / "a.jsonl").write_text(json.dumps(many))
@@ -198,9 +194,7 @@ def test_format_of_a_large_file_is_detected_from_its_beginning(
         assert most() < 8 << 20
 
 
-def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(
-    prepare: Any, tmp_path: Path
-) -> None:
+def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare, tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     bad = {"instruction": "Say nothing.", "output": ""}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from fsdp_qlora.utils.errors import UserError
 pytestmark = pytest.mark.quick
 
 
-def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
+def test_order_is_a_pure_function_of_seed_and_epoch():
     order = epoch_order(np.arange(100), seed=1, epoch=2)
     assert sorted(order.tolist()) == list(range(100))
     assert (epoch_order(np.arange(100), seed=1, epoch=2) == order).all()
@@ -38,8 +37,8 @@ def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
-    split: Callable[..., list[np.ndarray]], data_size: int, batch_size: int, accumulation: int
-) -> None:
+    split, data_size, batch_size, accumulation
+):
     global_batch_size = data_size * batch_size * accumulation
     for num_rows in range(1, 41):
         lengths = np.random.default_rng(num_rows).integers(2, 50, size=num_rows + 7)
@@ -61,7 +60,7 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         assert sorted(seen) == rows.tolist()
 
 
-def test_ranks_get_equal_work_in_each_micro_batch() -> None:
+def test_ranks_get_equal_work_in_each_micro_batch():
     lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
     rounds = split_by_length(np.arange(8), lengths, data_size=2, batch_size=2)
     assert [[lengths[rows].tolist() for rows in each] for each in rounds] == [
@@ -85,7 +84,7 @@ def test_ranks_get_equal_work_in_each_micro_batch() -> None:
 
 @pytest.mark.parametrize("data_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_packing_uses_the_fewest_micro_batches(data_size: int, batch_size: int) -> None:
+def test_packing_uses_the_fewest_micro_batches(data_size, batch_size):
     context_length = 64
     room = batch_size * 64
     for seed in range(30):
@@ -107,7 +106,7 @@ def test_packing_uses_the_fewest_micro_batches(data_size: int, batch_size: int) 
         assert len(rounds) <= -(-48 // (data_size * batch_size))
 
 
-def test_longest_micro_batch_is_the_one_with_most_computed_tokens() -> None:
+def test_longest_micro_batch_is_the_one_with_most_computed_tokens():
     schedule = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0)
     lengths = np.array([4096, 3900, 100])
     # pairs that share a prompt
@@ -115,7 +114,7 @@ def test_longest_micro_batch_is_the_one_with_most_computed_tokens() -> None:
         assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
 
 
-def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows() -> None:
+def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows():
     for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
         schedule = Schedule(
             num_rows, batch_size, 4 * batch_size, 2, num_epochs=3, max_steps=-1, seed=7
@@ -131,9 +130,7 @@ def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "num_eval"), [(0.0, 0), (0.001, 1), (0.1, 10), (0.5, 50)])
-def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(
-    fraction: float, num_eval: int
-) -> None:
+def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(fraction, num_eval):
     train, held_out = split_eval(100, fraction=fraction, seed=1)
     assert len(held_out) == num_eval
     assert sorted([*train, *held_out]) == list(range(100))
@@ -145,7 +142,7 @@ def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(
             split_eval(1, fraction=fraction, seed=0)
 
 
-def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned() -> None:
+def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned():
     tokenized = TokenizedRows(
         input_ids=np.array([5, 6, 7, 8, 9, 5, 4], dtype=np.int32),
         learned=np.array([False, False, True, True, True, True, True]),

@@ -4,7 +4,6 @@
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,9 +160,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_well_known_datasets_are_rendered_as_intended(
-    name: str, prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_well_known_datasets_are_rendered_as_intended(name, prepare, tokenizer, tmp_path):
     row, expected = LEARNED[name]
     data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", [row]))
     assert tokenizer.decode(data.train.input_ids[data.train.learned]) == expected
@@ -419,9 +416,7 @@ OFFERED = re.compile(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_ambiguous_datasets_are_refused_with_a_remedy(
-    name: str, prepare: Any, tmp_path: Path
-) -> None:
+def test_ambiguous_datasets_are_refused_with_a_remedy(name, prepare, tmp_path):
     rows, says, commands = REFUSED[name]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(Exception, match=r"a\.jsonl") as error:
@@ -436,12 +431,12 @@ def test_ambiguous_datasets_are_refused_with_a_remedy(
         assert len(prepare(*options.pop("dataset"), **options)[0].train) >= len(rows) / 2
 
 
-def test_text_that_mentions_chat_markup_is_still_text(prepare: Any, tmp_path: Path) -> None:
+def test_text_that_mentions_chat_markup_is_still_text(prepare, tmp_path):
     rows = [{"text": "go on"}] * 11 + [{"text": "Write [INST] go [/INST]."}]
     assert len(prepare(write_jsonl(tmp_path / "a.jsonl", rows))[0].train) == 12
 
 
-def test_label_and_image_columns_of_tables_are_checked(prepare: Any, tmp_path: Path) -> None:
+def test_label_and_image_columns_of_tables_are_checked(prepare, tmp_path):
     from tests.data.rows import write_parquet
 
     for more, says in (
@@ -458,9 +453,7 @@ def test_label_and_image_columns_of_tables_are_checked(prepare: Any, tmp_path: P
         prepare(path)
 
 
-def test_function_columns_are_passed_to_the_template_as_tools(
-    prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_function_columns_are_passed_to_the_template_as_tools(prepare, tokenizer, tmp_path):
     (tmp_path / "tools.jinja").write_text(
         "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
@@ -486,9 +479,7 @@ def test_function_columns_are_passed_to_the_template_as_tools(
     assert tokenizer.decode(data.train.input_ids) == "go[user]hi[assistant]go on</s>"
 
 
-def test_a_long_text_is_several_rows_with_every_token_once(
-    prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_long_text_is_several_rows_with_every_token_once(prepare, tokenizer, tmp_path):
     text = " ".join(f"go on {number}" for number in range(100))
     (tmp_path / "a.txt").write_text(f"{text}\nhi\n")
     whole, _ = prepare(tmp_path / "a.txt")
@@ -509,7 +500,7 @@ def test_a_long_text_is_several_rows_with_every_token_once(
     assert "2 of 2 rows" in log and "0 tokens cut" in log
 
 
-def test_zst_is_unpacked_and_a_damaged_one_refused(prepare: Any, tmp_path: Path) -> None:
+def test_zst_is_unpacked_and_a_damaged_one_refused(prepare, tmp_path):
     import pyarrow
 
     rows = b"".join(json.dumps({"text": f"go {number}"}).encode() + b"\n" for number in range(5000))

@@ -3,7 +3,6 @@ or a bad row.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_variables_of_a_row_reach_the_template(
-    given: str, prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_variables_of_a_row_reach_the_template(given, prepare, tokenizer, tmp_path):
     columns, kwargs = GIVEN[given]
     for name, row in ROWS.items():
         options: dict[str, Any] = {} if name in ("instructions", "prompts") else {"objective": name}
@@ -89,9 +86,7 @@ def test_variables_of_a_row_reach_the_template(
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_variables_of_a_row_reach_the_prompts_of_grpo(
-    given: str, prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_variables_of_a_row_reach_the_prompts_of_grpo(given, prepare, tokenizer, tmp_path):
     columns, kwargs = GIVEN[given]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **columns}])
     data, _ = prepare(path, objective="grpo", rewards=("number",), max_completion_length=4)
@@ -101,9 +96,7 @@ def test_variables_of_a_row_reach_the_prompts_of_grpo(
     assert [tokenizer.decode(prompt.ids) for prompt in data.prompts] == [asked]
 
 
-def test_tables_and_other_names_give_the_same_variables(
-    prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_tables_and_other_names_give_the_same_variables(prepare, tokenizer, tmp_path):
     rows = [
         {"messages": [ASK, SAY], "think": n > 0, "effort": "high", "chat_template_kwargs": {"a": n}}
         for n in range(2)
@@ -123,7 +116,7 @@ def test_tables_and_other_names_give_the_same_variables(
     assert tokenizer.decode(prepare(path)[0].train.input_ids) == texts[0]
 
 
-def test_other_variables_are_other_rows_in_the_token_cache(prepare: Any, tmp_path: Path) -> None:
+def test_other_variables_are_other_rows_in_the_token_cache(prepare, tmp_path):
     path = tmp_path / "a.jsonl"
     digests = []
     for kwargs in ({}, OFF, HIGH, OFF):
@@ -163,12 +156,12 @@ BAD: dict[str, dict[str, Any]] = {
     "reason",
     ["chat_template_kwargs is not JSON", "chat_template_kwargs: a row cannot set bos_token"],
 )
-def test_a_row_with_bad_variables_is_named(reason: str, prepare: Any, tmp_path: Path) -> None:
+def test_a_row_with_bad_variables_is_named(reason, prepare, tmp_path):
     with pytest.raises(UserError, match=rf"a\.jsonl:1: {reason}"):
         prepare(write_jsonl(tmp_path / "a.jsonl", [{"messages": [ASK, SAY], **BAD[reason]}]))
 
 
-def test_variables_of_wrong_types_and_reserved_names_are_bad_rows() -> None:
+def test_variables_of_wrong_types_and_reserved_names_are_bad_rows():
     columns = {name: name for name in ("chat_template_kwargs", "enable_thinking", "effort")}
     for reason, row in BAD.items():
         with pytest.raises(BadRow) as error:
@@ -176,7 +169,7 @@ def test_variables_of_wrong_types_and_reserved_names_are_bad_rows() -> None:
         assert str(error.value) == reason
 
 
-def test_only_what_a_template_wants_to_be_given_is_a_variable() -> None:
+def test_only_what_a_template_wants_to_be_given_is_a_variable():
     macro = (
         "{% macro say(text) %}{{ text if text is defined }}{% endmacro %}{% set date = "
         "date | default('x') %}"

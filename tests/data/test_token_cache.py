@@ -20,9 +20,7 @@ from tests.data.rows import ROWS, make_tokenizer, write_jsonl
 pytestmark = pytest.mark.quick
 
 
-def test_cached_rows_are_memory_mapped_without_tokenizing_again(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_rows_are_memory_mapped_without_tokenizing_again(prepare, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
     first, first_report = prepare(path)
     monkeypatch.setattr(tokenization, "tokenize_batch", lambda *_: pytest.fail("tokenized again"))
@@ -37,7 +35,7 @@ def test_cached_rows_are_memory_mapped_without_tokenizing_again(
         assert file.name in Path("/proc/self/maps").read_text()
 
 
-def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Path) -> None:
+def test_cache_key_covers_all_that_decides_the_tokens(prepare, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     other = write_jsonl(tmp_path / "other.jsonl", ROWS)
 
@@ -67,9 +65,7 @@ def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     "damage", ["cut", "half", "head", "empty", "noise", "foreign", "mixed", "bit"]
 )
-def test_a_damaged_cache_file_is_made_again(
-    damage: str, prepare: Any, tmp_path: Path, lines: list[str]
-) -> None:
+def test_a_damaged_cache_file_is_made_again(damage, prepare, tmp_path, lines):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS * 50)  # of many pages of memory
     expected = prepare(path)[0].input_ids.tolist()
     [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
@@ -91,9 +87,7 @@ def test_a_damaged_cache_file_is_made_again(
     assert all(np.array_equal(array, load_file(file)[name]) for name, array in arrays.items())
 
 
-def test_only_one_rank_tokenizes(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_rank_tokenizes(prepare, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     tokenize = tokenization.tokenize_batch
 
@@ -115,9 +109,7 @@ def test_only_one_rank_tokenizes(
     assert len(list(tmp_path.glob("tokenized_by_*"))) == 1
 
 
-def test_killed_cache_writer_does_not_block_the_next_run(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_cache_writer_does_not_block_the_next_run(prepare, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -128,9 +120,7 @@ def test_killed_cache_writer_does_not_block_the_next_run(
     assert len(prepare(path)[0]) == len(ROWS)
 
 
-def test_read_only_token_cache_is_used(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_read_only_token_cache_is_used(prepare, tmp_path, monkeypatch, caplog):
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 

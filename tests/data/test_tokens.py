@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("no_input", [{}, {"input": None}, {"input": ""}, {"input": " \n"}])
-def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> None:
+def test_prompt_is_the_published_alpaca_template(no_input):
     segments = render_alpaca({"instruction": "Add {x}.", "input": "1, 2", "output": "3"})
     assert segments[0].text == (
         "Below is an instruction that describes a task, paired with an input that provides further "
@@ -40,8 +39,8 @@ def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("ends_with_eos", [False, True])
 def test_response_and_end_of_sequence_are_learned_and_nothing_else(
-    ends_with_eos: bool, prepare: Any, tmp_path: Path
-) -> None:
+    ends_with_eos, prepare, tmp_path
+):
     tokenizer = make_tokenizer(ends_with_eos=ends_with_eos)
     tokenized, report = prepare(write_jsonl(tmp_path / "rows.jsonl", ROWS), tokenizer=tokenizer)
     for i, row in enumerate(ROWS):
@@ -61,11 +60,8 @@ def test_response_and_end_of_sequence_are_learned_and_nothing_else(
 
 
 def test_a_format_with_three_segments_needs_one_table_row(
-    prepare: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    prepare, tokenizer, tmp_path, monkeypatch
+):
     def render(row: Any) -> list[Segment]:
         return [
             Segment(row["a1"], True),
@@ -99,9 +95,7 @@ def test_a_format_with_three_segments_needs_one_table_row(
     ]
 
 
-def test_truncation_is_counted_and_rows_without_room_are_rejected(
-    prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_truncation_is_counted_and_rows_without_room_are_rejected(prepare, tokenizer, tmp_path):
     long_response = {**ROWS[1], "output": "Blue, " * 200}
     long_prompt = {**ROWS[0], "input": "2 and 3 " * 50}
     path = write_jsonl(tmp_path / "rows.jsonl", [long_prompt, long_response, ROWS[2]])
@@ -127,9 +121,7 @@ def test_truncation_is_counted_and_rows_without_room_are_rejected(
         prepare(path, context_length=5, dataset_samples=1, max_bad_rows=1.0)
 
 
-def test_unusable_rows_are_listed_and_too_many_are_refused(
-    prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_rows_are_listed_and_too_many_are_refused(prepare, tmp_path, caplog):
     bad = [
         {"output": ""},
         {"output": " \n"},
@@ -169,9 +161,7 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
             prepare(path, **options)
 
 
-def test_dummy_rows_fill_the_context_and_are_all_learned(
-    prepare: Any, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_dummy_rows_fill_the_context_and_are_all_learned(prepare, tokenizer):
     tokenized, report = prepare("dummy", context_length=16, seed=3)
     assert set(tokenized.lengths) == {16}
     # the first token of a row has nothing to be predicted from
@@ -182,9 +172,7 @@ def test_dummy_rows_fill_the_context_and_are_all_learned(
     assert len(prepare("dummy", context_length=16, dataset_samples=9)[0]) == 9
 
 
-def test_token_outside_the_vocabulary_is_reported_with_its_row(
-    prepare: Any, tmp_path: Path
-) -> None:
+def test_token_outside_the_vocabulary_is_reported_with_its_row(prepare, tmp_path):
     tokenized, _ = prepare(write_jsonl(tmp_path / "rows.jsonl", [{}, *ROWS]), max_bad_rows=0.5)
     largest = int(tokenized.input_ids.max())
     number = 2 + next(
@@ -198,9 +186,7 @@ def test_token_outside_the_vocabulary_is_reported_with_its_row(
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
-def test_a_tokenizer_is_that_of_its_file_whatever_its_class_rebuilds(
-    kind: str, tmp_path: Path, lines: list[str]
-) -> None:
+def test_a_tokenizer_is_that_of_its_file_whatever_its_class_rebuilds(kind, tmp_path, lines):
     AutoConfig.for_model("llama").save_pretrained(tmp_path)
     backend = spelled_tokenizer("byte_level").backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)

@@ -269,7 +269,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize(("name", "chat"), CASES)
-def test_learned_tokens_are_exact_for_every_template_style(name: str, chat: str) -> None:
+def test_learned_tokens_are_exact_for_every_template_style(name, chat):
     messages, expected, notes = CASES[name, chat]
     assert learned(name, messages) == (expected, notes)
 
@@ -326,7 +326,7 @@ BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "chat"), BEHIND_PROMPTS)
-def test_each_turn_is_learned_behind_the_prompt_that_the_model_gets(name: str, chat: str) -> None:
+def test_each_turn_is_learned_behind_the_prompt_that_the_model_gets(name, chat):
     messages, expected = BEHIND_PROMPTS[name, chat]
     rows = rendered(name, messages)["rows"]
     found = {
@@ -344,12 +344,12 @@ def test_each_turn_is_learned_behind_the_prompt_that_the_model_gets(name: str, c
     }
 
 
-def test_reasoning_stays_where_the_prompt_has_an_empty_block() -> None:
+def test_reasoning_stays_where_the_prompt_has_an_empty_block():
     text = rendered("closes an empty block in the prompt", [TWO[0], FIELDS[3]])["rows"][0][0]
     assert text == "<s><user>hi<end>\n<bot><think>hm</think>no<end>\n"
 
 
-def test_the_developer_is_the_system_where_a_template_has_none() -> None:
+def test_the_developer_is_the_system_where_a_template_has_none():
     messages = [{"role": "developer", "content": "be kind"}, *TWO[:2]]
     for name, role in (
         ("writes any role", "developer"),
@@ -362,11 +362,11 @@ def test_the_developer_is_the_system_where_a_template_has_none() -> None:
         )
 
 
-def test_tools_have_the_form_that_the_template_reads() -> None:
+def test_tools_have_the_form_that_the_template_reads():
     assert learned("wants OpenAI's tools", TWO, tools=[{"name": "add"}]) == (ONE_ROW, [])
 
 
-def test_only_the_last_turn_is_learned_where_that_is_asked_for() -> None:
+def test_only_the_last_turn_is_learned_where_that_is_asked_for():
     assert learned("keeps reasoning in the last turn alone", THOUGHT, "last") == ([IN_ROWS[1]], [])
     assert learned("keeps reasoning in the last turn alone", [*THOUGHT, THOUGHT[0]], "last") == (
         [IN_ROWS[1]],
@@ -374,7 +374,7 @@ def test_only_the_last_turn_is_learned_where_that_is_asked_for() -> None:
     )
 
 
-def test_fields_a_template_ignores_are_named() -> None:
+def test_fields_a_template_ignores_are_named():
     system = {"role": "system", "content": "be kind"}
     tools = [{"name": "add"}]
     TEMPLATES["drops"] = template(user="{% if m.role == 'user' %}{{ m.content }}{% endif %}")

@@ -170,16 +170,14 @@ def _replace(rng: random.Random, value: dict[str, Any], other: Any) -> None:
 @pytest.mark.parametrize(
     "published", PUBLISHED, ids=[str(index) for index in range(len(PUBLISHED))]
 )
-def test_published_settings_are_read(published: dict[str, Any]) -> None:
+def test_published_settings_are_read(published):
     assert (
         take_format(PretrainedConfig(quantization_config=copy.deepcopy(published)), "m") is not None
     )
 
 
 @pytest.mark.parametrize("pattern", ["re:(.*.*)*(.*.*)*(.*)*#", "re:(", "re:" + "(" * 900])
-def test_patterns_that_cannot_be_used_are_refused(
-    pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patterns_that_cannot_be_used_are_refused(pattern, monkeypatch):
     monkeypatch.setattr(patterns, "_SECONDS", 1.0)
     for names in ({"ignore": [pattern]}, {"llm_int8_skip_modules": [pattern.removeprefix("re:")]}):
         about = PUBLISHED[-1] if "ignore" not in names else PUBLISHED[0]
@@ -189,9 +187,7 @@ def test_patterns_that_cannot_be_used_are_refused(
             packed.chosen(PATHS, [])
 
 
-def test_hostile_settings_are_read_or_refused_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_settings_are_read_or_refused_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(patterns, "_SECONDS", 1.0)
 
     def case(rng: random.Random, place: Path) -> None:
@@ -249,9 +245,7 @@ def hostile_tensor(rng: random.Random, value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_hostile_tensors_are_read_or_refused_in_one_sentence(
-    models: Models, tmp_path: Path
-) -> None:
+def test_hostile_tensors_are_read_or_refused_in_one_sentence(models, tmp_path):
     folders = published_models(models, tmp_path)
     stored = [load_file(folder / "model.safetensors") for folder in folders]
 

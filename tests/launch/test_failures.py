@@ -3,7 +3,6 @@
 import errno
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -86,9 +85,7 @@ class _Alone:
         ),
     ],
 )
-def test_only_closed_connections_count_as_a_lost_rank(
-    error: Exception, failure: type[Exception], words: str
-) -> None:
+def test_only_closed_connections_count_as_a_lost_rank(error, failure, words):
     with pytest.raises(failure, match=words), reporting_failures(_Alone(), memory_settings=""):  # type: ignore[arg-type]
         raise error
 
@@ -163,11 +160,11 @@ _ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some o
         (KeyError("out of memory"), None),
     ],
 )
-def test_out_of_memory_errors_are_recognized(error: Exception, memory: str | None) -> None:
+def test_out_of_memory_errors_are_recognized(error, memory):
     assert exhausted_memory(error) == memory
 
 
-def test_out_of_memory_while_loading_is_explained_in_one_sentence() -> None:
+def test_out_of_memory_while_loading_is_explained_in_one_sentence():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     with (
         pytest.raises(
@@ -226,7 +223,7 @@ with process_group_closed():
 
 
 @pytest.mark.parametrize("holder", ["a cycle", "a global"])
-def test_a_process_exits_cleanly_while_its_group_is_referenced(holder: str, tmp_path: Path) -> None:
+def test_a_process_exits_cleanly_while_its_group_is_referenced(holder, tmp_path):
     command = [sys.executable, "-c", LATE_COLLECTIVE, holder, str(tmp_path / "store")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr  # -6: terminate called without an active exception

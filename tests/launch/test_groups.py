@@ -3,7 +3,6 @@
 import datetime
 import os
 import tracemalloc
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,6 @@ def _groups_of_two_machines() -> int:
     return 0
 
 
-def test_groups_of_some_ranks_wait_as_long_as_all_and_texts_are_no_lists(tmp_path: Path) -> None:
+def test_groups_of_some_ranks_wait_as_long_as_all_and_texts_are_no_lists(tmp_path):
     statuses, output = on_ranks(4, _groups_of_two_machines, (), tmp_path)
     assert statuses == [0] * 4, output

@@ -31,9 +31,7 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(
-    address: str, tmp_path: Path
-) -> None:
+def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(address, tmp_path):
     options = {
         "model_name": make_model(tmp_path / "model"),
         "dataset": tmp_path / "rows.jsonl",

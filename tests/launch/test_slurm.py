@@ -185,9 +185,7 @@ def wait_for_step(out: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bytes(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bytes(slurm, tmp_path):
     whole = tmp_path / "whole"
     pieces = tmp_path / "pieces"
     options = run_options(tmp_path, max_steps=60)
@@ -202,13 +200,13 @@ def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bytes(
     assert (whole / name).read_bytes() == (pieces / name).read_bytes()
 
 
-def test_bad_input_is_not_queued_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_bad_input_is_not_queued_again(slurm, tmp_path):
     out = tmp_path / "out"
     slurm.submit(out, **run_options(tmp_path, max_steps=2, lora_target_modules="nothing"))
     assert "Not queued again" in slurm.finish(out)
 
 
-def test_a_job_is_queued_again_before_its_time_is_over(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_is_queued_again_before_its_time_is_over(slurm, tmp_path):
     out = tmp_path / "out"
     began = time.monotonic()
     log = tmp_path / "out.log"

@@ -62,8 +62,8 @@ def wait_for_step(nodes: Nodes, step: int) -> None:
     ("strategy", "per_node"), [("full_shard", 1), ("ddp", 1), ("hybrid_full_shard", 2)]
 )
 def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
-    strategy: str, per_node: int, nodes: Nodes, tmp_path: Path
-) -> None:
+    strategy, per_node, nodes, tmp_path
+):
     fill(nodes)
     sent = {}
     for steps in (4, 12):
@@ -94,9 +94,7 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
             assert size <= (more - less) / 8 <= 1.2 * size, (sent, planned[0])
 
 
-def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(
-    nodes: Nodes, tmp_path: Path
-) -> None:
+def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes, tmp_path):
     fill(nodes)
     steps = 12
     argv = flags(
@@ -127,9 +125,7 @@ def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_run_resumes_on_another_node_or_on_fewer(
-    is_replaced: bool, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_on_another_node_or_on_fewer(is_replaced, nodes, tmp_path, monkeypatch):
     fill(nodes)
     steps = 12
     argv = flags(
@@ -155,7 +151,7 @@ def test_a_run_resumes_on_another_node_or_on_fewer(
     )
 
 
-def test_nodes_without_a_shared_folder_are_refused(nodes: Nodes) -> None:
+def test_nodes_without_a_shared_folder_are_refused(nodes):
     fill(nodes)
     given = {
         name: value

@@ -1,16 +1,13 @@
 """Attention with repeated keys and values against transformers' own, on the CPU."""
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.model.architecture import attention
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 
 
-def test_repeating_keys_and_values_gives_the_same_attention(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeating_keys_and_values_gives_the_same_attention(models, monkeypatch):
     folder = models("llama")  # two heads share each key
     # As on a card of the Turing generation.
     monkeypatch.setattr(

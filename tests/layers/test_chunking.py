@@ -78,8 +78,8 @@ def step(block: nn.Module, x: torch.Tensor, *, checkpointed: bool) -> list[torch
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_chunking_changes_no_value_gradient_or_dropout_mask(
-    checkpointed: bool, dropout: float, autocast: bool, set_piece: Callable[[int], None]
-) -> None:
+    checkpointed, dropout, autocast, set_piece
+):
     block = Block("16 or 32 bits" if autocast else "nf4", dropout)
     x = torch.randn(3, TOKENS // 3, IN, generator=torch.Generator().manual_seed(2))
     set_piece(PIECE)
@@ -94,7 +94,7 @@ def test_chunking_changes_no_value_gradient_or_dropout_mask(
     assert_near(found[True], found[False], 5e-3 if autocast else 1e-6)
 
 
-def test_chunking_supports_inputs_without_gradient(set_piece: Callable[[int], None]) -> None:
+def test_chunking_supports_inputs_without_gradient(set_piece):
     block = Block()
     x = torch.randn(TOKENS, IN)
     y = block(x)
@@ -122,9 +122,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_recomputed_block_decodes_weights_for_each_chunk(
-    set_piece: Callable[[int], None],
-) -> None:
+def test_a_recomputed_block_decodes_weights_for_each_chunk(set_piece):
     x = torch.randn(TOKENS, IN)
     found = []
     for size in (TOKENS, PIECE):
@@ -141,9 +139,7 @@ def test_a_recomputed_block_decodes_weights_for_each_chunk(
 @pytest.mark.parametrize(
     ("model_type", "kind"), [("llama", GatedMlp), ("phi3", Mlp), ("starcoder2", Mlp)]
 )
-def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
-    model_type: str, kind: type, set_piece: Callable[[int], None]
-) -> None:
+def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(model_type, kind, set_piece):
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -182,7 +178,7 @@ class Other(nn.Module):
         return y
 
 
-def test_modules_that_mix_tokens_or_have_other_weights_are_no_mlps() -> None:
+def test_modules_that_mix_tokens_or_have_other_weights_are_no_mlps():
     assert (
         as_own_mlp(Other(0))
         and not as_own_mlp(Other(1))
@@ -193,7 +189,7 @@ def test_modules_that_mix_tokens_or_have_other_weights_are_no_mlps() -> None:
     assert not as_own_mlp(normed)
 
 
-def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
+def test_chunking_is_used_for_long_rows_and_wide_mlps():
     sizes = {"hidden": 4096, "inner": 12288}
     assert [count_pieces(tokens, **sizes) for tokens in (2048, 16383, 16384, 78475)] == [
         1,
@@ -204,7 +200,7 @@ def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
     assert count_pieces(78475, hidden=2048, inner=768) == 1
 
 
-def test_blocks_that_keep_activations_are_not_chunked(set_piece: Callable[[int], None]) -> None:
+def test_blocks_that_keep_activations_are_not_chunked(set_piece):
     set_piece(PIECE)
     block = Block()
     calls = Counter[str]()

@@ -3,7 +3,6 @@ never with them.
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.head_loss import chunked_loss
 from fsdp_qlora.training.token_loss import LogitForm, whole_head
-from tests.helpers.models import Models
 from tests.helpers.run import on_ranks
 from tests.layers.shards import LargestTensor
 
@@ -60,9 +58,7 @@ def whole_loss(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunked_loss_and_gradients_match_whole_logits(
-    form: LogitForm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_loss_and_gradients_match_whole_logits(form, dtype, monkeypatch):
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
     parts = parts_of_a_head(dtype)
     exact = [part.detach().double().requires_grad_() for part in parts]
@@ -85,9 +81,7 @@ def test_chunked_loss_and_gradients_match_whole_logits(
 
 
 @pytest.mark.parametrize("form", [*FORMS, *WARM])
-def test_token_losses_entropies_and_weighted_gradients_are_right(
-    form: LogitForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_losses_entropies_and_weighted_gradients_are_right(form, monkeypatch):
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
     parts = parts_of_a_head()
     factors = torch.linspace(-1, 2, TOKENS)
@@ -114,9 +108,7 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_chunked_loss_allocates_at_most_one_chunk_of_logits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunked_loss_allocates_at_most_one_chunk_of_logits(monkeypatch):
     tokens = 8
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", tokens * VOCABULARY * 4)
     hidden, weight, bias = parts_of_a_head()
@@ -156,7 +148,7 @@ class NewTensors(TorchDispatchMode):
         return result
 
 
-def test_entropies_need_no_second_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropies_need_no_second_chunk_of_logits(monkeypatch):
     chunk = 32 * VOCABULARY
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", chunk * 6)
     hidden, weight, bias = (part.detach() for part in parts_of_a_head(torch.bfloat16))
@@ -169,7 +161,7 @@ def test_entropies_need_no_second_chunk_of_logits(monkeypatch: pytest.MonkeyPatc
     assert found[0] == found[1] and chunk in found[0]
 
 
-def test_chunks_are_bounded_and_multiples_of_a_tile() -> None:
+def test_chunks_are_bounded_and_multiples_of_a_tile():
     for words in (32_000, 151_936, 262_144):
         for dtype in (torch.bfloat16, torch.float32):
             tokens = head_loss.tokens_at_a_time(words, dtype)
@@ -177,7 +169,7 @@ def test_chunks_are_bounded_and_multiples_of_a_tile() -> None:
             assert head_loss.logits_bytes(10**6, words, dtype) <= head_loss.MAX_CHUNK_BYTES
 
 
-def test_targets_are_predicted_from_the_previous_token_of_their_row() -> None:
+def test_targets_are_predicted_from_the_previous_token_of_their_row():
     labels = torch.tensor([[-100, 5, -100, 7], [-100, -100, 8, -100]])
     rows, targets = learned_rows(labels)
     assert rows.tolist() == [0, 2, 5] and targets.tolist() == [5, 7, 8]
@@ -203,7 +195,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_each_rank_fetches_each_embedding_row_once() -> None:
+def test_each_rank_fetches_each_embedding_row_once():
     tokens = [
         torch.tensor([5, 0, 5, 319, 107]),
         torch.tensor([106, 106]),
@@ -232,7 +224,7 @@ class Masked(nn.Embedding):
         return super().forward(ids) * (ids != 0)[..., None]
 
 
-def test_only_plain_lookup_embeddings_are_shared() -> None:
+def test_only_plain_lookup_embeddings_are_shared():
     with torch.device("meta"):
         modules = [
             nn.Embedding(50, 8, padding_idx=40),
@@ -355,7 +347,7 @@ def _compare(folders: dict[str, str]) -> int:
     return 0
 
 
-def test_vocabulary_parallel_loss_matches_whole_logits(models: Models, tmp_path: Path) -> None:
+def test_vocabulary_parallel_loss_matches_whole_logits(models, tmp_path):
     folders = {}
     for case, options in CASES.items():
         overrides = {name: value for name, value in options.items() if name != "trained"}

@@ -63,7 +63,7 @@ def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_fused_modules_give_the_same_bits(model_type: str, recomputes: bool) -> None:
+def test_fused_modules_give_the_same_bits(model_type, recomputes):
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         model = model_of(model_type, dtype)
         model.model.layers[0].post_attention_layernorm.requires_grad_(True)
@@ -112,7 +112,7 @@ class OtherMlp(nn.Module):
         return self.c(self.a(x) * self.act(self.b(x)) * self.factor)
 
 
-def test_modules_that_compute_something_else_are_not_fused() -> None:
+def test_modules_that_compute_something_else_are_not_fused():
     assert (
         as_rms_norm(OtherNorm(2, 1))
         and not as_rms_norm(OtherNorm(1.99, 1))
@@ -139,7 +139,7 @@ def kept_by(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])
-def test_fused_blocks_save_neither_norm_outputs_nor_gated_activations(kind: str) -> None:
+def test_fused_blocks_save_neither_norm_outputs_nor_gated_activations(kind):
     norm = RmsNorm(nn.Parameter(torch.rand(IN) + 0.5, requires_grad=False), next(iter(FORMS)), 1e-6)
     gate, up, down = (adapted(kind, size=IN) for _ in range(3))
     model = nn.Sequential(
@@ -156,9 +156,7 @@ def test_fused_blocks_save_neither_norm_outputs_nor_gated_activations(kind: str)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_chunked_mlps_give_the_same_bits_for_long_rows(
-    recomputes: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_mlps_give_the_same_bits_for_long_rows(recomputes, dtype, monkeypatch):
     model = model_of("gemma2", dtype)
     fuse_modules(model)
     set_save_inputs_only(model, recomputes)

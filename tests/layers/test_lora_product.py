@@ -80,7 +80,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_product_matches_separate_base_and_adapter(kind: str, checkpointed: bool) -> None:
+def test_lora_product_matches_separate_base_and_adapter(kind, checkpointed):
     layer = adapted(kind)
     x = tokens()
     output = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
@@ -88,7 +88,7 @@ def test_lora_product_matches_separate_base_and_adapter(kind: str, checkpointed:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "hqq"])
-def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str) -> None:
+def test_decoding_a_matrix_in_parts_gives_the_same_products(kind):
     layer = adapted(kind, size=300)
     weight = layer.base_layer
     x = tokens()
@@ -103,7 +103,7 @@ def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])
-def test_autocast_computes_in_16_bits_and_gives_gradients_in_32(kind: str) -> None:
+def test_autocast_computes_in_16_bits_and_gives_gradients_in_32(kind):
     layer = adapted(kind, dtype=torch.bfloat16)
     x = tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -114,7 +114,7 @@ def test_autocast_computes_in_16_bits_and_gives_gradients_in_32(kind: str) -> No
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_dropout_mask_is_equal_in_forward_recompute_and_backward(checkpointed: bool) -> None:
+def test_dropout_mask_is_equal_in_forward_recompute_and_backward(checkpointed):
     layer = adapted("nf4", dropout=0.25)
     x = tokens()
     torch.manual_seed(5)
@@ -129,7 +129,7 @@ def test_dropout_mask_is_equal_in_forward_recompute_and_backward(checkpointed: b
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_lora_saves_only_the_input_and_the_low_rank_product(dropout: float) -> None:
+def test_lora_saves_only_the_input_and_the_low_rank_product(dropout):
     layer = adapted("nf4", dropout=dropout)
     x = tokens()
     kept: list[torch.Tensor] = []
@@ -141,9 +141,7 @@ def test_lora_saves_only_the_input_and_the_low_rank_product(dropout: float) -> N
     assert kept[0].data_ptr() == x.data_ptr()
 
 
-def test_backward_decodes_weights_again_and_skips_the_last_product(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_backward_decodes_weights_again_and_skips_the_last_product(monkeypatch):
     first = adapted("nf4", size=IN)
     second = adapted("nf4")
     products: list[str] = []
@@ -174,9 +172,7 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_nothing_is_kept_and_bits_are_the_same(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_without_gradients_nothing_is_kept_and_bits_are_the_same(kind, dtype):
     layer = adapted(kind, dtype=dtype, dropout=0.5).eval()
     layer = layer if KINDS[kind][0] else layer.to(dtype)
     x = torch.randn(3, 1, IN).to(dtype)

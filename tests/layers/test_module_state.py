@@ -12,7 +12,7 @@ from fsdp_qlora.model.module_state import set_state, state_of
 pytestmark = pytest.mark.quick
 
 
-def test_notes_on_a_module_have_no_names_in_the_model() -> None:
+def test_notes_on_a_module_have_no_names_in_the_model():
     module = nn.Linear(2, 2)
     before = [*module.state_dict()], [*module.named_modules()], [*module.named_parameters()]
     filler = nn.Linear(2, 2)
@@ -23,7 +23,7 @@ def test_notes_on_a_module_have_no_names_in_the_model() -> None:
     assert state_of(module).gather_fillers == (filler,) and filler.weight.dtype == torch.float32
 
 
-def test_a_copy_of_a_module_has_notes_of_its_own() -> None:
+def test_a_copy_of_a_module_has_notes_of_its_own():
     module = nn.Linear(2, 2)
     set_state(module, replace(state_of(module), group_bytes=1))
     copied = copy.copy(module)

@@ -4,7 +4,6 @@ kill.
 
 import filecmp
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 
 from fsdp_qlora.training.forward import ForwardPass
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_noise_is_as_large_as_the_length_of_a_row_says(dtype: torch.dtype) -> None:
+def test_noise_is_as_large_as_the_length_of_a_row_says(dtype):
     lengths = torch.tensor([40.0] * 40 + [10.0] * 10)[:, None]
     forward: Any = SimpleNamespace(
         model=SimpleNamespace(training=True), neftune_alpha=5.0, _lengths=lengths
@@ -39,7 +37,7 @@ def test_noise_is_as_large_as_the_length_of_a_row_says(dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     "batching", ["padding_free", pytest.param("padded", marks=pytest.mark.slow)]
 )
-def test_a_resumed_run_draws_the_same_noise(batching: str, models: Models, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_noise(batching, models, tmp_path):
     options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
     options |= {
         "train_type": "lora",

@@ -80,9 +80,7 @@ def gradients(model: nn.Module, lengths: tuple[int, ...] = (5, 9, 7)) -> list[to
 
 
 @pytest.mark.quick
-def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(monkeypatch):
     torch.manual_seed(0)
     model = Model()
     expected = gradients(model)
@@ -107,9 +105,7 @@ def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("recomputed", [BLOCKS, 1, 0])
-def test_weight_prefetch_keeps_two_modules_on_the_device(
-    recomputed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed, monkeypatch):
     torch.manual_seed(0)
     model = Model()
     model.config = LlamaConfig()  # type: ignore[assignment]
@@ -160,7 +156,7 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(
 
 
 @pytest.mark.quick
-def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch):
     model, _ = build("qwen3_moe", "qlora", adapted=True)
     token = PROBE[:1, :1]
     blocks = find_blocks(model)

@@ -80,9 +80,7 @@ class FakeMemory:
         ),
     ],
 )
-def test_the_fewest_blocks_that_fit_recompute(
-    memory: dict[str, int], too_few: int | None, recomputing: int, tried: list[int] | None
-) -> None:
+def test_the_fewest_blocks_that_fit_recompute(memory, too_few, recomputing, tried):
     model = _model()
     fake = FakeMemory(model, **memory)
     number = fit_recompute(
@@ -96,7 +94,7 @@ def test_the_fewest_blocks_that_fit_recompute(
     assert fake.room() >= 0
 
 
-def test_the_rank_with_the_least_memory_decides() -> None:
+def test_the_rank_with_the_least_memory_decides():
     model = _model()
     memory = FakeMemory(model, total=1000, head=50, block=0)
     others = iter([1, 3, 3])  # may it try; blocks that may keep there, in each round
@@ -106,7 +104,7 @@ def test_the_rank_with_the_least_memory_decides() -> None:
     assert number == BLOCKS - 3
 
 
-def test_a_step_near_the_memory_limit_makes_more_blocks_recompute() -> None:
+def test_a_step_near_the_memory_limit_makes_more_blocks_recompute():
     model = _model()
     set_recompute(model, 6)
     watch = MemoryWatch(model, 6, most=20.0)
@@ -118,7 +116,7 @@ def test_a_step_near_the_memory_limit_makes_more_blocks_recompute() -> None:
         )
 
 
-def test_only_recomputing_blocks_run_twice() -> None:
+def test_only_recomputing_blocks_run_twice():
     model = _model()
     set_recompute(model, 3)
     x = torch.ones(1, 4, requires_grad=True)
@@ -131,7 +129,7 @@ def test_only_recomputing_blocks_run_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
-def test_reserved_optimizer_memory_equals_the_real_state(name: str) -> None:
+def test_reserved_optimizer_memory_equals_the_real_state(name):
     model = nn.Linear(64, 96)
     optimizer = ShardedOptimizer(model, name, lr=0.0, weight_decay=0.0)
     rooms = [tensor.nbytes for tensor in optimizer.room_for_state()]

@@ -5,7 +5,6 @@ decoded weight.
 import functools
 import importlib
 import itertools
-from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -150,8 +149,8 @@ def _served_reference(kind: str, weight: torch.Tensor) -> torch.Tensor:
     "kinds", [(*HQQ, "hqq group 32", *INT8), (*SERVED,)], ids=["hqq and int8", "served"]
 )
 def test_shards_hold_the_librarys_bytes_on_any_number_of_ranks(
-    kinds: tuple[str, ...], world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kinds, world_size, tmp_path, monkeypatch
+):
     if kinds == (*SERVED,):
         pytest.importorskip(
             "compressed_tensors", reason="the tests' reference, not in the lowest environment"
@@ -174,9 +173,7 @@ def test_shards_hold_the_librarys_bytes_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(world_size, tmp_path):
     keys = list(itertools.product(FOUR_BIT, SHAPES, (torch.bfloat16,)))
     for (kind, shape, dtype), parts in zip(
         keys, shards(world_size, _make, keys, tmp_path), strict=True
@@ -227,7 +224,7 @@ class MovedBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", [*HQQ, *SERVED])
-def test_planned_bytes_are_those_that_decoding_moves(kind: str) -> None:
+def test_planned_bytes_are_those_that_decoding_moves(kind):
     layer = _layer(kind, (512, 512), torch.bfloat16)
     _fill(layer, weight_of((512, 512)))
     with MovedBytes() as moved:
@@ -240,9 +237,7 @@ def test_planned_bytes_are_those_that_decoding_moves(kind: str) -> None:
 )
 # the last: rows of one and a half blocks
 @pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])
-def test_quantized_product_and_gradient_match_the_decoded_weight(
-    kind: str, shape: tuple[int, int]
-) -> None:
+def test_quantized_product_and_gradient_match_the_decoded_weight(kind, shape):
     bias = torch.randn(shape[0])
     layer = _layer(kind, shape, torch.float32, bias)
     _fill(layer, weight_of(shape))
@@ -262,7 +257,7 @@ def test_quantized_product_and_gradient_match_the_decoded_weight(
 
 
 @pytest.mark.parametrize(("kind", "threshold"), [("int8", 6.0), ("int8 without outliers", 0.0)])
-def test_int8_matches_bitsandbytes_for_each_token_alone(kind: str, threshold: float) -> None:
+def test_int8_matches_bitsandbytes_for_each_token_alone(kind, threshold):
     shape = (96, 128)
     bias = torch.randn(96)
     layer = _layer(kind, shape, torch.float32, bias)
@@ -285,7 +280,7 @@ def test_int8_matches_bitsandbytes_for_each_token_alone(kind: str, threshold: fl
 
 @pytest.mark.parametrize("kind", [*LIMITS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtype) -> None:
+def test_bytes_per_parameter_stay_within_the_limits(kind, dtype):
     num_weights = 1024 * 4096
     counts = count_bytes(kinds_of(_layer(kind, (1024, 4096), dtype)), num_shards=3)
     assert counts.keys() == {"codes", "statistics"}
@@ -312,7 +307,7 @@ def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
+def test_hqq_experts_multiply_as_decoded(transposed):
     shape = (3, 32, 64)
     parameter = nn.Parameter(torch.empty(shape, device="meta"))
     experts = QUANTIZERS["hqq"].experts(
@@ -351,7 +346,7 @@ OF_MATRICES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", OF_MATRICES)
-def test_matrices_are_decoded_as_parts_of_the_whole(kind: str) -> None:
+def test_matrices_are_decoded_as_parts_of_the_whole(kind):
     (quantizer, options) = OF_MATRICES[kind]
     shape = (5, 32, 64)
     parameter = nn.Parameter(torch.empty(shape, device="meta"))
@@ -389,7 +384,7 @@ class _AsOnACard(TorchDispatchMode):
         return result
 
 
-def test_int8_products_beyond_fp16_are_finite_on_a_card() -> None:
+def test_int8_products_beyond_fp16_are_finite_on_a_card():
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(10 * weight_of((96, 128)).half())
     x = 10_000 * torch.randn(128, 16, generator=torch.Generator().manual_seed(0)).bfloat16().T
     assert not x.is_contiguous()
@@ -400,7 +395,7 @@ def test_int8_products_beyond_fp16_are_finite_on_a_card() -> None:
     assert y.isfinite().all() and relative_error(y, expected.double()) < 4e-3  # bf16 keeps 8 bits
 
 
-def test_int8_products_within_fp16_are_finite_for_any_token() -> None:
+def test_int8_products_within_fp16_are_finite_for_any_token():
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.zeros(1, 128, dtype=torch.float16)
     x[0, 5] = 40_000  # its scale's power of two is 65,536, which is beyond fp16
@@ -409,7 +404,7 @@ def test_int8_products_within_fp16_are_finite_for_any_token() -> None:
     assert y.isfinite().all() and relative_error(y, expected.double()) < 1e-3  # fp16 keeps 11 bits
 
 
-def test_int8_products_are_split_at_the_int32_limit() -> None:
+def test_int8_products_are_split_at_the_int32_limit():
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
     whole = _multiply(x, None, codes, row_scale, 6.0)
@@ -417,7 +412,7 @@ def test_int8_products_are_split_at_the_int32_limit() -> None:
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_4bit_kernels_get_pieces_within_the_int32_limit(double_quant: bool) -> None:
+def test_4bit_kernels_get_pieces_within_the_int32_limit(double_quant):
     values = torch.empty(2**31 + 128, device="meta", dtype=torch.bfloat16)
     experts = QUANTIZERS["bnb_4bit"].experts(
         nn.Parameter(torch.empty(3, 2**15, 2**15, device="meta")),

@@ -146,9 +146,7 @@ def with_updates(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, to
         ("llama4_text", "lora"),
     ],
 )
-def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(
-    family: str, train_type: str
-) -> None:
+def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(family, train_type):
     model, plain = build(family, train_type, adapted=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     expected = functional_call(
@@ -173,9 +171,7 @@ def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(
         ("llama4_text", "lora"),
     ],
 )
-def test_groups_of_experts_compute_what_one_at_a_time_does(
-    family: str, train_type: str, group_bytes: int
-) -> None:
+def test_groups_of_experts_compute_what_one_at_a_time_does(family, train_type, group_bytes):
     model, _ = build(family, train_type, adapted=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules = [module for module in model.modules() if state_of(module).group_bytes is not None]
@@ -197,9 +193,7 @@ def test_groups_of_experts_compute_what_one_at_a_time_does(
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora", "lora"])
-def test_a_group_takes_as_many_operators_whatever_its_experts(
-    train_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_takes_as_many_operators_whatever_its_experts(train_type, monkeypatch):
     rows = torch.randint(SIZES["vocab_size"], (16, 64), generator=torch.Generator().manual_seed(0))
     counts = []
     for experts in (4, 16):
@@ -213,7 +207,7 @@ def test_a_group_takes_as_many_operators_whatever_its_experts(
     assert not counts[0] - counts[1] and not counts[1] - counts[0]
 
 
-def test_outputs_of_a_tokens_experts_are_added_in_float32() -> None:
+def test_outputs_of_a_tokens_experts_are_added_in_float32():
     experts = 8
     tokens = 64
     size = 32
@@ -234,7 +228,7 @@ def test_outputs_of_a_tokens_experts_are_added_in_float32() -> None:
     assert torch.equal(found, own.double().mean(dim=0).bfloat16())  # rounded once
 
 
-def test_new_blocks_experts_train_in_full_as_transformers_do() -> None:
+def test_new_blocks_experts_train_in_full_as_transformers_do():
     model, plain = build("gpt_oss", "bnb_llama_pro", adapted=False)
     trained = [
         canonical_name(name)
@@ -255,9 +249,7 @@ def test_new_blocks_experts_train_in_full_as_transformers_do() -> None:
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora", "int8_lora"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
-def test_a_layer_of_experts_synchronizes_the_host_once(
-    family: str, train_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_of_experts_synchronizes_the_host_once(family, train_type, monkeypatch):
     model, _ = build(family, train_type, adapted=train_type != "int8_lora")
     ends: list[int] = []
     read = routed.read_ends

@@ -15,7 +15,6 @@ from transformers import AutoConfig, PreTrainedModel
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
 from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
 from fsdp_qlora.distributed.shards import local_part
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks
 
@@ -71,8 +70,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
     ],
 )
 def test_whole_frozen_weights_are_not_kept_twice(
-    models: Models, tmp_path: Path, ranks: int, changed: dict[str, object], frozen_is_sharded: bool
-) -> None:
+    models, tmp_path, ranks, changed, frozen_is_sharded
+):
     # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight. Before a
     # forward pass it moves the first argument to the GPU; in torch 2.11 it fails where there is
     # none.
@@ -131,9 +130,7 @@ HEAD = ["gather lm_head", "forward lm_head", "backward lm_head"]
         ({"modules_to_save": "lm_head"}, [*FORWARD, "forward block 1", *HEAD, *BACKWARD]),
     ],
 )
-def test_a_starting_block_prefetches_the_next_one(
-    models: Models, tmp_path: Path, changed: dict[str, object], order: list[str]
-) -> None:
+def test_a_starting_block_prefetches_the_next_one(models, tmp_path, changed, order):
     # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings
     # then; frozen ones are not gathered at all. With padding nothing is tried before. The head's
     # gradients are computed with the loss.
@@ -167,9 +164,7 @@ def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
 
 
 @pytest.mark.parametrize("where", [None, 0.99])
-def test_the_self_test_compares_an_expert(
-    models: Models, tmp_path: Path, where: float | None
-) -> None:
+def test_the_self_test_compares_an_expert(models, tmp_path, where):
     argv = options(
         models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1, verbose=True
     )
@@ -206,7 +201,7 @@ def _train_after_a_trial(argv: list[str]) -> int:
     return train.main(argv)
 
 
-def test_a_probe_accumulates_gradients_like_a_step(models: Models, tmp_path: Path) -> None:
+def test_a_probe_accumulates_gradients_like_a_step(models, tmp_path):
     changed = {"train_type": "full", "gradient_accumulation_steps": 2, "max_steps": 1}
     argv = options(models("llama"), tmp_path, **changed)
     statuses, output = on_ranks(1, _train_after_a_trial, (argv,), tmp_path / "logs")
@@ -217,7 +212,7 @@ def test_a_probe_accumulates_gradients_like_a_step(models: Models, tmp_path: Pat
 @pytest.mark.parametrize(
     "train_type", ["qlora", "lora", "bnb_dora", "hqq_lora", "int8_lora", "full"]
 )
-def test_every_all_gather_input_is_a_multiple_of_16_bytes(train_type: str, num_ranks: int) -> None:
+def test_every_all_gather_input_is_a_multiple_of_16_bytes(train_type, num_ranks):
     # No size of this model is a multiple of 16. NCCL copies other parts byte by byte.
     sizes = {
         "hidden_size": 36,

@@ -32,7 +32,7 @@ def with_more(folder: Path) -> Path:
     return edit_weights(make_model(folder, "qwen3"), lambda weights: weights.update(more))
 
 
-def test_extra_tensors_change_nothing_and_a_line_names_them(tmp_path: Path) -> None:
+def test_extra_tensors_change_nothing_and_a_line_names_them(tmp_path):
     folder = with_more(tmp_path / "model")
     options = {
         "model_name": folder,
@@ -46,9 +46,7 @@ def test_extra_tensors_change_nothing_and_a_line_names_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["merge", "nf4", "nvfp4", "expand"])
-def test_a_line_says_whether_a_result_has_the_extra_tensors(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_says_whether_a_result_has_the_extra_tensors(command, tmp_path, capsys):
     folder = with_more(tmp_path / "model")
     out = tmp_path / "out"
     if command == "merge":

@@ -103,7 +103,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "case",
     ["llama", *(pytest.param(case, marks=pytest.mark.slow) for case in MADE if case != "llama")],
 )
-def test_a_model_trains_with_the_head_that_transformers_reads(case: str, tmp_path: Path) -> None:
+def test_a_model_trains_with_the_head_that_transformers_reads(case, tmp_path):
     make, auto = MADE[case]
     folder = make(tmp_path / "model")
     options = {
@@ -127,7 +127,7 @@ def test_a_model_trains_with_the_head_that_transformers_reads(case: str, tmp_pat
 @pytest.mark.parametrize(
     "train_type", ["full", pytest.param("bnb_llama_pro", marks=pytest.mark.slow)]
 )
-def test_a_trained_model_keeps_its_head(train_type: str, tmp_path: Path) -> None:
+def test_a_trained_model_keeps_its_head(train_type, tmp_path):
     base = tied_model(tmp_path / "model")
     if train_type != "full":
         expand_model(str(base), tmp_path / "expanded", expansion_rate=0.5)
@@ -160,7 +160,7 @@ def peft_adapter(base: Path, folder: Path, **options: object) -> torch.nn.Module
     return model.eval()
 
 
-def test_what_merge_and_quantize_write_has_the_models_own_head(tmp_path: Path) -> None:
+def test_what_merge_and_quantize_write_has_the_models_own_head(tmp_path):
     base = tied_model(tmp_path / "model")
     with torch.no_grad():
         expected = peft_adapter(base, tmp_path / "adapter")(input_ids=PROBE).logits
@@ -177,9 +177,7 @@ def test_what_merge_and_quantize_write_has_the_models_own_head(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("edit", [same_head, head_alone])
-def test_new_tokens_are_merged_into_both_ends_of_a_tied_model(
-    edit: Callable[..., object], tmp_path: Path
-) -> None:
+def test_new_tokens_are_merged_into_both_ends_of_a_tied_model(edit, tmp_path):
     base = tied_model(tmp_path / "model", edit=edit)
     with torch.no_grad():
         tokens = {"embed_tokens": [2, 3]}
@@ -191,9 +189,7 @@ def test_new_tokens_are_merged_into_both_ends_of_a_tied_model(
     assert is_tied(merged) and (logits(merged) - expected).abs().max() < 1e-4
 
 
-def test_new_tokens_need_a_config_that_peft_reads_as_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_tokens_need_a_config_that_peft_reads_as_transformers(tmp_path, capsys):
     base = tied_model(tmp_path / "model")
     options = {
         "model_name": base,
@@ -225,9 +221,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_plan_without_weights_says_which_head_it_counts(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_without_weights_says_which_head_it_counts(case, tmp_path, capsys):
     setting, has_head, heads = PLANS[case]
     folder = as_published(tmp_path / "model", "mistral3")
     names = load_file(folder / "model.safetensors").keys()

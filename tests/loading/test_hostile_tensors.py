@@ -129,8 +129,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("form", "changes", "words"), WRONG)
 def test_tensors_that_do_not_fit_their_format_are_refused_by_name(
-    form: str, changes: dict[str, Any], words: str, models: Models, tmp_path: Path
-) -> None:
+    form, changes, words, models, tmp_path
+):
     folder = save_changed(form, changes, models, tmp_path / "model")
     stored = format_of(folder)
     for options in ({"stored": stored}, {"packed": stored})[
@@ -142,9 +142,7 @@ def test_tensors_that_do_not_fit_their_format_are_refused_by_name(
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "lora"])
-def test_turned_matrices_are_refused_by_name(
-    train_type: str, models: Models, tmp_path: Path
-) -> None:
+def test_turned_matrices_are_refused_by_name(train_type, models, tmp_path):
     folder = save_changed(
         "fp8 blocks", {UP: turned, f"{UP}_scale_inv": turned}, models, tmp_path / "model"
     )
@@ -153,9 +151,7 @@ def test_turned_matrices_are_refused_by_name(
 
 
 @pytest.mark.parametrize("value", [2, -2, 2**31 - 1])
-def test_a_group_that_has_no_scales_is_refused_by_name(
-    value: int, models: Models, tmp_path: Path
-) -> None:
+def test_a_group_that_has_no_scales_is_refused_by_name(value, models, tmp_path):
     folder = save_changed(
         "gptq",
         {f"{GPTQ}.g_idx": lambda old: old + (old == 1) * (value - 1)},
@@ -167,9 +163,7 @@ def test_a_group_that_has_no_scales_is_refused_by_name(
 
 
 @pytest.mark.parametrize("form", ["fp8 rows", "nvfp4"])
-def test_negative_and_zero_scales_are_numbers_like_others(
-    form: str, models: Models, tmp_path: Path
-) -> None:
+def test_negative_and_zero_scales_are_numbers_like_others(form, models, tmp_path):
     def changed(scale: torch.Tensor) -> torch.Tensor:
         return (scale.float() * torch.tensor([-1.0, 0.0, 2.0, 1.0]).repeat(32)[:, None]).to(
             scale.dtype
@@ -181,9 +175,7 @@ def test_negative_and_zero_scales_are_numbers_like_others(
     assert torch.equal(found, decode(folder)[UP].bfloat16())
 
 
-def test_fp8_of_the_other_kind_is_decoded_and_not_trained_as_it_is(
-    models: Models, tmp_path: Path
-) -> None:
+def test_fp8_of_the_other_kind_is_decoded_and_not_trained_as_it_is(models, tmp_path):
     folder = save_changed("fp8 blocks", {UP: to(torch.float8_e5m2)}, models, tmp_path / "model")
     data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
     with pytest.raises(UserError, match=f"{UP} is in E5M2"):
@@ -227,8 +219,8 @@ UNUSABLE = [
 
 @pytest.mark.parametrize(("form", "changes", "words"), UNUSABLE)
 def test_scales_that_are_no_numbers_are_refused_as_they_are_loaded(
-    form: str, changes: dict[str, Any], words: str, models: Models, tmp_path: Path
-) -> None:
+    form, changes, words, models, tmp_path
+):
     folder = save_changed(form, changes, models, tmp_path / "model")
     data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
     plan = plan_model(folder, data, "qlora")
@@ -279,9 +271,7 @@ def change(folder: Path, name: str, changed: Callable[[torch.Tensor], torch.Tens
 @pytest.mark.parametrize(
     "number", [0, 2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 3))]
 )
-def test_a_run_of_two_ranks_refuses_a_hostile_model(
-    number: int, models: Models, tmp_path: Path
-) -> None:
+def test_a_run_of_two_ranks_refuses_a_hostile_model(number, models, tmp_path):
     folder, words = refused(number, models, tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     argv = flags(

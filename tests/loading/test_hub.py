@@ -20,7 +20,6 @@ import pytest
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.hub import conversion_advice
 from stand_in.environment import free_port
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags
 from tests.loading.test_heads import tied_model
@@ -181,9 +180,7 @@ def find(start: Callable[..., list[subprocess.Popen[str]]]) -> Callable[..., lis
     ]
 
 
-def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
-    hub: Hub, find: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(hub, find, tmp_path):
     outputs = find(2)
     (folder,) = {output.partition("FOLDER ")[2].strip() for output in outputs}
     assert Path(folder).is_relative_to(tmp_path), outputs
@@ -197,7 +194,7 @@ def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
     assert f"FOLDER {folder}" in offline and sum(hub.requests.values()) == 2
 
 
-def test_every_rank_reports_why_a_download_failed(hub: Hub, find: Callable[..., list[str]]) -> None:
+def test_every_rank_reports_why_a_download_failed(hub, find):
     (output,) = find(1, HF_HUB_OFFLINE="1")
     assert "REFUSED model_name owner/model: there is no such local folder" in output
     hub.gated = True
@@ -213,9 +210,7 @@ def test_every_rank_reports_why_a_download_failed(hub: Hub, find: Callable[..., 
     assert not hub.requests
 
 
-def test_a_download_larger_than_the_free_disk_is_refused(
-    hub: Hub, find: Callable[..., list[str]]
-) -> None:
+def test_a_download_larger_than_the_free_disk_is_refused(hub, find):
     class Huge(bytes):
         def __len__(self) -> int:
             return 2**60
@@ -227,9 +222,7 @@ def test_a_download_larger_than_the_free_disk_is_refused(
     assert not hub.requests
 
 
-def test_ranks_report_a_killed_download(
-    hub: Hub, start: Callable[..., list[subprocess.Popen[str]]]
-) -> None:
+def test_ranks_report_a_killed_download(hub, start):
     hub.may_answer.clear()
     downloader, waiting = start(2)
     assert waiting.stdout and waiting.stdout.readline() == "CONNECTED\n" and hub.is_asked.wait(600)
@@ -242,7 +235,7 @@ def test_ranks_report_a_killed_download(
     hub.may_answer.set()
 
 
-def test_the_table_of_known_models_is_compared_with_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_the_table_of_known_models_is_compared_with_the_hub(hub, tmp_path):
     sizes = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -328,9 +321,7 @@ def run_in_turn(
 
 
 @pytest.mark.slow
-def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(hub, tmp_path):
     folder = tied_model(tmp_path / "model")
     hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
     statuses, output = run_in_turn(hub, tmp_path, [{"train_type": "lora"}])
@@ -339,9 +330,7 @@ def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(
 
 
 @pytest.mark.slow
-def test_a_model_is_refused_before_its_weights_are_downloaded(
-    hub: Hub, models: Models, tmp_path: Path
-) -> None:
+def test_a_model_is_refused_before_its_weights_are_downloaded(hub, models, tmp_path):
     hub.files = {path.name: path.read_bytes() for path in models().iterdir()}
     hub.moves = True
     statuses, output = run_in_turn(hub, tmp_path, list(CASES.values()), buffer_mib="1e9")
@@ -367,9 +356,7 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(
 
 
 @pytest.mark.slow
-def test_the_only_file_of_a_quantized_model_tells_its_layers(
-    hub: Hub, models: Models, tmp_path: Path
-) -> None:
+def test_the_only_file_of_a_quantized_model_tells_its_layers(hub, models, tmp_path):
     folder = tmp_path / "model"
     save_fp8(models("llama"), folder, "blocks")
     unquantize(folder)

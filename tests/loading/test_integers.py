@@ -15,7 +15,6 @@ from fsdp_qlora.model.formats.methods import take_format
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
 from tests.loading.test_prequantized import format_of, set_config
@@ -148,9 +147,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_integers_are_decoded_as_their_format_defines(
-    form: str, models: Models, tmp_path: Path
-) -> None:
+def test_integers_are_decoded_as_their_format_defines(form, models, tmp_path):
     source = models("llama")
     folder = tmp_path / "model"
     meant = FORMS[form](source, folder)
@@ -165,9 +162,7 @@ def test_integers_are_decoded_as_their_format_defines(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["awq", "int4 zeros"])
-def test_a_model_in_integers_trains_as_its_decoded_weights(
-    form: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_model_in_integers_trains_as_its_decoded_weights(form, models, tmp_path):
     source = models("llama")
     folder = tmp_path / "model"
     plain = save_plain(source, tmp_path / "plain", FORMS[form](source, folder))
@@ -196,9 +191,7 @@ def test_a_model_in_integers_trains_as_its_decoded_weights(
         ("g_idx", torch.ones(63).int()),
     ],
 )
-def test_integers_that_do_not_fit_are_refused_by_name(
-    tensor: str, value: torch.Tensor, models, tmp_path
-) -> None:
+def test_integers_that_do_not_fit_are_refused_by_name(tensor, value, models, tmp_path):
     save_gptq(models("llama"), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     save_file(load_file(file) | {f"{UP}.{tensor}": value}, file)
@@ -224,7 +217,7 @@ def test_integers_that_do_not_fit_are_refused_by_name(
         ),
     ],
 )
-def test_integers_in_other_layouts_are_refused_by_name(settings: dict, label: str) -> None:
+def test_integers_in_other_layouts_are_refused_by_name(settings, label):
     with pytest.raises(UserError) as error:
         take_format(PretrainedConfig(quantization_config=settings), "m")
     assert f"model_name m is quantized as {label}, which is not supported: " in str(error.value)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
-from tests.helpers.models import SIZES, Models
+from tests.helpers.models import SIZES
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, run_ranks
 from tests.helpers.tokenizers import make_tokenizer
@@ -106,7 +106,7 @@ def _load(folder: Path, result: Path) -> int:
     return 0
 
 
-def test_a_rank_reads_only_its_part_within_the_memory_bound(tmp_path: Path) -> None:
+def test_a_rank_reads_only_its_part_within_the_memory_bound(tmp_path):
     quantized_bytes = make_big_model(tmp_path, layers=24)
     statuses, output = on_ranks(2, _load, (tmp_path, tmp_path), tmp_path / "logs")
     assert statuses == [0, 0], output
@@ -121,9 +121,7 @@ def test_a_rank_reads_only_its_part_within_the_memory_bound(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora"])
-def test_nan_in_one_ranks_part_is_reported_by_every_rank(
-    train_type: str, models: Models, tmp_path: Path
-) -> None:
+def test_nan_in_one_ranks_part_is_reported_by_every_rank(train_type, models, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     state = load_file(models() / "model.safetensors")
     state[name][-1, -1] = torch.nan
@@ -143,7 +141,7 @@ def test_nan_in_one_ranks_part_is_reported_by_every_rank(
     assert not [path for path in tmp_path.glob("cache/*") if path.suffix != ".lock"]
 
 
-def test_float64_weights_are_read_as_float32(models: Models, tmp_path: Path) -> None:
+def test_float64_weights_are_read_as_float32(models, tmp_path):
     singles = load_file(models() / "model.safetensors")
     save_file(
         {name: value.double() for name, value in singles.items()}, tmp_path / "model.safetensors"

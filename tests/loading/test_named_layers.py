@@ -17,7 +17,6 @@ from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.sharding.loading.load_weights import quantized_layers
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, train_ok
 from tests.loading.test_prequantized import nf4, save_4bit, save_fp8, set_config
@@ -70,9 +69,7 @@ LISTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("names", LISTS, ids=[str(index) for index in range(len(LISTS))])
-def test_the_files_tell_which_layers_are_quantized(
-    names: dict[str, Any], models: Models, tmp_path: Path
-) -> None:
+def test_the_files_tell_which_layers_are_quantized(names, models, tmp_path):
     folder = tmp_path / "model"
     save_fp8(models("llama"), folder, "blocks")
     unquantize(folder)
@@ -82,9 +79,7 @@ def test_the_files_tell_which_layers_are_quantized(
 
 
 @pytest.mark.slow
-def test_a_model_with_other_names_trains_as_its_decoded_weights(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_model_with_other_names_trains_as_its_decoded_weights(models, tmp_path):
     folder = tmp_path / "model"
     source = models("llama")
     save_fp8(source, folder, "blocks")
@@ -99,7 +94,7 @@ def test_a_model_with_other_names_trains_as_its_decoded_weights(
     )
 
 
-def test_layers_of_bitsandbytes_are_told_by_the_files(models: Models, tmp_path: Path) -> None:
+def test_layers_of_bitsandbytes_are_told_by_the_files(models, tmp_path):
     folder = save_4bit(
         models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"]
     )
@@ -122,8 +117,8 @@ def test_layers_of_bitsandbytes_are_told_by_the_files(models: Models, tmp_path: 
 )
 @pytest.mark.parametrize("train_type", ["qlora", "lora"])
 def test_16_bit_weights_with_settings_left_over_are_16_bit_weights(
-    settings: dict[str, Any], train_type: str, models: Models, tmp_path: Path
-) -> None:
+    settings, train_type, models, tmp_path
+):
     shutil.copytree(models("llama"), tmp_path / "model")
     set_config(tmp_path / "model", quantization_config=settings)
     assert len(opened(tmp_path / "model", tmp_path, train_type)) == (

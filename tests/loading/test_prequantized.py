@@ -29,7 +29,6 @@ from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, run_ranks, train_ok
 from tests.parity.test_experts import FAMILIES
@@ -68,13 +67,7 @@ def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> dict[str, object]:
     ],
     ids=["nested uint8", "bf16", "nested fp32", "nested fp4"],
 )
-def test_a_saved_4bit_model_trains_like_quantizing_at_load(
-    options: dict[str, object],
-    ranks: list[int],
-    same: dict[str, object],
-    models: Models,
-    tmp_path: Path,
-) -> None:
+def test_a_saved_4bit_model_trains_like_quantizing_at_load(options, ranks, same, models, tmp_path):
     source = models("llama", **UNEVEN)
     folder = save_4bit(source, tmp_path / "model", **options)
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6))}
@@ -95,9 +88,7 @@ def test_a_saved_4bit_model_trains_like_quantizing_at_load(
         )
 
 
-def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(
-    models: Models, tmp_path: Path
-) -> None:
+def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(models, tmp_path):
     folder = save_4bit(
         models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"]
     )
@@ -125,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
+def test_other_quantized_formats_are_refused_by_name(name):
     config = PretrainedConfig(quantization_config=REFUSED[name])
     with pytest.raises(
         UserError,
@@ -144,7 +135,7 @@ def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
         ("gpt-oss-20b", "MXFP4"),
     ],
 )
-def test_known_models_are_planned_in_their_published_format(name: str, form: str) -> None:
+def test_known_models_are_planned_in_their_published_format(name, form):
     config = known_config(name)
     found = take_format(config, name) if config else None
     assert found is not None and found.name == form
@@ -225,9 +216,7 @@ def meta_model(folder: Path) -> PreTrainedModel:
         ("gpt_oss", "mxfp4"),
     ],
 )
-def test_fp8_and_mxfp4_train_as_their_decoded_weights(
-    family: str, form: str, models: Models, tmp_path: Path
-) -> None:
+def test_fp8_and_mxfp4_train_as_their_decoded_weights(family, form, models, tmp_path):
     source = models(family, **FAMILIES.get(family, {}))
     folder = tmp_path / "model"
     decoded = tmp_path / "decoded"
@@ -273,7 +262,7 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(
     assert ("come from the cache" in output) == bool(cache)
 
 
-def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:
+def test_a_rank_reads_its_part_of_an_fp8_weight(models, tmp_path):
     save_fp8(models("llama"), tmp_path / "model", "blocks")
     weight_files = WeightFiles(tmp_path / "model", format_of(tmp_path / "model"))
     name = "model.layers.0.mlp.down_proj.weight"  # [64, 128]
@@ -288,9 +277,7 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
         ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit its shape"),
     ],
 )
-def test_wrong_fp8_scales_are_refused_by_name(
-    scales: dict, words: str, models: Models, tmp_path: Path
-) -> None:
+def test_wrong_fp8_scales_are_refused_by_name(scales, words, models, tmp_path):
     save_fp8(models("llama"), tmp_path / "model", "blocks")
     file = tmp_path / "model" / "model.safetensors"
     name = "model.layers.1.mlp.up_proj.weight"
@@ -344,8 +331,8 @@ UNUSABLE: list[tuple[dict, dict, dict, str]] = [
 
 @pytest.mark.parametrize(("quantized", "tensors", "options", "words"), UNUSABLE)
 def test_unsupported_4bit_models_are_refused_by_name(
-    quantized: dict, tensors: dict, options: dict, words: str, models: Models, tmp_path: Path
-) -> None:
+    quantized, tensors, options, words, models, tmp_path
+):
     folder = save_4bit(models(), tmp_path / "model", **nf4(True), **quantized)
     file = folder / "model.safetensors"
     stored = load_file(file) | tensors

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 from fsdp_qlora.__main__ import main
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, train_ok
 from tests.loading.test_prequantized import save_fp8, save_mxfp4, set_config
@@ -214,9 +213,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", all_slow_but("nvfp4", FORMS, nightly=["modelopt's nvfp4"]))
-def test_a_published_model_trains_as_its_decoded_weights(
-    form: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_published_model_trains_as_its_decoded_weights(form, models, tmp_path):
     source = models("llama")
     folder = tmp_path / "model"
     FORMS[form](source, folder)
@@ -243,9 +240,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("case", all_slow_but("", MIXTURES))
-def test_a_published_mixture_trains_as_its_decoded_weights(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_published_mixture_trains_as_its_decoded_weights(case, models, tmp_path):
     (family, save) = MIXTURES[case]
     folder = tmp_path / "model"
     source = models(family, **FAMILIES[family])
@@ -282,9 +277,7 @@ def test_a_published_mixture_trains_as_its_decoded_weights(
         assert "its weights are trained on as they are" in output
 
 
-def test_training_on_a_published_model_resumes_and_is_merged(
-    models: Models, tmp_path: Path
-) -> None:
+def test_training_on_a_published_model_resumes_and_is_merged(models, tmp_path):
     source = models("llama")
     folder = tmp_path / "model"
     out = tmp_path / "out"

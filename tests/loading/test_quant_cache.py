@@ -135,8 +135,8 @@ def options_of(case: str, models: Models) -> dict[str, object]:
 
 @pytest.mark.parametrize("case", all_slow_but("nf4", CASES))
 def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_any_number(
-    case: str, runs: Runs, run: Run, models: Models, tmp_path: Path
-) -> None:
+    case, runs, run, models, tmp_path
+):
     options = options_of(case, models)
     shutil.copytree(runs.cache(**options), tmp_path / "cache")
     for ranks in CASES[case][-1]:
@@ -146,9 +146,7 @@ def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_any_number(
 
 
 @pytest.mark.parametrize("case", ["nf4", "nf4, absmax in fp32"])
-def test_a_cache_entry_equals_bitsandbytes_own_quantization(
-    case: str, runs: Runs, models: Models
-) -> None:
+def test_a_cache_entry_equals_bitsandbytes_own_quantization(case, runs, models):
     options = options_of(case, models)
     stored = load_file(entry(runs.cache(**options)) / "model.safetensors")
     weight = load_file(options["model_name"] / "model.safetensors")[NAME]  # type: ignore[operator]
@@ -175,14 +173,8 @@ def test_a_cache_entry_equals_bitsandbytes_own_quantization(
     ],
 )
 def test_the_cache_key_covers_everything_that_changes_the_bytes(
-    case: str,
-    other: dict[str, object],
-    is_same: bool,
-    runs: Runs,
-    run: Run,
-    models: Models,
-    tmp_path: Path,
-) -> None:
+    case, other, is_same, runs, run, models, tmp_path
+):
     options = options_of(case, models)
     shutil.copytree(runs.cache(**options), tmp_path / "cache")
     output, _ = run(1, **{**options, **other})
@@ -191,7 +183,7 @@ def test_the_cache_key_covers_everything_that_changes_the_bytes(
     )
 
 
-def test_the_cache_key_covers_every_file_of_merged_experts(models: Models, tmp_path: Path) -> None:
+def test_the_cache_key_covers_every_file_of_merged_experts(models, tmp_path):
     folder = models("mixtral", **FAMILIES["mixtral"])
     weight_files = WeightFiles(folder)
     with torch.device("meta"):
@@ -234,9 +226,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_cache_entry_is_rebuilt_in_the_same_run(
-    what: str, runs: Runs, run: Run, tmp_path: Path
-) -> None:
+def test_a_damaged_cache_entry_is_rebuilt_in_the_same_run(what, runs, run, tmp_path):
     damage, words, options = DAMAGES[what]
     shutil.copytree(runs.cache(), tmp_path / "cache")
     file = entry(tmp_path / "cache") / "model.safetensors"
@@ -282,9 +272,7 @@ def failing_run(how: str, runs: Runs, tmp_path: Path, *, ranks: int = 2) -> tupl
     return on_ranks(ranks, _train_and_fail, (argv, how), tmp_path / "failing_logs")
 
 
-def test_a_killed_writer_leaves_no_readable_cache_entry(
-    runs: Runs, run: Run, tmp_path: Path
-) -> None:
+def test_a_killed_writer_leaves_no_readable_cache_entry(runs, run, tmp_path):
     statuses, _ = failing_run("kill", runs, tmp_path, ranks=1)
     assert statuses == [-signal.SIGKILL] and names(tmp_path / "cache") == ["writing"]
     # of the last rank: the first lives to clear up
@@ -302,7 +290,7 @@ def test_a_killed_writer_leaves_no_readable_cache_entry(
     )
 
 
-def test_training_continues_if_the_cache_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
+def test_training_continues_if_the_cache_cannot_be_written(runs, tmp_path):
     statuses, output = failing_run("file size limit", runs, tmp_path)
     assert statuses == [0, 0] and output.count("No quantized cache is") == 1, output
     assert (
@@ -312,15 +300,13 @@ def test_training_continues_if_the_cache_cannot_be_written(runs: Runs, tmp_path:
     assert read_metrics(tmp_path / "failing") == runs.without(2)
 
 
-def test_simultaneous_runs_write_one_cache_entry(runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_simultaneous_runs_write_one_cache_entry(runs, run, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         (_, first), (_, second) = pool.map(run, [1, 1])
     assert first == second == runs.without(1) and names(tmp_path / "cache") == ["entry"]
 
 
-def test_a_cache_entry_that_another_run_writes_is_left_alone(
-    runs: Runs, run: Run, tmp_path: Path
-) -> None:
+def test_a_cache_entry_that_another_run_writes_is_left_alone(runs, run, tmp_path):
     folder = tmp_path / "cache" / entry(runs.cache()).name
     folder.parent.mkdir()
     with FileLock(f"{folder}.lock"):
@@ -330,7 +316,7 @@ def test_a_cache_entry_that_another_run_writes_is_left_alone(
     ) in output and not folder.exists()
 
 
-def test_files_are_identified_by_content_or_blob_name(tmp_path: Path) -> None:
+def test_files_are_identified_by_content_or_blob_name(tmp_path):
     file = tmp_path / "model.safetensors"
     blob = tmp_path / "blobs" / "5f3a"
     save_file({"x": torch.zeros(10_000)}, file)
@@ -348,7 +334,7 @@ def test_files_are_identified_by_content_or_blob_name(tmp_path: Path) -> None:
     assert file_identity(file, samples=64) == ["model.safetensors", about.st_size, "5f3a"]
 
 
-def test_ranks_with_different_devices_share_one_cache_entry() -> None:
+def test_ranks_with_different_devices_share_one_cache_entry():
     keys = ["A B", "B A", "A A", "A", "B"]
     mixed, same, equal, one, other = (cache_key({}, None, {}, devices.split()) for devices in keys)  # type: ignore[arg-type]
     assert mixed == same and equal == one and len({mixed, one, other}) == 3
@@ -358,9 +344,7 @@ OFFLOAD = pytest.param({"use_cpu_offload": True}, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"precision": "bf16"}, OFFLOAD])
-def test_sharding_and_offloading_use_the_same_cache_entry(
-    options: dict[str, object], runs: Runs, run: Run, tmp_path: Path
-) -> None:
+def test_sharding_and_offloading_use_the_same_cache_entry(options, runs, run, tmp_path):
     output, losses = run(2, **options)
     made = entry(runs.cache())
     written = entry(tmp_path / "cache")

@@ -8,7 +8,6 @@ import pytest
 
 from fsdp_qlora.__main__ import main
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, run_ranks, train_ok
 
@@ -49,9 +48,7 @@ def make_own(source: Path, folder: Path, marker: Path, *, model: bool) -> Path:
 
 
 @pytest.mark.parametrize("model", [True, False], ids=["model", "tokenizer"])
-def test_remote_code_runs_only_with_trust_remote_code(
-    model: bool, models: Models, tmp_path: Path
-) -> None:
+def test_remote_code_runs_only_with_trust_remote_code(model, models, tmp_path):
     marker = tmp_path / "has_run"
     folder = make_own(models(), tmp_path / "model", marker, model=model)
     common = {
@@ -76,9 +73,7 @@ def test_remote_code_runs_only_with_trust_remote_code(
     assert read_metrics(tmp_path / "own") == read_metrics(tmp_path / "plain")
 
 
-def test_a_results_config_cannot_enable_remote_code(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_results_config_cannot_enable_remote_code(models, tmp_path, capsys):
     marker = tmp_path / "has_run"
     run = tmp_path / "run"
     folder = make_own(models(), tmp_path / "model", marker, model=True)

@@ -30,7 +30,6 @@ from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils import machine
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks
 
@@ -90,7 +89,7 @@ def _needs(train_type: str, **options: Any) -> tuple[int, int]:
     return sum(on_device.values()), sum(memory.host.values())
 
 
-def test_a_dry_run_reports_the_memory_needed_of_the_visible_gpu() -> None:
+def test_a_dry_run_reports_the_memory_needed_of_the_visible_gpu():
     memory = _memory("qlora")
 
     def first_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
@@ -107,7 +106,7 @@ def test_a_dry_run_reports_the_memory_needed_of_the_visible_gpu() -> None:
     assert "each rank needs about " in first_line(None) and "GPU" not in first_line(1, on_gpu=False)
 
 
-def test_estimated_memory_is_shards_plus_training_overhead() -> None:
+def test_estimated_memory_is_shards_plus_training_overhead():
     block = 4 * 512 * 512 + 3 * 512 * 1024
     linears = 4 * block
     rest = 2 * 1000 * 512 + 9 * 512
@@ -125,7 +124,7 @@ def test_estimated_memory_is_shards_plus_training_overhead() -> None:
     assert _needs("full", offload=ALL) == (0, (linears + rest) * 16 // 2 + 7)
 
 
-def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
     needs = partial(replace, _memory("qlora"), phases={"optimizer": {}})
     placement.check_memory(
@@ -151,8 +150,8 @@ def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
 def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
-    train_type: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    train_type, models, tmp_path, monkeypatch
+):
     config = AutoConfig.from_pretrained(models())
     layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
     meta = build_model(
@@ -174,7 +173,7 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
         placement.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 
-def test_free_memory_respects_the_containers_limit(tmp_path: Path) -> None:
+def test_free_memory_respects_the_containers_limit(tmp_path):
     assert machine._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
@@ -196,9 +195,7 @@ def _train_within(argv: list[str], extra_bytes: int) -> int:
     return train.main(argv)
 
 
-def test_too_little_host_memory_ends_every_rank_with_the_numbers(
-    models: Models, tmp_path: Path
-) -> None:
+def test_too_little_host_memory_ends_every_rank_with_the_numbers(models, tmp_path):
     argv = flags(
         model_name=models(),
         dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
@@ -261,7 +258,7 @@ LAYERS = {
 }
 
 
-def test_offloaded_shards_share_one_padded_allocation(models: Models, tmp_path: Path) -> None:
+def test_offloaded_shards_share_one_padded_allocation(models, tmp_path):
     uneven = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
     statuses, output = on_ranks(3, _shards, (models("llama", **uneven),), tmp_path / "logs")
     assert statuses == [0] * 3, output

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 from fsdp_qlora.model.formats.methods import take_format
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
 from tests.loading.test_prequantized import save_fp8
@@ -83,7 +82,7 @@ ONE_SCHEME: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "name"), ONE_SCHEME)
-def test_one_scheme_with_several_targets_is_read(settings: dict[str, Any], name: str) -> None:
+def test_one_scheme_with_several_targets_is_read(settings, name):
     found = take_format(PretrainedConfig(quantization_config=settings), "m")
     assert found is not None and found.name == name
     assert found.layer_options() is not None or name in ("FP8", "INT4", "GPTQ")
@@ -131,9 +130,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "words"), OTHERS)
-def test_what_cannot_be_read_is_said_and_not_recommended(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_read_is_said_and_not_recommended(settings, words):
     with pytest.raises(UserError) as error:
         take_format(PretrainedConfig(quantization_config=settings), "m")
     assert words in str(error.value)
@@ -154,9 +151,7 @@ def to_modelopt_file(folder: Path, algorithm: str, excluded: list[str]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", pytest.param("FP8", marks=pytest.mark.nightly)])
-def test_modelopts_own_file_alone_tells_the_format(
-    algorithm: str, models: Models, tmp_path: Path
-) -> None:
+def test_modelopts_own_file_alone_tells_the_format(algorithm, models, tmp_path):
     folder = tmp_path / "model"
     source = models("llama")
     if algorithm == "NVFP4":
@@ -180,9 +175,7 @@ def test_modelopts_own_file_alone_tells_the_format(
 @pytest.mark.parametrize(
     "content", ["[]", "{", '"x"', '{"quantization": []}', '{"quantization": {"quant_algo": 8}}']
 )
-def test_a_damaged_file_of_modelopt_is_refused_by_name(
-    content: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_damaged_file_of_modelopt_is_refused_by_name(content, models, tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(content)
     with pytest.raises(UserError, match=r"hf_quant_config\.json"):
         take_format(PretrainedConfig(), "m", tmp_path)

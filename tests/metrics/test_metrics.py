@@ -300,8 +300,8 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, lines):
     ],
 )
 def test_a_missing_or_old_package_is_an_error_before_the_model(
-    sink: str, wandb: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sink, wandb, said, tmp_path, monkeypatch
+):
     def version(name: str) -> str:
         if wandb is None:
             raise importlib.metadata.PackageNotFoundError(name)

@@ -30,7 +30,6 @@ from fsdp_qlora.planning.offers.planner import make_planner
 from fsdp_qlora.planning.search import GpuSet
 from fsdp_qlora.run.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.utils.errors import UserError
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, run_ranks, train_ok
 
@@ -95,7 +94,7 @@ class Tags(HTMLParser):
             self.scripts.append(data)
 
 
-def test_report_escapes_run_content_and_loads_nothing(tmp_path: Path) -> None:
+def test_report_escapes_run_content_and_loads_nothing(tmp_path):
     names = ["one", "two<script>alert(2)<"]
     runs = [read_run(make_run(tmp_path / name, text=EVIL)) for name in names]
     plain = Tags(make_page([read_run(make_run(tmp_path / name)) for name in ("three", "four")]))
@@ -129,7 +128,7 @@ def test_report_escapes_run_content_and_loads_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_the_page_says_which_loss_and_which_memory_it_means(tmp_path: Path) -> None:
+def test_the_page_says_which_loss_and_which_memory_it_means(tmp_path):
     page = make_page([read_run(make_run(tmp_path / "one"))])
     assert '"lowest held-out loss"' in page and "lowest trained" not in page
     assert ("What stays allocated in every step") in page and (
@@ -138,7 +137,7 @@ def test_the_page_says_which_loss_and_which_memory_it_means(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_lowest_held_out_loss_is_one_after_the_first_step(tmp_path: Path) -> None:
+def test_the_lowest_held_out_loss_is_one_after_the_first_step(tmp_path):
     script = Tags(make_page([read_run(make_run(tmp_path / "one"))])).scripts[1]
     # The page draws itself when it is loaded, so what counts is taken out of it.
     wanted = (
@@ -152,7 +151,7 @@ def test_the_lowest_held_out_loss_is_one_after_the_first_step(tmp_path: Path) ->
     assert done.stdout.strip() == "2.5 at step 20"
 
 
-def test_a_secret_in_the_folders_name_is_hidden(tmp_path: Path) -> None:
+def test_a_secret_in_the_folders_name_is_hidden(tmp_path):
     token = "hf_" + "s" * 34
     folders = [make_run(tmp_path / token), make_run(tmp_path / "other" / token)]
     for shown in (folders[:1], folders):  # where two have one name, they are called by their paths
@@ -160,7 +159,7 @@ def test_a_secret_in_the_folders_name_is_hidden(tmp_path: Path) -> None:
         assert token not in (tmp_path / "report.html").read_text()
 
 
-def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path: Path) -> None:
+def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path):
     run = read_run(make_run(tmp_path / "long", steps=20_000))
     assert 300 < len(run["steps"]["step"]) < 1500
     assert run["steps"]["step"][0] == 1 and run["steps"]["step"][-1] == 20_000
@@ -169,7 +168,7 @@ def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path: Path) ->
     assert run["totals"]["tokens_per_second"] == 200.0
 
 
-def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_left_out(tmp_path):
     folder = make_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(
@@ -189,7 +188,7 @@ def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, lines: list[str]) -> None:
+def test_a_report_replaces_a_report_and_nothing_else(tmp_path, lines):
     folder = make_run(tmp_path / "run")
     out = tmp_path / "report.html"
     for _ in range(2):
@@ -202,7 +201,7 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, lines: list
     assert len(lines) == 1 and lines[0].startswith("No report was written: ")
 
 
-def test_report_counts_padding_as_in_the_micro_batches() -> None:
+def test_report_counts_padding_as_in_the_micro_batches():
     lengths = np.array([5, 3, 8, 2])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     learned = np.ones(18, dtype=bool)
@@ -219,7 +218,7 @@ def facts_of(page: Path) -> dict:
     return json.loads(Tags(page.read_text()).scripts[0])["runs"][0]
 
 
-def test_every_way_a_run_ends_leaves_a_report(models: Models, tmp_path: Path) -> None:
+def test_every_way_a_run_ends_leaves_a_report(models, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
     output = tmp_path / "output"
     options = {
@@ -257,7 +256,7 @@ def test_every_way_a_run_ends_leaves_a_report(models: Models, tmp_path: Path) ->
     assert "torch" in run["facts"]["environment"]["versions"]
 
 
-def test_report_renders_in_a_browser_without_errors(tmp_path: Path) -> None:
+def test_report_renders_in_a_browser_without_errors(tmp_path):
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not installed")
@@ -279,7 +278,7 @@ def test_report_renders_in_a_browser_without_errors(tmp_path: Path) -> None:
     assert len(re.findall("<script", done.stdout)) == 2 and "<img" not in done.stdout
 
 
-def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_memory_and_speed_are_beside_the_plan(caplog):
     gib = 2**30
     memory = Memory(
         weights={},

@@ -15,7 +15,6 @@ import pytest
 
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from fsdp_qlora.utils.text import fit_line
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags, train_ok
 
@@ -119,9 +118,7 @@ OFTEN = ("python 80", "two ranks that fail 120", "torchrun 120, pipe")
     "case",
     [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.nightly) for case in CASES],
 )
-def test_failure_reason_is_the_last_text_below_the_progress_bar(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_failure_reason_is_the_last_text_below_the_progress_bar(case, models, tmp_path):
     launcher, ranks, width, fails, show = CASES[case]
     argv = flags(
         model_name=models(),
@@ -156,7 +153,7 @@ def test_failure_reason_is_the_last_text_below_the_progress_bar(
         assert 1 <= len(said) <= ranks, text
 
 
-def test_startup_output_is_eight_lines_of_100_columns(models: Models, tmp_path: Path) -> None:
+def test_startup_output_is_eight_lines_of_100_columns(models, tmp_path):
     folder = tmp_path / ("a_long_name_" * 12)
     shutil.copytree(models(), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(
@@ -188,7 +185,7 @@ def test_startup_output_is_eight_lines_of_100_columns(models: Models, tmp_path: 
     assert "the chat template" in start[2] and start[6].endswith("_/out")
 
 
-def test_long_lines_are_shortened_in_the_middle() -> None:
+def test_long_lines_are_shortened_in_the_middle():
     assert fit_line("Output: ", "runs/1") == "Output: runs/1"
     assert fit_line("Output: ", "a" * 95 + "/run") == "Output: ..." + "a" * 85 + "/run"
     assert fit_line("a" * 60 + "b" * 60) == "a" * 45 + " ... " + "b" * 50

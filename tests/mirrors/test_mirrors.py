@@ -80,9 +80,7 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
     return add
 
 
-def test_a_new_machine_resumes_from_the_mirror(
-    store: Store, add_step: Callable[[int], None], tmp_path: Path
-) -> None:
+def test_a_new_machine_resumes_from_the_mirror(store, add_step, tmp_path):
     run = tmp_path / "run"
     assert store.run() == {} and store.steps() == []
     (run / "samples.jsonl").write_text("of another run\n")
@@ -125,9 +123,7 @@ def test_a_new_machine_resumes_from_the_mirror(
     assert store.files(CHECKPOINTS) == []
 
 
-def test_a_killed_fetch_is_completed_by_the_next_one(
-    add_step: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_fetch_is_completed_by_the_next_one(add_step, tmp_path, monkeypatch):
     for step in (1, 2):
         add_step(step)
     store = open_store(str(tmp_path / "run"))
@@ -160,15 +156,13 @@ def _die_before(self: Path, place: Path, original: Callable[..., Path], target: 
     return original(self, target)
 
 
-def test_a_mirror_that_needs_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_that_needs_a_missing_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match="Install s3fs"):
         open_store("s3://bucket/run")
 
 
-def test_errors_of_a_store_become_one_line_os_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_store_become_one_line_os_errors(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise LookupError("no route\nmore")
 
@@ -177,9 +171,7 @@ def test_errors_of_a_store_become_one_line_os_errors(
         Store("memory://there").steps()
 
 
-def test_invalid_mirrors_are_refused_and_unreachable_ones_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_mirrors_are_refused_and_unreachable_ones_explained(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="hf:OWNER/NAME"):
         open_store("hf:run")
     (tmp_path / "file").write_text("")

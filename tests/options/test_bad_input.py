@@ -195,9 +195,7 @@ ON_TWO_RANKS = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_every_rank_says_what_is_wrong_and_nothing_is_left(
-    case: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_every_rank_says_what_is_wrong_and_nothing_is_left(case, inputs, tmp_path):
     options, words = BAD_INPUT[case]
     argv = flags(
         **{"model_name": "model", "dataset": "data/good.jsonl", "output_dir": "output", **options}

@@ -5,14 +5,13 @@ import os
 import re
 from pathlib import Path
 
-from tests.helpers.models import Models
 from tests.helpers.rows import write_rows
 from tests.helpers.run import flags, on_ranks, run_ranks
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x00"
 
 
-def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models: Models, tmp_path: Path) -> None:
+def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models, tmp_path):
     rows = [{"instruction": f"name{EVIL}", "output": f"blue{EVIL}"}] * 8 + [
         {"instruction": "a", "output": [EVIL]}
     ]
@@ -28,9 +27,7 @@ def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models: Models, tmp_p
     assert r"blue\x1b]0;title\x07" in output
 
 
-def test_a_plan_shows_one_text_and_counts_rows_left_out_at_its_end(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_plan_shows_one_text_and_counts_rows_left_out_at_its_end(models, tmp_path):
     row = {"prompt": "which?", "chosen": "red", "rejected": "blue"}
     rows = [{**row, **{f"extra_{number}": 1 for number in range(7)}, "y" * 1000: 1}] * 8 + [
         {**row, "chosen": None}
@@ -63,7 +60,7 @@ def _read_damaged(path: str) -> int:
     return 0
 
 
-def test_damaged_rows_that_another_rank_than_0_finds_are_named(tmp_path: Path) -> None:
+def test_damaged_rows_that_another_rank_than_0_finds_are_named(tmp_path):
     path = tmp_path / "rows.safetensors"
     path.write_bytes(b"damaged")
     _, output = on_ranks(2, _read_damaged, (str(path),), tmp_path / "logs")

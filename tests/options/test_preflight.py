@@ -20,7 +20,7 @@ from tests.helpers.run import ROOT, flags
 pytestmark = pytest.mark.quick
 
 
-def test_missing_files_are_named_without_torch() -> None:
+def test_missing_files_are_named_without_torch():
     options = {
         "model_name": "./absent",
         "dataset": "rows.jsonl:0.5",
@@ -48,9 +48,7 @@ def test_missing_files_are_named_without_torch() -> None:
         ({"dataset": "texts.jsonl", "columns": "output=z"}, "columns: "),
     ],
 )
-def test_names_and_columns_are_refused_without_torch(
-    options: dict[str, str], said: str, tmp_path: Path
-) -> None:
+def test_names_and_columns_are_refused_without_torch(options, said, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"x": 1, "y": 2}\n')
     (tmp_path / "texts.jsonl").write_text('not JSON\n{"text": "a"}\n')
     (tmp_path / "model").mkdir()
@@ -76,15 +74,13 @@ def test_names_and_columns_are_refused_without_torch(
     assert done.stdout == "2 set()\n" and said in done.stderr
 
 
-def test_a_file_of_each_kind_is_known_by_its_name() -> None:
+def test_a_file_of_each_kind_is_known_by_its_name():
     for name in (f"rows{kind}{packed}" for kind, packed in product(FILE_KINDS, ["", *PACKED])):
         with pytest.raises(UserError, match=rf"dataset {name}: there is no such file"):
             refuse_early(TrainConfig(dataset=(name,)))
 
 
-def test_names_of_the_hub_and_files_that_are_there_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_the_hub_and_files_that_are_there_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").touch()
     Path("a=b.jsonl").touch()
@@ -95,7 +91,7 @@ def test_names_of_the_hub_and_files_that_are_there_pass(
     refuse_early(parse_train_config(["--model_name", *words.split()]))
 
 
-def test_other_options_of_an_unfinished_run_are_named(tmp_path: Path) -> None:
+def test_other_options_of_an_unfinished_run_are_named(tmp_path):
     config = TrainConfig(output_dir=str(tmp_path))
     record = {"run_id": "1", "facts": {}, "world_size": 2, "global_batch_size": 2}
     (tmp_path / "run.json").write_text(json.dumps({**record, "options": resolved_options(config)}))

@@ -1,7 +1,5 @@
 """Adapter kinds, their variants and first values, against PEFT's own."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +14,7 @@ from fsdp_qlora.model.adapters.insert import select_targets
 from fsdp_qlora.model.adapters.lora import Dropout
 from fsdp_qlora.run.train import run
 from fsdp_qlora.utils.errors import UserError
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.reference import load_adapter, load_base, load_decoded_base, peft_model
 from tests.helpers.rows import make_rows
 from tests.helpers.run import flags
@@ -35,9 +33,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 # --------------------------------------------------------------------------------------
 
 
-def test_loftq_starts_with_less_error_from_bitsandbytes_base(
-    models: Models, tmp_path: Path
-) -> None:
+def test_loftq_starts_with_less_error_from_bitsandbytes_base(models, tmp_path):
     folder = models()
     logits = {}
     for train_type, init in [("lora", "true"), ("qlora", "true"), ("qlora", "loftq")]:
@@ -89,8 +85,8 @@ def test_loftq_starts_with_less_error_from_bitsandbytes_base(
     ],
 )
 def test_modules_that_cannot_be_saved_in_full_are_refused(
-    overrides: dict[str, object], name: str, message: str, models: Models, tmp_path: Path
-) -> None:
+    overrides, name, message, models, tmp_path
+):
     argv = flags(
         model_name=models("llama", **overrides),
         dry_run=True,
@@ -134,9 +130,7 @@ class OurDropout(nn.Module):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(
-    dropout: float, checkpointed: bool
-) -> None:
+def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout, checkpointed):
     peft_layer, ours = peft_layer_and_ours(dropout=dropout, dtype=torch.float32)
     if dropout:
         peft_layer.lora_dropout["default"] = OurDropout()
@@ -163,7 +157,7 @@ def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(
         assert torch.allclose(own, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_small_change_of_the_magnitude_is_seen_in_bf16() -> None:
+def test_a_small_change_of_the_magnitude_is_seen_in_bf16():
     _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.bfloat16)
     layer.lora.lora_A.bfloat16(), layer.lora.lora_B.bfloat16()
     x = torch.randn(512, 24, dtype=torch.bfloat16)
@@ -173,7 +167,7 @@ def test_a_small_change_of_the_magnitude_is_seen_in_bf16() -> None:
     assert before.dtype == torch.bfloat16 and (layer(x) != before).float().mean() > 0.1
 
 
-def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
+def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast():
     _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.float32)
     product = layer.lora.lora_A.weight @ layer.base_layer.weight.T
     lora = layer.lora
@@ -234,9 +228,7 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
         ({"lora_target_modules": ("q_(proj",)}, "nor a valid regular expression"),
     ],
 )
-def test_combinations_that_exclude_each_other_are_refused(
-    options: dict[str, object], message: str
-) -> None:
+def test_combinations_that_exclude_each_other_are_refused(options, message):
     (error,) = check(TrainConfig(**options))
     assert message in error
 
@@ -262,9 +254,7 @@ def test_combinations_that_exclude_each_other_are_refused(
         ),
     ],
 )
-def test_names_that_match_nothing_are_refused_before_loading(
-    options: dict[str, object], message: str, models: Models, tmp_path: Path
-) -> None:
+def test_names_that_match_nothing_are_refused_before_loading(options, message, models, tmp_path):
     argv = flags(
         model_name=models(), dry_run=True, output_dir=tmp_path / "out", dataset="dummy", **options
     )
@@ -272,7 +262,7 @@ def test_names_that_match_nothing_are_refused_before_loading(
         run(parse_train_config(argv))
 
 
-def test_target_names_are_matched_as_peft_does_and_unknown_ones_are_named() -> None:
+def test_target_names_are_matched_as_peft_does_and_unknown_ones_are_named():
     linears = [
         "model.layers.0.attn.q_proj",
         "model.layers.0.mlp.up_proj",

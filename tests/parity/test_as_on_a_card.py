@@ -2,7 +2,6 @@
 without it.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.export.expand import expand_model
 from stand_in.environment import free_port
 from tests.helpers.card import answer_as_a_card
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, flags, on_ranks
 from tests.parity.test_combinations import train_each
@@ -55,7 +53,7 @@ def _copy_patterns() -> int:
     return int(not torch.equal(as_bytes.view(torch.int16), patterns))
 
 
-def test_gpu_stand_in_changes_16_bit_nans_and_no_bytes(tmp_path: Path) -> None:
+def test_gpu_stand_in_changes_16_bit_nans_and_no_bytes(tmp_path):
     statuses, output = on_ranks(1, _copy_patterns, (), tmp_path)
     assert statuses == [0], output
 
@@ -68,7 +66,7 @@ def _gather_patterns() -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_patterns_of_16_bits_survive_a_gather(ranks: int, tmp_path: Path) -> None:
+def test_all_patterns_of_16_bits_survive_a_gather(ranks, tmp_path):
     statuses, output = on_ranks(ranks, _gather_patterns, (), tmp_path)
     assert statuses == [0] * ranks, output
     assert output.count(" 0 words changed") == ranks * 4 * 2 * 4
@@ -85,9 +83,7 @@ def _train_then_on_a_card(
 
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
-def test_sharded_run_is_unchanged_by_gpu_nan_handling(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_sharded_run_is_unchanged_by_gpu_nan_handling(case, models, tmp_path):
     model = models("llama")
     options = CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:

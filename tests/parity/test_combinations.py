@@ -188,14 +188,7 @@ EVERY = [(case, ranks, pairwise(), {}, 20) for case in CASES for ranks in (1, 2)
         *(pytest.param(*row, marks=pytest.mark.nightly) for row in EVERY),
     ],
 )
-def test_combinations_train_as_the_plain_run_does(
-    case: str,
-    ranks: int,
-    chosen: list[Combination],
-    shape: dict[str, Any],
-    steps: int,
-    tmp_path: Path,
-) -> None:
+def test_combinations_train_as_the_plain_run_does(case, ranks, chosen, shape, steps, tmp_path):
     for each, difference in differences(case, ranks, chosen, tmp_path, steps, **shape):
         is_exact = ranks == 1 or each["sharding_strategy"] != "ddp"
         assert difference <= (0.0 if is_exact else TOLERANCE), each

@@ -4,7 +4,6 @@ other encoders.
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.architecture.decoder import find_blocks, find_towers
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.model_parts import ModelParts
-from tests.helpers.models import SIZES, Models, make_model
+from tests.helpers.models import SIZES, make_model
 from tests.helpers.reference import encode, load_base, train_peft
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, flags
@@ -68,9 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", all_slow_but("gpt_bigcode", FAMILIES, nightly=["llama4_text"]))
-def test_losses_and_adapter_on_two_ranks_are_those_of_peft(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_losses_and_adapter_on_two_ranks_are_those_of_peft(family, models, tmp_path):
     folder = models(family, **FAMILIES[family])
     rows = make_rows(8, seed=3)
     settings = {
@@ -120,7 +117,7 @@ TABLES = {  # family -> whether ranks may share its embedding, and its other tab
 
 @pytest.mark.quick
 @pytest.mark.parametrize("family", TABLES)
-def test_only_tables_of_the_batchs_tokens_are_shared(family: str) -> None:
+def test_only_tables_of_the_batchs_tokens_are_shared(family):
     model = on_meta(family, **OWN_SIZES.get(family, {}))
     parts = ModelParts(model)
     paths = {module: path for path, module in model.named_modules()}
@@ -140,9 +137,7 @@ def test_only_tables_of_the_batchs_tokens_are_shared(family: str) -> None:
         ("git", GIT, "git.encoder.layer", ["git.image_encoder"]),
     ],
 )
-def test_an_encoder_inside_of_a_decoder_is_not_taken_for_it(
-    family: str, overrides: dict[str, Any], blocks: str, towers: list[str]
-) -> None:
+def test_an_encoder_inside_of_a_decoder_is_not_taken_for_it(family, overrides, blocks, towers):
     model = on_meta(family, **overrides)
     assert model.get_submodule(blocks) is find_blocks(model) and list(find_towers(model)) == towers
 
@@ -154,9 +149,7 @@ def test_an_encoder_inside_of_a_decoder_is_not_taken_for_it(
         ("cpmant", "puts tokens of its own before"),
     ],
 )
-def test_a_family_that_cannot_be_trained_is_refused_by_name(
-    family: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_cannot_be_trained_is_refused_by_name(family, reason, tmp_path, capsys):
     folder = tmp_path / "model"
     if family == "blt":
         folder.mkdir()

@@ -48,7 +48,7 @@ class Watched(nn.Linear):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_whose_weights_others_read_are_detected(family: str) -> None:
+def test_layers_whose_weights_others_read_are_detected(family):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()

@@ -18,7 +18,6 @@ from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.whole_logits import loss_of_logits
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rounding import SGD, rounding
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
@@ -74,9 +73,7 @@ def loss_and_gradients(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_gradients_are_those_of_padded_rows(
-    family: str, models: Models, rows: TokenizedRows
-) -> None:
+def test_losses_and_gradients_are_those_of_padded_rows(family, models, rows):
     model, documents = load(models(family, **FAMILIES[family]))
     order = np.array([1, 0, 2, 4, 3])  # two of equal length are neighbours
     loss, gradients = loss_and_gradients(model, pad_rows(rows, order, pad_token_id=0))
@@ -120,7 +117,7 @@ def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_token_sees_another_document(family: str, models: Models, rows: TokenizedRows) -> None:
+def test_no_token_sees_another_document(family, models, rows):
     model, documents = load(models(family, **FAMILIES[family]))
     model.config._attn_implementation = documents
     batch = concatenate_rows(rows, np.array([1, 0, 2]), pad_token_id=0)
@@ -139,9 +136,7 @@ def test_no_token_sees_another_document(family: str, models: Models, rows: Token
     assert (before[30:42] - after[30:42]).abs().amax(dim=-1).min() > 0.01
 
 
-def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(
-    rows: TokenizedRows,
-) -> None:
+def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(rows):
     documents = concatenate_rows(rows, np.array([3, 4]), pad_token_id=0).documents
     assert documents["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]]
     assert (
@@ -169,9 +164,7 @@ def numbers(folder: Path) -> list[float]:
     ]
 
 
-def test_padded_padding_free_and_packed_runs_continue_each_other(
-    models: Models, tmp_path: Path
-) -> None:
+def test_padded_padding_free_and_packed_runs_continue_each_other(models, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     options = {
         "model_name": models("llama"),
@@ -203,9 +196,7 @@ def test_padded_padding_free_and_packed_runs_continue_each_other(
     ("family", "reason"),
     [("minimax", "a second document in a row differs by "), ("bloom", "it takes no positions")],
 )
-def test_models_that_other_documents_would_change_are_padded(
-    family: str, reason: str, models: Models, tmp_path: Path
-) -> None:
+def test_models_that_other_documents_would_change_are_padded(family, reason, models, tmp_path):
     shape = HYBRIDS[family].shape if family in HYBRIDS else {}
     data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
     options = {"model_name": models(family, **shape), "dataset": data, "train_type": "lora", **RUN}

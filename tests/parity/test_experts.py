@@ -19,7 +19,7 @@ from fsdp_qlora.model.experts import expert_parameters, route_experts, router_li
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils import safetensors_files
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import PROBE, SIZES, Models
+from tests.helpers.models import PROBE, SIZES
 from tests.helpers.reference import batch_loss, encode, load_adapter
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, run_ranks, train_ok
@@ -104,9 +104,7 @@ def _decode_in_place(parameter: nn.Parameter) -> None:
         for name in FAMILIES
     ],
 )
-def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(family, models, tmp_path):
     folder = models(family, **FAMILIES[family])
     rows = make_rows(8, seed=1)
     held_out = make_rows(3, seed=2)
@@ -150,9 +148,7 @@ def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
         pytest.param("llama4_text", "qlora", marks=pytest.mark.nightly),
     ],
 )
-def test_an_adapter_on_experts_trains_and_peft_loads_it(
-    family: str, train_type: str, models: Models, tmp_path: Path
-) -> None:
+def test_an_adapter_on_experts_trains_and_peft_loads_it(family, train_type, models, tmp_path):
     folder = models(family, **FAMILIES[family])
     common = {
         "model_name": folder,
@@ -238,9 +234,7 @@ def _save_shards(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(world_size, tmp_path):
     statuses, output = on_ranks(world_size, _save_shards, (tmp_path,), tmp_path / "logs")
     assert statuses == [0] * world_size, output
     for shape in SHAPES:
@@ -269,9 +263,7 @@ def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(
                     assert torch.allclose(part[f"grad{index}"].double(), grad, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_that_share_a_quantization_block_stay_unquantized(
-    models: Models, tmp_path: Path
-) -> None:
+def test_experts_that_share_a_quantization_block_stay_unquantized(models, tmp_path):
     sizes = {"hidden_size": 60, "head_dim": 16, "intermediate_size": 33}
     common = {
         "model_name": models("mixtral", **FAMILIES["mixtral"], **sizes),
@@ -286,7 +278,7 @@ def test_experts_that_share_a_quantization_block_stay_unquantized(
     train_ok(2, tmp_path / "allowed", allow_unquantized=True, **common)
 
 
-def test_missing_experts_and_wrong_names_are_named(models: Models, tmp_path: Path) -> None:
+def test_missing_experts_and_wrong_names_are_named(models, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(models("mixtral", **FAMILIES["mixtral"]), folder)
     state = load_file(folder / "model.safetensors")
@@ -312,9 +304,7 @@ def test_missing_experts_and_wrong_names_are_named(models: Models, tmp_path: Pat
     assert statuses == [2] and "named experts.up" in output and "experts.gate_up_proj" in output
 
 
-def test_full_training_of_experts_leaves_a_model_that_transformers_loads(
-    models: Models, tmp_path: Path
-) -> None:
+def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models, tmp_path):
     folder = models("mixtral", **FAMILIES["mixtral"])
     held_out = make_rows(3, seed=2)
     train_ok(
@@ -346,7 +336,7 @@ def test_full_training_of_experts_leaves_a_model_that_transformers_loads(
         ("longcat_flash", set()),  # with a loop of its own, and experts that return their input
     ],
 )
-def test_experts_and_routers_are_found_by_structure(family: str, routers: set[str]) -> None:
+def test_experts_and_routers_are_found_by_structure(family, routers):
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {})})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -359,8 +349,8 @@ def test_experts_and_routers_are_found_by_structure(family: str, routers: set[st
 # sarvam_moe: queries, keys and values are one tensor of its files.
 @pytest.mark.parametrize("family", ["qwen3_moe", *({"sarvam_moe"} & {*CONFIG_MAPPING})])
 def test_a_model_of_experts_saved_in_several_files_is_read_back(
-    family: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, models, tmp_path, monkeypatch
+):
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 100_000)
     few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     folder = models(family, **FAMILIES.get(family, few))

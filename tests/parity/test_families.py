@@ -4,7 +4,6 @@ and PEFT does.
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.architecture.structure import is_linear
 from fsdp_qlora.model.experts import expert_parameters, route_experts
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.reference import decode, encode, load_adapter, load_base, train_peft
 from tests.helpers.rows import make_rows
 from tests.helpers.run import ROOT, all_slow_but
@@ -132,9 +131,7 @@ IN_CI = {"sarvam_moe", "longcat_flash", "stablelm"}
 
 
 @pytest.mark.parametrize("family", all_slow_but("sarvam_moe", KNOWN, nightly={*FAMILIES} - IN_CI))
-def test_losses_and_adapter_of_a_family_are_those_of_peft(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_losses_and_adapter_of_a_family_are_those_of_peft(family, models, tmp_path):
     known = CONFIG_MAPPING[family]().to_dict()
     folder = models(
         family, **{key: size for key, size in SMALL.items() if key in known} | FAMILIES[family]
@@ -180,7 +177,7 @@ def test_losses_and_adapter_of_a_family_are_those_of_peft(
         ).abs().max() < 1e-4
 
 
-def test_the_table_of_the_documentation_has_the_tested_families() -> None:
+def test_the_table_of_the_documentation_has_the_tested_families():
     assert ROWS.keys() == FAMILIES.keys()
 
 
@@ -195,7 +192,7 @@ class Scaled(nn.Linear):
         return 2 * self.scale * super().forward(input)
 
 
-def test_a_layer_is_linear_by_what_it_computes() -> None:
+def test_a_layer_is_linear_by_what_it_computes():
     hooked = nn.Linear(6, 4)
     hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
     with torch.device("meta"):

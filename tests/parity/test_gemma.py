@@ -57,7 +57,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", [*FORMS, "qwen3"])
-def test_sizes_of_a_block_are_those_of_its_own_layers(form: str) -> None:
+def test_sizes_of_a_block_are_those_of_its_own_layers(form):
     family, sizes = FORMS.get(form, (form, {}))
     config = AutoConfig.for_model(family, **{**SIZES, **sizes})
     with torch.device("meta"):
@@ -156,9 +156,7 @@ def plain(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("form", "run"), CASES)
-def test_a_run_is_a_plain_loop_of_peft(
-    form: str, run: str, folders: Folders, tmp_path: Path
-) -> None:
+def test_a_run_is_a_plain_loop_of_peft(form, run, folders, tmp_path):
     folder = folders(form)
     options = dict(RUNS[run])
     ranks = options.pop("ranks")
@@ -188,21 +186,19 @@ def test_a_run_is_a_plain_loop_of_peft(
         torch.testing.assert_close(reloaded(input_ids=PROBE).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_per_layer_embeddings_are_looked_up_as_the_tokens_are(folders: Folders) -> None:
+def test_per_layer_embeddings_are_looked_up_as_the_tokens_are(folders):
     model = AutoModelForCausalLM.from_pretrained(folders("e4b"))
     assert ModelParts(model).token_tables == [model.model.embed_tokens_per_layer]
 
 
-def test_a_router_that_is_a_module_is_not_quantized() -> None:
+def test_a_router_that_is_a_module_is_not_quantized():
     family, sizes = FORMS["26b-a4b"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **sizes}))
     assert router_linears(model) == [f"model.layers.{n}.router.proj" for n in range(4)]
 
 
-def test_a_reference_beside_the_policy_has_keys_of_its_own(
-    folders: Folders, tmp_path: Path
-) -> None:
+def test_a_reference_beside_the_policy_has_keys_of_its_own(folders, tmp_path):
     rows = [
         {"prompt": r["instruction"], "chosen": r["output"], "rejected": r["output"] + " blue"}
         for r in make_rows(8)

@@ -5,7 +5,6 @@ become batches.
 import contextlib
 import itertools
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -25,7 +24,7 @@ from fsdp_qlora.model.architecture.token_mixers import (
 )
 from fsdp_qlora.model.experts import expert_parameters
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.reference import decode, load_adapter, load_base
 from tests.helpers.rounding import SGD, rounding
 from tests.helpers.rows import make_rows, write_rows
@@ -188,9 +187,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("family", all_slow_but("qwen3_5_text", HYBRIDS, nightly=ALIKE))
-def test_a_hybrid_trains_and_peft_loads_its_adapter(
-    family: str, models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hybrid_trains_and_peft_loads_its_adapter(family, models, tmp_path, capsys):
     hybrid = HYBRIDS[family]
     folder = models(family, **HYBRIDS[family].shape)
     options: dict[str, Any] = {
@@ -229,9 +226,7 @@ def test_a_hybrid_trains_and_peft_loads_its_adapter(
     assert (unadapted - logits).abs().max() > 1e-3
 
 
-def test_a_run_without_padding_has_the_numbers_of_padded_rows(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_run_without_padding_has_the_numbers_of_padded_rows(models, tmp_path):
     options = {
         "model_name": models("qwen3_5_text", **LINEAR),
         "precision": "fp32",
@@ -255,9 +250,7 @@ def test_a_run_without_padding_has_the_numbers_of_padded_rows(
     assert all(a < b for a, b in zip(padded, free, strict=True))
 
 
-def test_blocks_that_share_weights_are_refused_in_one_sentence(
-    models: Models, tmp_path: Path
-) -> None:
+def test_blocks_that_share_weights_are_refused_in_one_sentence(models, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     argv = flags(
         model_name=models("zamba2", **SHARED),
@@ -288,7 +281,7 @@ class Mixer(nn.Module):
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_only_layers_that_do_not_know_documents_compute_them_apart(knows: bool) -> None:
+def test_only_layers_that_do_not_know_documents_compute_them_apart(knows):
     mixer = Mixer(knows=knows)
     lengths = [30, 28, 3, 1, 1]
     x = torch.randn(
@@ -312,9 +305,7 @@ def test_only_layers_that_do_not_know_documents_compute_them_apart(knows: bool) 
     assert by_document(x[:, :2]).tolist() == x[:, :2].cumsum(dim=1).tolist()
 
 
-def test_a_lack_of_memory_is_not_taken_for_documents_that_cross(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lack_of_memory_is_not_taken_for_documents_that_cross(monkeypatch):
     mixer = Mixer(knows=True)
     kwargs = describe_documents([30, 28])
     by_document = ByDocument(mixer)
@@ -333,14 +324,14 @@ def test_a_lack_of_memory_is_not_taken_for_documents_that_cross(
             assert by_document._mixes_documents(torch.randn(1, 58, 4), **kwargs)
 
 
-def test_groups_of_documents_have_little_padding() -> None:
+def test_groups_of_documents_have_little_padding():
     lengths = [150, 124, 104, 89, 78, 78, 75, 68, 65, 54, 52, 50, 49, 37, 36, 20]
     found = list(groups(lengths))
     assert [*itertools.chain(*found)] == lengths and len(found) == 6
     assert all(sum(group) >= 0.9 * max(group) * len(group) for group in found)
 
 
-def test_the_table_of_the_documentation_is_the_tested_one() -> None:
+def test_the_table_of_the_documentation_is_the_tested_one():
     table = re.findall(
         r"^\| (.+) \| `(\w+)` \| (padding-free|padded)",
         (ROOT / "docs/models.md").read_text(),
@@ -355,7 +346,7 @@ def test_the_table_of_the_documentation_is_the_tested_one() -> None:
         assert rows == ("padding-free" if layer == tested[family].apart else "padded"), family
 
 
-def test_the_layers_found_are_those_of_the_table(models: Models) -> None:
+def test_the_layers_found_are_those_of_the_table(models):
     for family, shape in WITHOUT_PADDING.items():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models(family, **shape))
         keep_documents_apart(model)

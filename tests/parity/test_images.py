@@ -282,9 +282,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ),
     ],
 )
-def test_images_train_as_in_a_plain_loop_of_peft(
-    family: str, ranks: int, folders: Any, tmp_path: Path
-) -> None:
+def test_images_train_as_in_a_plain_loop_of_peft(family, ranks, folders, tmp_path):
     folder = folders(family)
     output = train_ok(
         ranks,
@@ -307,9 +305,7 @@ def test_images_train_as_in_a_plain_loop_of_peft(
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
-def test_a_step_in_16_bits_may_begin_with_rows_without_images(
-    family: str, folders: Any, tmp_path: Path
-) -> None:
+def test_a_step_in_16_bits_may_begin_with_rows_without_images(family, folders, tmp_path):
     folder = folders(family)
     chats = make_chats(folder)[0]
     # row 1 is the longest, so it comes first
@@ -352,9 +348,7 @@ def _count_towers(argv: list[str], file: Path) -> int:
     return status
 
 
-def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(
-    folders: Any, tmp_path: Path
-) -> None:
+def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(folders, tmp_path):
     folder = folders("qwen3_vl")
     options = {
         **OPTIONS,

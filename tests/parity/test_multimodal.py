@@ -138,9 +138,7 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
 
 
 @pytest.mark.parametrize("family", all_slow_but("qwen3_vl", FAMILIES, nightly=ALIKE))
-def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(
-    family: str, tmp_path: Path
-) -> None:
+def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(family, tmp_path):
     (tmp_path / "model").mkdir()
     folder = make_multimodal(tmp_path / "model", family)
     rows = make_rows(12, seed=1)

@@ -23,7 +23,7 @@ from fsdp_qlora.model.adapters.token_rows import add_tokens
 from fsdp_qlora.run.train import run
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.reference import encode, load_adapter, load_base, train_peft
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, flags, train_ok
@@ -91,7 +91,7 @@ def with_first_rows(
 @pytest.mark.parametrize(
     "name", all_slow_but("2 ranks, head of its own, accumulation", CASES, NIGHTLY)
 )
-def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: Path) -> None:
+def test_rows_of_new_tokens_train_as_pefts(name, models, tmp_path):
     case = CASES[name]
     rows = rows_with_tokens()
     out = tmp_path / "out"
@@ -163,9 +163,7 @@ def with_first_rows_in_4_bits(folder: Path, grown: nn.Module) -> nn.Module:
     return base
 
 
-def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(models, tmp_path):
     folder = models()
     data = write_rows(tmp_path / "rows.jsonl", rows_with_tokens())
     options = {
@@ -214,7 +212,7 @@ def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(
     assert (kept - found).abs().max() < 1e-4
 
 
-def test_a_peft_adapter_with_a_grown_vocabulary_is_merged(models: Models, tmp_path: Path) -> None:
+def test_a_peft_adapter_with_a_grown_vocabulary_is_merged(models, tmp_path):
     folder = models("llama", tie_word_embeddings=True)
     base = load_base(folder, four_bit=False)
     base.resize_token_embeddings(322)
@@ -236,7 +234,7 @@ def test_a_peft_adapter_with_a_grown_vocabulary_is_merged(models: Models, tmp_pa
         assert (merged(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
 
 
-def test_a_template_with_tokens_that_the_base_lacks_names_the_option(models: Models) -> None:
+def test_a_template_with_tokens_that_the_base_lacks_names_the_option(models):
     tokenizer = AutoTokenizer.from_pretrained(models())
     chatml = {"kind": "chat", "chat_template": CHAT_TEMPLATES["chatml"]}
     assert "no tokens for <|im_start|>, <|im_end|>" in describe_lack(chatml, tokenizer)
@@ -244,7 +242,7 @@ def test_a_template_with_tokens_that_the_base_lacks_names_the_option(models: Mod
     assert not describe_lack(chatml, tokenizer) and not describe_lack({"kind": "text"}, tokenizer)
 
 
-def test_tokens_that_the_model_has_start_from_their_rows(models: Models) -> None:
+def test_tokens_that_the_model_has_start_from_their_rows(models):
     known = AutoTokenizer.from_pretrained(models())
     tokenizer, tokens = add_tokens(known, ["<new>", "sort", "<other>: list name"], 330)
     assert len(known) == 320 and len(tokenizer) == 322 and tokenizer.encode("<new>")[1:] == [320]
@@ -262,9 +260,7 @@ def test_tokens_that_the_model_has_start_from_their_rows(models: Models) -> None
         ({"add_tokens": "no_such_file.txt"}, "a file of tokens cannot be read"),
     ],
 )
-def test_new_tokens_are_refused_where_their_rows_cannot_train(
-    options: dict[str, Any], message: str, models: Models, tmp_path: Path
-) -> None:
+def test_new_tokens_are_refused_where_their_rows_cannot_train(options, message, models, tmp_path):
     argv = flags(
         **{
             "model_name": models(),

@@ -1,11 +1,7 @@
 """A run continues, to the bit, with its weights in host memory or in the GPU's."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, run_ranks, train_ok
 
@@ -19,9 +15,7 @@ from tests.helpers.run import flags, run_ranks, train_ok
     ],
     ids=["full", "modules_to_save", "adapters"],
 )
-def test_a_run_continues_with_another_offload(
-    models: Models, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_run_continues_with_another_offload(models, tmp_path, options):
     options |= {
         "model_name": models(num_hidden_layers=3),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(20)),

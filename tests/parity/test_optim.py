@@ -117,9 +117,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, tor
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sharded_optimizer_takes_the_steps_of_the_librarys(
-    name: str, world_size: int, results: dict[int, dict[str, torch.Tensor]]
-) -> None:
+def test_a_sharded_optimizer_takes_the_steps_of_the_librarys(name, world_size, results):
     for key, whole in expected(name).items():
         moved = whole - first_values(SHAPES[key])
         ours = results[world_size][f"{name}.{key}"]
@@ -127,13 +125,13 @@ def test_a_sharded_optimizer_takes_the_steps_of_the_librarys(
         assert error < 1e-5, (key, error)
 
 
-def test_paged_optimizers_are_refused_without_a_gpu() -> None:
+def test_paged_optimizers_are_refused_without_a_gpu():
     with pytest.raises(UserError, match=r"there is no GPU\. Use adamw_8bit"):
         check_optimizer("paged_adamw_8bit", torch.device("cpu"))
     check_optimizer("paged_adamw_8bit", torch.device("cuda"))
 
 
-def test_bitsandbytes_refuses_shards_that_it_cannot_count() -> None:
+def test_bitsandbytes_refuses_shards_that_it_cannot_count():
     model = nn.Linear(2**16, 2**16, bias=False, device="meta")
     with pytest.raises(UserError, match=r"has 2,147,483,648\. Use more ranks"):
         check_shard_sizes("adamw_8bit", model, 2)
@@ -141,7 +139,7 @@ def test_bitsandbytes_refuses_shards_that_it_cannot_count() -> None:
     check_shard_sizes("adamw", model, 1)
 
 
-def test_a_device_has_its_own_parameter_groups() -> None:
+def test_a_device_has_its_own_parameter_groups():
     model = nn.ModuleDict(
         {"lora_A": nn.Linear(4, 4, bias=False), "lora_B": nn.Linear(4, 4, bias=False)}
     )
@@ -175,8 +173,6 @@ def test_a_device_has_its_own_parameter_groups() -> None:
         ({"loraplus_lr_ratio": 0.0}, "--loraplus_lr_ratio must be a finite number above 0"),
     ],
 )
-def test_optimizers_that_cannot_do_what_is_asked_are_refused(
-    options: dict[str, object], message: str
-) -> None:
+def test_optimizers_that_cannot_do_what_is_asked_are_refused(options, message):
     (error,) = check(TrainConfig(**options))
     assert message in error

@@ -1,7 +1,6 @@
 """fp16 with a scaled loss, and what stays in fp32."""
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.precision import choose_precision
 from fsdp_qlora.training.trainer import LossScale
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, train_ok
 
@@ -30,8 +28,8 @@ TOLERANCES = {"bf16": 1e-2, "bf16_autocast": 1e-2, "fp16": 2e-3, "fp16_autocast"
     [("qlora", ["bf16", "bf16_autocast", "fp16"]), ("full", ["fp16_autocast"])],
 )
 def test_losses_in_16_bits_are_those_of_fp32_up_to_rounding(
-    train_type: str, precisions: list[str], models: Models, tmp_path: Path
-) -> None:
+    train_type, precisions, models, tmp_path
+):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     common = {
         "model_name": models(),
@@ -65,9 +63,7 @@ def _train_from_scale(argv: list[str], first: float) -> int:
     return train.main(argv)
 
 
-def test_steps_that_overflow_are_skipped_until_the_scale_fits(
-    models: Models, tmp_path: Path
-) -> None:
+def test_steps_that_overflow_are_skipped_until_the_scale_fits(models, tmp_path):
     argv = functools.partial(
         flags,
         model_name=models(),
@@ -102,7 +98,7 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(
     assert first[count:] == pytest.approx(second[: len(first) - count], rel=2e-3)
 
 
-def test_the_loss_scale_falls_at_once_grows_late_and_is_saved() -> None:
+def test_the_loss_scale_falls_at_once_grows_late_and_is_saved():
     scale = LossScale(enabled=True)
     scale.update(overflowed=True)
     assert scale.scale == 2.0**15
@@ -120,9 +116,7 @@ def test_the_loss_scale_falls_at_once_grows_late_and_is_saved() -> None:
     assert off.scale == 1.0 and not off.can_fall
 
 
-def test_the_default_precision_is_what_the_device_computes_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_precision_is_what_the_device_computes_in(monkeypatch):
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     assert choose_precision("fp16_autocast", torch.device("cpu")) == "fp16_autocast"
     for ampere, expected in ((True, "bf16"), (False, "fp16")):
@@ -134,9 +128,7 @@ def test_the_default_precision_is_what_the_device_computes_in(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rotary_tables_are_in_fp32_whatever_the_weights_are(
-    family: str, dtype: torch.dtype, models: Models
-) -> None:
+def test_rotary_tables_are_in_fp32_whatever_the_weights_are(family, dtype, models):
     config = AutoConfig.from_pretrained(models(family))
 
     def tables(dtype: torch.dtype) -> dict[str, torch.Tensor]:

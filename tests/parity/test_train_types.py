@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import PROBE, Models
+from tests.helpers.models import PROBE
 from tests.helpers.reference import encode, load_adapter, load_base, load_decoded_base, train_peft
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
@@ -209,8 +209,8 @@ ALIKE = ("qlora, llama", "hqq 8", "hqq 2", "hqq_dora")
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ALIKE)) for name in ROWS]
 )
 def test_losses_are_those_of_peft_and_what_is_saved_is_what_was_trained(
-    name: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, models, tmp_path, monkeypatch
+):
     row = ROWS[name]
     folder = models(row.model)
     steps = row.options.get("num_epochs", 10)

@@ -3,7 +3,6 @@ each other.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,9 +44,7 @@ ALIKE = ("llama", "llama tied", "mistral", "qwen2", "qwen3", "gemma3_text", "olm
 
 
 @pytest.mark.parametrize("family", all_slow_but("phi3", FAMILIES, nightly=ALIKE))
-def test_every_family_trains_on_two_ranks_and_peft_loads_it(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_every_family_trains_on_two_ranks_and_peft_loads_it(family, models, tmp_path):
     folder = models(family.split()[0], **FAMILIES[family])
     rows = make_rows(12, seed=1)
     held_out = make_rows(3, seed=2)
@@ -70,9 +67,7 @@ def test_every_family_trains_on_two_ranks_and_peft_loads_it(
     assert len(read_metrics(tmp_path / "out")) == 3 and abs(after - before) > 1e-3
 
 
-def test_full_training_leaves_a_model_that_transformers_loads(
-    models: Models, tmp_path: Path
-) -> None:
+def test_full_training_leaves_a_model_that_transformers_loads(models, tmp_path):
     folder = models("llama", tie_word_embeddings=True)
     rows = make_rows(4, seed=3)
     held_out = make_rows(3, seed=2)
@@ -126,9 +121,7 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     [{"sharding_strategy": "hybrid_full_shard"}, {"optimizer": "fused_adamw"}],
     ids=lambda options: "-".join(options),
 )
-def test_memory_options_do_not_change_the_losses(
-    options: dict[str, object], plain: Plain, tmp_path: Path
-) -> None:
+def test_memory_options_do_not_change_the_losses(options, plain, tmp_path):
     train_ok(2, tmp_path / "out", **{**plain[0], **options})
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
@@ -146,9 +139,7 @@ def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
         return train.main(argv)
 
 
-def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(
-    plain: Plain, tmp_path: Path
-) -> None:
+def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain, tmp_path):
     turns: dict[str, Any] = {**plain[0], "batch_size": 1, "gradient_accumulation_steps": 2}
     argv = flags(
         output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_every="none", **turns
@@ -158,7 +149,7 @@ def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_path: Path) -> None:
+def test_a_run_continues_with_another_placement_and_recompute(plain, tmp_path):
     # stops after a step
     first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}
     argv = flags(
@@ -176,6 +167,6 @@ def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_dropout_changes_the_losses(plain: Plain, tmp_path: Path) -> None:
+def test_dropout_changes_the_losses(plain, tmp_path):
     train_ok(2, tmp_path / "out", lora_dropout=0.3, **plain[0])
     assert read_metrics(tmp_path / "out")[1:] != pytest.approx(plain[1][1:], rel=1e-4)

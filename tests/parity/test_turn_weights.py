@@ -3,7 +3,6 @@ float64 has it.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.reference import load_base, peft_model, step_plainly
 from tests.helpers.run import all_slow_but, train_ok
 
@@ -59,7 +57,7 @@ def weighted_tokens(
 @pytest.mark.parametrize(
     "name", all_slow_but("2 ranks, accumulation", CASES, nightly=["1 rank", "2 ranks, all text"])
 )
-def test_the_loss_is_the_mean_by_weights(name: str, models: Models, tmp_path: Path) -> None:
+def test_the_loss_is_the_mean_by_weights(name, models, tmp_path):
     (ranks, options) = CASES[name]
     folder = models()
     data = tmp_path / "chats.jsonl"

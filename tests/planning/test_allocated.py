@@ -1,7 +1,6 @@
 """What the plan says is allocated, beside what real steps of small models allocate."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -28,14 +27,12 @@ def _is_planned(lines: str, train_types: list[str]) -> bool:
     [FEW, pytest.param([*TRAIN_TYPES], marks=pytest.mark.nightly)],
     ids=["few", "all"],
 )
-def test_small_models_allocate_on_a_cpu_what_the_plan_says(
-    tmp_path: Path, train_types: list[str]
-) -> None:
+def test_small_models_allocate_on_a_cpu_what_the_plan_says(tmp_path, train_types):
     statuses, output = on_ranks(1, allocated.main, (train_types,), tmp_path)
     assert statuses == [0] and _is_planned(output, train_types), output
 
 
-def test_each_of_two_ranks_that_share_a_long_row_needs_half(tmp_path: Path) -> None:
+def test_each_of_two_ranks_that_share_a_long_row_needs_half(tmp_path):
     statuses, output = on_ranks(1, allocated.main, ([], (1, 2)), tmp_path)
     assert statuses == [0] and _is_planned(output, ["1", "2"]), output
     (alone, _), (shared, _) = json.loads(
@@ -46,7 +43,7 @@ def test_each_of_two_ranks_that_share_a_long_row_needs_half(tmp_path: Path) -> N
 
 @pytest.mark.phantom
 @pytest.mark.skipif(environment.why_not() is not None, reason="the stand-in for CUDA is not built")
-def test_small_models_allocate_on_a_gpu_what_the_plan_says(tmp_path: Path) -> None:
+def test_small_models_allocate_on_a_gpu_what_the_plan_says(tmp_path):
     train_types = [*TRAIN_TYPES]
     [rank] = environment.run(
         [allocated.__file__, *train_types], tmp_path, settings={"PHANTOM_GIB": 8}

@@ -39,7 +39,7 @@ def _trained(**options: Any) -> TrainConfig:
     return parse_train_config(words)
 
 
-def test_the_command_of_a_plan_names_the_models_owner() -> None:
+def test_the_command_of_a_plan_names_the_models_owner():
     for name in KNOWN_MODELS:
         trained = _trained(model_name=name, teacher=name, objective="distill")
         assert is_hub_name(trained.model_name) and trained.teacher == trained.model_name
@@ -60,9 +60,7 @@ def test_the_command_of_a_plan_names_the_models_owner() -> None:
         ("{folder}/config.json", "{folder}"),
     ],
 )
-def test_a_planned_model_is_trained_by_its_hub_name_or_folder(
-    written: str, trained: str, tmp_path: Path
-) -> None:
+def test_a_planned_model_is_trained_by_its_hub_name_or_folder(written, trained, tmp_path):
     folder = tmp_path / "a model's"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -71,9 +69,7 @@ def test_a_planned_model_is_trained_by_its_hub_name_or_folder(
     )
 
 
-def test_train_refuses_a_plans_own_name_with_that_of_the_hub(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_train_refuses_a_plans_own_name_with_that_of_the_hub(capsys):
     assert main(["train", "--model_name", "gpt-oss-20b", "--dataset", "alpaca_demo"]) == 2
     assert "openai/gpt-oss-20b" in capsys.readouterr().err
 
@@ -100,9 +96,7 @@ LLAMA_3 = [
         ("nothing-like-it", []),
     ],
 )
-def test_an_unknown_size_is_refused_with_all_of_its_family(
-    written: str, near: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_size_is_refused_with_all_of_its_family(written, near, capsys):
     assert main(["plan", "--gpu", "H100", "--model_name", written]) == 2
     said = capsys.readouterr().err
     listed = said.partition("with similar names: ")[2].rstrip(".\n")
@@ -112,9 +106,7 @@ def test_an_unknown_size_is_refused_with_all_of_its_family(
 @pytest.mark.parametrize(
     ("written", "family"), [("Qwen3", "qwen3-"), ("quen 3", "qwen3-"), ("Mistral", "mistral-")]
 )
-def test_a_family_has_no_models_of_its_neighbours(
-    written: str, family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_has_no_models_of_its_neighbours(written, family, capsys):
     main(["plan", "--gpu", "H100", "--model_name", written])
     listed = capsys.readouterr().err.partition("with similar names: ")[2].rstrip(".\n").split(", ")
     wanted = {

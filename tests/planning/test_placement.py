@@ -107,9 +107,7 @@ def _candidates(
         (("auto", 5), 1, [Placement("full_shard", Offload(5))]),
     ],
 )
-def test_placement_auto_leaves_unset_options_open(
-    given: Any, ranks: int, expected: list[Placement]
-) -> None:
+def test_placement_auto_leaves_unset_options_open(given, ranks, expected):
     strategy, offload = given
     found = _candidates(strategy, offload, ranks)
     assert found == expected
@@ -125,7 +123,7 @@ def test_placement_auto_leaves_unset_options_open(
     assert unknown.sharding_strategy == found[-1].sharding_strategy and unknown.offload == first
 
 
-def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
+def test_fastest_placement_that_fits_is_chosen_and_logged():
     needs = {DDP: 13 * GIB, SHARDED: 10 * GIB, OFFLOADED: 4 * GIB}
     assert [choose(needs, free * GIB) for free in (13, 12, 9, 1)] == [
         DDP,
@@ -147,7 +145,7 @@ def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
     )
 
 
-def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
+def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch():
     found = _candidates("auto", "auto", 2, accumulation=2)
     # A rank with a whole model has whole gradients in any case.
     reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
@@ -178,7 +176,7 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     assert describe_reduction(needs, 1 * GIB) is None and describe_choice(needs, 1 * GIB)
 
 
-def test_all_ranks_choose_the_placement_of_the_smallest_gpu() -> None:
+def test_all_ranks_choose_the_placement_of_the_smallest_gpu():
     store = dist.HashStore()
     ranks = [Ranks(rank, rank, 3, 3, torch.device("cpu")) for rank in range(3)]
     for rank, free in zip(ranks[1:], (30, 20), strict=True):
@@ -223,7 +221,7 @@ class CountedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
+def test_a_block_on_the_meta_device_keeps_what_its_shapes_say():
     tokens = 1024
     hidden = 4096
     inner = 12288
@@ -247,7 +245,7 @@ def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
     assert shared.kept == pytest.approx(twice.kept - saved, rel=0.02)
 
 
-def test_scores_of_eager_attention_and_all_experts_are_counted() -> None:
+def test_scores_of_eager_attention_and_all_experts_are_counted():
     def kept(documents: str | None, tokens: int) -> int:
         return measure_blocks(_parts(), BF16, Lengths([tokens]), documents)[0].kept
 
@@ -265,9 +263,7 @@ def test_scores_of_eager_attention_and_all_experts_are_counted() -> None:
 
 
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_experts_of_equal_sizes_are_measured_once(
-    train_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_of_equal_sizes_are_measured_once(train_type, monkeypatch):
     monkeypatch.setitem(routed.GROUP_BYTES, "cpu", 0)  # an expert at a time, as large ones are
 
     def measured(num_experts: int) -> tuple[list[BlockBytes], int]:
@@ -284,7 +280,7 @@ def test_experts_of_equal_sizes_are_measured_once(
         assert measured(48)[0] == found[1]
 
 
-def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
+def test_a_plan_counts_decoded_experts_and_the_hosts_launches():
     size = size_of(_parts("qlora", MIXTURE))
     assert size.experts == (16, 4, 2 * 2, 2 * 4 * 3 * 128 * 256)
     for tokens, hit in ((1, 4), (2, 8), (512, 16)):
@@ -298,7 +294,7 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
     assert seconds(Work(0, 0, 0, 0, products=1000), GPUS["H100 SXM"]) > 0.01
 
 
-def test_planned_speed_counts_the_bytes_of_each_quantizer() -> None:
+def test_planned_speed_counts_the_bytes_of_each_quantizer():
     assert [size_of(_parts(kind)).decoding for kind in ("lora", "qlora", "hqq_lora")] == [
         0,
         4.0,
@@ -306,7 +302,7 @@ def test_planned_speed_counts_the_bytes_of_each_quantizer() -> None:
     ]
 
 
-def test_planned_memory_of_a_step_follows_its_placement() -> None:
+def test_planned_memory_of_a_step_follows_its_placement():
     step = Step(
         precision=BF16,
         optimizer="adamw",
@@ -358,7 +354,7 @@ def test_planned_memory_of_a_step_follows_its_placement() -> None:
     )
 
 
-def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
+def test_frozen_blocks_before_the_first_trained_keep_no_activations():
     step = Step(
         precision=BF16,
         optimizer="adamw",
@@ -397,7 +393,7 @@ def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
     assert "gathered blocks" not in from_host.phases["backward"]
 
 
-def test_vision_tower_is_planned_as_it_runs() -> None:
+def test_vision_tower_is_planned_as_it_runs():
     vision = {
         "hidden_size": 1152,
         "intermediate_size": 4304,

@@ -27,7 +27,7 @@ from fsdp_qlora.planning.search import GpuSet, choose_settings
 from fsdp_qlora.planning.speed import BLOCK_SECONDS, MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
-from tests.helpers.models import SIZES, Models
+from tests.helpers.models import SIZES
 from tests.helpers.rows import write_rows
 from tests.helpers.run import ROOT, flags
 from tests.helpers.tokenizers import WORDS
@@ -46,11 +46,11 @@ pytestmark = pytest.mark.quick
         ("A100 80GB", "A100 80GB"),
     ],
 )
-def test_gpu_names_are_matched_in_common_spellings(written: str, name: str) -> None:
+def test_gpu_names_are_matched_in_common_spellings(written, name):
     assert find_gpu(written) is GPUS[name]
 
 
-def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
+def test_nccl_buffers_are_counted_by_communicator_and_nvswitch():
     # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 12 MiB; as much for each pair
     # of ranks that exchange tokens and each of 2, or at most 4 or 16, channels; 16 or 24 of 2 MiB
     # per GPU for NVLS.
@@ -97,12 +97,12 @@ def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
 @pytest.mark.parametrize(
     ("written", "near"), [("RTX 3095", "RTX 3090"), ("A100", "A100 40GB, A100 80GB"), ("", "T4")]
 )
-def test_an_unknown_gpu_is_refused_with_the_nearest_names(written: str, near: str) -> None:
+def test_an_unknown_gpu_is_refused_with_the_nearest_names(written, near):
     with pytest.raises(UserError, match=near):
         find_gpu(written)
 
 
-def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
+def test_a_well_known_model_is_found_with_owner_and_suffix():
     found = known_config("meta-llama/Llama-2-70b-hf")
     assert found is not None and found.num_hidden_layers == 80
     assert known_config("Qwen/Qwen3-8B-Base").num_key_value_heads == 8  # type: ignore[union-attr]
@@ -121,7 +121,7 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
     assert known_config("someone/else") is None
 
 
-def test_a_mixture_of_any_size_is_built_without_memory_for_it() -> None:
+def test_a_mixture_of_any_size_is_built_without_memory_for_it():
     sizes = {
         "deepseek-ai/DeepSeek-R1-0528": 671,
         "moonshotai/Kimi-K2-Instruct": 1026,
@@ -156,9 +156,7 @@ def _json(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> Any
     return json.loads(capsys.readouterr().out)
 
 
-def test_memory_is_planned_for_the_context_that_the_rows_decide(
-    models: Models, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_memory_is_planned_for_the_context_that_the_rows_decide(models, capsys, tmp_path):
     rows = [{"prompt": "red", "completion": "blue" * (1 + number % 40)} for number in range(200)]
     options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
     argv = ("--gpu", "RTX 3060")
@@ -173,9 +171,7 @@ def test_memory_is_planned_for_the_context_that_the_rows_decide(
         assert found == _json(capsys, *argv, model_name=name, context_length=most)
 
 
-def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys):
     small = _json(capsys, "--gpu", "RTX 4090", model_name="qwen3-8b", context_length=1024)
     assert small["fits"] and small["host_bytes"] < 2**30
     large = _json(
@@ -204,9 +200,7 @@ def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(
     assert with_a_price["cost_usd"] == pytest.approx(0.5 * with_a_price["hours"], abs=0.01)
 
 
-def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys):
     options = {"model_name": "llama-2-70b", "use_cpu_offload": False, "context_length": 2048}
     status, said = _plan(capsys, "--explain", "--gpu", "RTX 3090", "--num_gpus", "2", **options)
     assert status == 1 and "does not fit" in said and "it would fit with:" in said
@@ -221,16 +215,14 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(
     assert "--use_cpu_offload true" in settings and "--nproc_per_node 2" in settings
 
 
-def test_a_plan_shows_progress_beside_its_output(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_shows_progress_beside_its_output(capsys, monkeypatch):
     monkeypatch.setattr(plan, "_SILENT_SECONDS", 0, raising=False)
     main(["plan", "--gpu", "H100", "--model_name", "qwen3-0.6b"])
     captured = capsys.readouterr()
     assert "Measuring blocks" in captured.err and "Measuring" not in captured.out
 
 
-def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:
+def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new():
     names = {
         "NVIDIA A100-SXM4-80GB": (79.3, 80),
         "NVIDIA H200": (139.8, 90),
@@ -245,9 +237,7 @@ def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:
     assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
-def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
-    models: Models, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(models, capsys, tmp_path):
     texts = [" ".join(WORDS[:number]) for number in (1, 2, 3, 4, 5, 6, 7, 16)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -285,9 +275,7 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
         assert "Planned without the rows of --dataset: " in said and "10.0M tokens" in said
 
 
-def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_well_known_model_is_planned_with_its_tokenizer(models, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert find_model("Qwen/Qwen3-8B", trust_remote_code=False)[1] is None
     snapshot = tmp_path / "models--Qwen--Qwen3-8B/snapshots/abc"
@@ -299,7 +287,7 @@ def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
     assert folder == snapshot and found.vocab_size == SIZES["vocab_size"]
 
 
-def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
+def test_a_reference_takes_the_time_of_one_more_forward_pass():
     config = TrainConfig(
         model_name="qwen3-0.6b", context_length=2048, objective="dpo", recompute="none"
     )
@@ -311,7 +299,7 @@ def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
     assert 1.2 < speeds[0] / speeds[1] < 1.5
 
 
-def test_a_teachers_pass_is_planned_beside_its_student(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teachers_pass_is_planned_beside_its_student(capsys):
     """As docs/distillation.md says.
 
     Training it would take over twice as long as its forward pass.
@@ -341,7 +329,7 @@ def test_a_teachers_pass_is_planned_beside_its_student(capsys: pytest.CaptureFix
     )
 
 
-def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
+def test_planned_step_time_includes_the_hosts_kernel_launches():
     gpu = GPUS["A100 80GB"]
     short = MicroBatchSize(64, 64**2, 64)
     size = published_runs.size_of({"model": "qwen-1.8b", "train_type": "lora"})
@@ -354,9 +342,7 @@ def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
     ] == pytest.approx(times[0] * 2 / 3)
 
 
-def test_auto_gives_settings_with_the_same_global_batch_fastest_first(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys):
     options = {
         "model_name": "qwen3-0.6b",
         "batch_size": 4,
@@ -394,9 +380,7 @@ def test_auto_gives_settings_with_the_same_global_batch_fastest_first(
     )
 
 
-def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(capsys):
     options = {"model_name": "qwen3-8b", "context_length": 78475, "lora_rank": 32}
     status, said = _plan(capsys, "--gpu", "RTX 4090", **options)
     assert status == 1 and "long rows: MLPs in 10 pieces of tokens" in said
@@ -411,9 +395,7 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
     )
 
 
-def test_a_plan_says_how_many_ranks_must_share_a_long_row(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys, caplog):
     gpus = ("--gpu", "RTX 3090", "--num_gpus", "2")
     options = {"model_name": "qwen3-8b", "context_length": 196608}
     status, said = _plan(capsys, *gpus, **options)
@@ -449,7 +431,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(
         planner.planned(context_parallel_size=4)
 
 
-def test_auto_increases_the_batch_if_none_is_requested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_increases_the_batch_if_none_is_requested(capsys):
     def found(**options: Any) -> tuple[float, int]:
         [first, *_] = _json(capsys, "--auto", *gpus, model_name="qwen2.5-72b", **options)
         chosen = dict(itertools.pairwise(first["command"].split()))
@@ -475,7 +457,7 @@ def test_auto_increases_the_batch_if_none_is_requested(capsys: pytest.CaptureFix
     assert "1 x 1 rows per step" in said and "1 x 2 rows per step" not in said
 
 
-def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Path) -> None:
+def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path):
     config = TrainConfig(
         model_name="qwen3-0.6b",
         batch_size=8,
@@ -513,9 +495,7 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_settings_chosen_by_auto_have_the_same_plan_without_auto(
-    objective: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_chosen_by_auto_have_the_same_plan_without_auto(objective, capsys):
     options = {
         "model_name": "qwen3-0.6b",
         "batch_size": 2,
@@ -560,14 +540,7 @@ def test_settings_chosen_by_auto_have_the_same_plan_without_auto(
         (["--gpu", "RTX 3090", "--model_name", "{model}", "--dataset", "none.jsonl"], "none.jsonl"),
     ],
 )
-def test_plan_refuses_bad_input_in_one_sentence(
-    argv: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    models: Models,
-    tmp_path: Path,
-) -> None:
+def test_plan_refuses_bad_input_in_one_sentence(argv, said, capsys, monkeypatch, models, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "empty").mkdir()
@@ -581,12 +554,12 @@ def test_plan_refuses_bad_input_in_one_sentence(
     assert captured.err.count("\n") == 1
 
 
-def test_published_runs_that_are_fitted_are_planned_within_a_fifth() -> None:
+def test_published_runs_that_are_fitted_are_planned_within_a_fifth():
     errors = sorted(abs(error) for _, error in published_runs.left_out())
     assert len(errors) == 33 and errors[16] < 0.05 and errors[-1] < 0.18
 
 
-def test_published_runs_of_other_programs_are_planned_as_the_docs_say() -> None:
+def test_published_runs_of_other_programs_are_planned_as_the_docs_say():
     table = "\n".join(published_runs.table())
     assert table in (Path(__file__).parents[2] / "docs/memory.md").read_text()
     errors = [
@@ -598,9 +571,7 @@ def test_published_runs_of_other_programs_are_planned_as_the_docs_say() -> None:
     assert len(errors) == 40 and sum(error > 0.25 for error in errors) <= 4 and max(errors) < 0.4
 
 
-def test_as_many_answers_at_a_time_as_the_card_has_room_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_as_many_answers_at_a_time_as_the_card_has_room_for(capsys):
     asked = {
         "model_name": "qwen3-8b",
         "objective": "grpo",

@@ -24,7 +24,6 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.chaos import harness
 from tests.helpers.metrics import metrics_of
-from tests.helpers.models import Models
 from tests.helpers.reference import encode, load_base, peft_model, step_plainly
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, all_slow_but, flags, on_ranks, run_ranks, train_ok
@@ -146,9 +145,7 @@ def check_same(output: Path, expected: Plain) -> None:
 
 
 @pytest.mark.parametrize("case", all_slow_but("jsd", SELF))
-def test_five_steps_from_its_own_base_match_a_plain_loop(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_five_steps_from_its_own_base_match_a_plain_loop(case, models, tmp_path):
     model = models("llama")
     rows = taught_rows(8)
     (ranks, options) = SELF[case]
@@ -164,7 +161,7 @@ def test_five_steps_from_its_own_base_match_a_plain_loop(
     assert 0 < last["agreement"] < 1 and ("nll_loss" in last) == ("sft_weight" in options)
 
 
-def test_rows_have_the_same_answer_behind_both_prompts(models: Models, tmp_path: Path) -> None:
+def test_rows_have_the_same_answer_behind_both_prompts(models, tmp_path):
     """Of formats that ask; a row without a teacher's prompt is left out."""
     text = {"prompt": "sort", "completion": " blue river", "teacher_prompt": "please sort"}
     asked = [{"role": "system", "content": "name"}, {"role": "user", "content": "sort"}]
@@ -211,9 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_a_teacher_beside_the_student_cannot_do_is_refused(
-    models: Models, tmp_path: Path
-) -> None:
+def test_what_a_teacher_beside_the_student_cannot_do_is_refused(models, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     refused = [*REFUSED, ({}, "learns from texts with a teacher_prompt or a teacher_system")]
     refused += [({"model_name": models("falcon_h1")}, "a teacher's tokens cannot follow")]
@@ -253,9 +248,7 @@ K = 7
 @pytest.mark.parametrize(
     "case", all_slow_but("reverse", OFFLINE, nightly=["jsd", "shared", "full"])
 )
-def test_five_steps_from_a_larger_teacher_match_a_plain_loop(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case, models, tmp_path):
     model = models("llama")
     teacher = models("llama", num_hidden_layers=3, vocab_size=330)
     rows = make_rows(8)
@@ -277,7 +270,7 @@ def test_five_steps_from_a_larger_teacher_match_a_plain_loop(
         check_same(tmp_path / "again", expected)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(models: Models, tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused(models, tmp_path):
     teacher = tmp_path / "teacher"
     file = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     shutil.copytree(models("llama"), teacher)
@@ -291,9 +284,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: Models, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(
-    models: Models, tmp_path: Path
-) -> None:
+def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(models, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     run = run_options(
         models("llama"), file, train_type="qlora", batch_size=4, lr=1.0, precision="bf16"
@@ -313,7 +304,7 @@ def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(
 
 
 @pytest.mark.nightly
-def test_a_student_comes_within_a_tenth_of_its_teacher(models: Models, tmp_path: Path) -> None:
+def test_a_student_comes_within_a_tenth_of_its_teacher(models, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", make_rows(16))
     run = run_options(models("llama"), file, batch_size=16)
     run |= {"optimizer": "adamw", "lr": 5e-3, "num_epochs": 60, "lora_rank": 16}
@@ -336,9 +327,7 @@ def test_a_student_comes_within_a_tenth_of_its_teacher(models: Models, tmp_path:
 
 
 @pytest.mark.nightly
-def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(models, tmp_path):
     options = run_options(
         models("llama"), write_rows(tmp_path / "rows.jsonl", make_rows(16)), precision="bf16"
     )
@@ -361,9 +350,7 @@ def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(
 
 
 @pytest.mark.nightly
-def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models, tmp_path):
     """kill -9 between two files; a file that is damaged afterwards is made again, and the others
     are kept.
     """
@@ -416,9 +403,7 @@ def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(
     assert adapters[0] == adapters[1]
 
 
-def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models, tmp_path):
     """In the folder that `teach` wrote; of rows that it lacks, or another temperature, the run does
     not start.
     """

@@ -13,7 +13,7 @@ from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossS
 from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.training.objective import Totals, make_objective
 from tests.helpers.metrics import metrics_of
-from tests.helpers.models import SIZES, Models
+from tests.helpers.models import SIZES
 from tests.helpers.rounding import rounding
 from tests.helpers.run import train_ok
 from tests.preferences.pairs import (
@@ -70,9 +70,7 @@ FORMULAS: list[tuple[str, dict[str, Any], float]] = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "options", "expected"), FORMULAS)
-def test_pair_losses_match_their_formulas(
-    name: str, options: dict[str, Any], expected: float
-) -> None:
+def test_pair_losses_match_their_formulas(name, options, expected):
     row = OBJECTIVES[name]
     settings = LossSettings(**options)
     without = [(policy, 0.0, tokens) for policy, _, tokens in (CHOSEN, REJECTED)]
@@ -84,7 +82,7 @@ def test_pair_losses_match_their_formulas(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("desired", [0.0, 1.0])
-def test_kto_loss_matches_its_formula(desired: float) -> None:
+def test_kto_loss_matches_its_formula(desired):
     objective = make_objective("kto", LossSettings(kto_weights=(2.0, 1.0)))
     totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
     expected = (
@@ -110,9 +108,7 @@ SPLITS = [(case, 1) for case in CASES] + [
 
 
 @pytest.mark.parametrize(("case", "ranks"), SPLITS)
-def test_ten_preference_steps_match_trl(
-    case: str, ranks: int, models: Models, tmp_path: Path
-) -> None:
+def test_ten_preference_steps_match_trl(case, ranks, models, tmp_path):
     model_type, options = CASES[case]
     run = options_of_a_run(
         models(model_type), tmp_path, make_labeled() if case == "kto" else make_pairs()

@@ -107,9 +107,7 @@ SELF: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", all_slow_but("reverse", SELF, nightly=["jsd", "forward"]))
-def test_five_steps_on_own_answers_match_a_plain_loop(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_five_steps_on_own_answers_match_a_plain_loop(case, models, tmp_path):
     model = models("llama")
     (ranks, options) = SELF[case]
     rows = taught_rows(40)
@@ -167,9 +165,7 @@ SERVED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", all_slow_but("jsd", SERVED, nightly=["forward"]))
-def test_five_steps_from_a_server_match_a_plain_loop(
-    case: str, served: Callable[..., TeacherServer], models: Models, tmp_path: Path
-) -> None:
+def test_five_steps_from_a_server_match_a_plain_loop(case, served, models, tmp_path):
     model = models("llama")
     (ranks, options) = SERVED[case]
     server = served(num_hidden_layers=3, vocab_size=330)
@@ -191,9 +187,7 @@ def test_five_steps_from_a_server_match_a_plain_loop(
 
 
 @pytest.mark.nightly
-def test_a_server_answers_what_another_one_scores(
-    served: Callable[..., TeacherServer], models: Models, tmp_path: Path
-) -> None:
+def test_a_server_answers_what_another_one_scores(served, models, tmp_path):
     """Two ranks; the server that answers gets each step's adapter, which is found to be used."""
     model = models("llama")
     teacher = served(num_hidden_layers=3)
@@ -220,9 +214,7 @@ def test_a_server_answers_what_another_one_scores(
     )
 
 
-def test_what_a_teacher_of_own_answers_cannot_do_is_refused(
-    served: Callable[..., TeacherServer], models: Models, tmp_path: Path
-) -> None:
+def test_what_a_teacher_of_own_answers_cannot_do_is_refused(served, models, tmp_path):
     server = served(num_hidden_layers=3)
     rows = write_rows(tmp_path / "rows.jsonl", taught_rows(4))
     there = {"teacher": server.base, "teacher_url": server.url}

@@ -76,9 +76,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_five_grpo_steps_match_trl(
-    ranks: int, starts: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_five_grpo_steps_match_trl(ranks, starts, tmp_path):
     runs = []
     for number, (case, (family, options)) in enumerate(CASES.items()):
         # Two micro-batches on one rank, one or two on each of two.
@@ -107,7 +105,7 @@ def test_five_grpo_steps_match_trl(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
+def test_advantages_and_metrics_of_answers_are_those_of_trl(case):
     scale = CASES[case][1].get("scale_rewards", "group")
     theirs = TRL[case]["advantages"]
     for ours, expected in zip(gains(scale), theirs, strict=False):
@@ -232,9 +230,7 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
     return steps
 
 
-def test_all_policy_options_together_match_float64_formulas(
-    starts: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_all_policy_options_together_match_float64_formulas(starts, tmp_path):
     run = run_on(*starts["llama"], tmp_path / "out", **ALL)
     in_fp16 = {**run, "precision": "fp16_autocast", "output_dir": tmp_path / "fp16"}
     statuses, said = on_ranks(1, learn, ([run, in_fp16], [ADVANTAGES] * 2), tmp_path / "logs")
@@ -282,12 +278,8 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     ],
 )
 def test_numbers_do_not_depend_on_the_split_of_answers(
-    options: dict[str, Any],
-    most_ranks: int,
-    starts: dict[str, tuple[Path, Path]],
-    models: Models,
-    tmp_path: Path,
-) -> None:
+    options, most_ranks, starts, models, tmp_path
+):
     splits = {name: split for name, (ranks, split) in SPLITS.items() if ranks <= most_ranks}
     for ranks in {SPLITS[name][0] for name in splits}:
         runs = []
@@ -309,7 +301,7 @@ def test_numbers_do_not_depend_on_the_split_of_answers(
             ), name
 
 
-def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
+def test_answers_without_sampled_probabilities_are_weighed_by_1():
     objective = make_objective("grpo", LossSettings(loss_type="dapo", beta=0.0))
     # of the second step on older answers
     logps = torch.tensor([-1.0, -2.0])
@@ -328,7 +320,7 @@ def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
 
 
 @pytest.mark.parametrize("batching", ["padded", "padding_free"])
-def test_old_probabilities_come_from_the_micro_batches_of_the_step(batching: str) -> None:
+def test_old_probabilities_come_from_the_micro_batches_of_the_step(batching):
     table = table_of(answers(0), ADVANTAGES[0])
     sizes = {"num_rows": 12, "global_batch_size": 12, "data_size": 2, "batch_size": 2}
     schedule = Schedule(**sizes, num_epochs=1, max_steps=-1, seed=0, batching=batching)

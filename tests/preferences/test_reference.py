@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.helpers.metrics import metrics_of
-from tests.helpers.models import Models
 from tests.helpers.rows import write_rows
 from tests.helpers.run import all_slow_but, flags, on_ranks, run_ranks, train_ok
 from tests.preferences.pairs import make_pairs
@@ -67,9 +66,7 @@ def numbers(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("part", all_slow_but("", PARTS, nightly=["more"]))
-def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(
-    part: str, models: Models, tmp_path: Path
-) -> None:
+def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(part, models, tmp_path):
     run = options(models("llama"), tmp_path, train_type="qlora")
     train_ok(2, tmp_path / "plain", **run, batch_size=3)
     expected = numbers(tmp_path / "plain")
@@ -96,9 +93,7 @@ def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(
         for kind in KINDS
     ],
 )
-def test_the_reference_is_the_base_and_does_not_move(
-    kind: str, models: Models, tmp_path: Path
-) -> None:
+def test_the_reference_is_the_base_and_does_not_move(kind, models, tmp_path):
     family, sizes, changed = KINDS[kind]
     train_ok(
         2, tmp_path / "out", **options(models(family, **sizes), tmp_path, batch_size=6, **changed)
@@ -115,9 +110,7 @@ def test_the_reference_is_the_base_and_does_not_move(
 
 
 @pytest.mark.parametrize("start", ["adapter", "loftq"])
-def test_an_adapter_that_training_starts_from_is_the_reference(
-    start: str, models: Models, tmp_path: Path
-) -> None:
+def test_an_adapter_that_training_starts_from_is_the_reference(start, models, tmp_path):
     run = options(models("llama"), tmp_path, train_type="qlora", batch_size=6)
     train_ok(1, tmp_path / "earlier", **{**run, "objective": "cpo"})
     base = next(record for record in metrics_of(tmp_path / "earlier") if "eval_loss" in record)
@@ -158,9 +151,7 @@ def test_an_adapter_that_training_starts_from_is_the_reference(
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_a_precomputed_reference_is_that_of_the_pass_to_the_bit(
-    objective: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_precomputed_reference_is_that_of_the_pass_to_the_bit(objective, models, tmp_path):
     """Also from a checkpoint on, without the cache; and it is read again unless base, adapter or
     rows have changed.
     """
@@ -226,9 +217,7 @@ def _train_counting_gathers(argv: list[str], file: Path) -> int:
     return status
 
 
-def test_policy_and_reference_gather_each_block_once_for_both(
-    models: Models, tmp_path: Path
-) -> None:
+def test_policy_and_reference_gather_each_block_once_for_both(models, tmp_path):
     counts = []
     for objective in ("cpo", "dpo"):  # without and with a reference
         run = options(
@@ -244,7 +233,7 @@ def test_policy_and_reference_gather_each_block_once_for_both(
     assert counts[0] == counts[1] and counts[0][0] > 4
 
 
-def test_reference_pass_keeps_no_graph() -> None:
+def test_reference_pass_keeps_no_graph():
     from fsdp_qlora.sharding.recompute import ReferencePass, recomputed_blocks, wrap_blocks
 
     class Model(torch.nn.Module):
@@ -272,7 +261,7 @@ def test_reference_pass_keeps_no_graph() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_refuses_two_batches_in_one_is_named(models: Models, tmp_path: Path) -> None:
+def test_a_model_that_refuses_two_batches_in_one_is_named(models, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "sort", "chosen": " go", "rejected": " no"}) + "\n")
     options = {

@@ -131,9 +131,7 @@ def prepared(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("row", "expected"), ROWS)
-def test_both_answers_are_learned_after_their_common_prompt(
-    row: dict[str, Any], expected: tuple[str, str], tmp_path: Path
-) -> None:
+def test_both_answers_are_learned_after_their_common_prompt(row, expected, tmp_path):
     (rows, _) = prepared([row], tmp_path, prompt_template="chat")
     tokenizer = spelled_tokenizer("byte_level")
     assert len(rows) == 1
@@ -147,9 +145,7 @@ def test_both_answers_are_learned_after_their_common_prompt(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_uninformative_pairs_are_refused_with_the_reason(
-    row: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_uninformative_pairs_are_refused_with_the_reason(row, reason, tmp_path):
     good = next(pair for pair, _ in ROWS if pair.keys() >= row.keys())
     with pytest.raises(
         UserError,
@@ -179,9 +175,7 @@ TOOL = [{"name": "f"}]
         ({"query": "hi", "functions": TOOL, "completion": "go", "label": True}, "tools"),
     ],
 )
-def test_columns_beside_a_prompt_are_used_or_refused(
-    row: dict[str, Any], column: str, tmp_path: Path
-) -> None:
+def test_columns_beside_a_prompt_are_used_or_refused(row, column, tmp_path):
     with pytest.raises(
         UserError,
         match=rf"{column} .*is filled.* --columns ignore={column} trains "
@@ -191,7 +185,7 @@ def test_columns_beside_a_prompt_are_used_or_refused(
 
 
 @pytest.mark.quick
-def test_tools_make_text_a_chat(tmp_path: Path) -> None:
+def test_tools_make_text_a_chat(tmp_path):
     (tmp_path / "a.jinja").write_text(
         "{{ tools[0].name if tools }}" + CHAT.replace("[a]", "[a]<think>")
     )
@@ -206,7 +200,7 @@ def test_tools_make_text_a_chat(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path: Path) -> None:
+def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path):
     rows = [
         {"prompt": "hi", "chosen": " so so go", "rejected": " so so no"},
         {"prompt": "hi", "chosen": " go", "rejected": " no"},
@@ -217,7 +211,7 @@ def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path: Pat
 
 
 @pytest.mark.quick
-def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Path) -> None:
+def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path):
     for _ in range(2):
         prepared([ROWS[0][0]], tmp_path)
         with pytest.raises(
@@ -232,7 +226,7 @@ def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Pa
 
 
 @pytest.mark.quick
-def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) -> None:
+def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path):
     rows, _ = prepared(
         [pair for pair, _ in ROWS[:1]]
         + [{"prompt": "hi", "chosen": " go go go", "rejected": "no"}],
@@ -272,7 +266,7 @@ def filled(num_rows: int, first: int) -> TokenizedRows:
 
 
 @pytest.mark.quick
-def test_slices_and_joined_tables_keep_every_array() -> None:
+def test_slices_and_joined_tables_keep_every_array():
     whole = filled(3, 100)
     others = filled(2, 200)
     again = join_rows([whole[row] for row in range(3)])
@@ -299,7 +293,7 @@ def test_slices_and_joined_tables_keep_every_array() -> None:
 
 
 @pytest.mark.quick
-def test_no_name_of_a_micro_batch_means_two_things() -> None:
+def test_no_name_of_a_micro_batch_means_two_things():
     pairs = dataclasses.replace(filled(2, 100), learns="all")
     answers = dataclasses.replace(pairs, splits=NO_ROWS.splits)
     answers = answers.with_columns("row", advantages=np.arange(2))
@@ -310,7 +304,7 @@ def test_no_name_of_a_micro_batch_means_two_things() -> None:
 
 
 @pytest.mark.quick
-def test_shared_prompts_are_planned_once_if_attention_allows() -> None:
+def test_shared_prompts_are_planned_once_if_attention_allows():
     generator = np.random.default_rng(0)
     splits, others = generator.integers(2, 9, size=(2, 5000))
     offsets = np.cumsum([0, *(splits + others)])
@@ -355,7 +349,7 @@ def labels_of(rows: TokenizedRows) -> list[bool]:
 
 
 @pytest.mark.quick
-def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
+def test_kto_rows_are_paired_with_another_rows_answer(tmp_path):
     (rows, _) = prepared(LABELED, tmp_path, objective="kto")
     tokenizer = spelled_tokenizer("byte_level")
     assert rows.learns == "first_document"
@@ -413,7 +407,7 @@ COMPLETIONS = [
 
 
 @pytest.mark.quick
-def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path: Path) -> None:
+def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path):
     rows, report = prepared(COMPLETIONS, tmp_path, rating_threshold=7.0, max_bad_rows=0.7)
     sides = np.split(rows.input_ids, rows.document_offsets[1:-1])
     texts = [str(spelled_tokenizer("byte_level").decode(ids)) for ids in sides]
@@ -429,7 +423,7 @@ def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
+def test_an_answer_is_desired_from_the_threshold_on(tmp_path):
     for name in COLUMNS["rating"]:
         rows = [
             {"prompt": "hi", "completion": " go", name: 7},
@@ -459,14 +453,14 @@ def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_samples_show_chosen_and_rejected(tmp_path: Path) -> None:
+def test_samples_show_chosen_and_rejected(tmp_path):
     rows, _ = prepared([ROWS[0][0]], tmp_path)
     text = describe_sample(rows, 0, spelled_tokenizer("byte_level"))
     assert text.count("Sample: row 1, ") == 2 and "row 1, rejected, " in text
     assert text.index(" go</s>") < text.index("rejected") < text.index(" no</s>")
 
 
-def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path: Path) -> None:
+def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path):
     for row, (text, _) in ROWS:
         name = RequestedFormat().find(list(row), [row]).dataset_format
         assert FORMATS[name].row_kind.name == "pairs"

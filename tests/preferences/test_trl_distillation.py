@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, train_ok
 from tests.preferences.pairs import sketch
@@ -24,9 +23,7 @@ OFTEN = "0.5, warm"
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", all_slow_but("", CASES, nightly=CASES.keys() - {OFTEN}))
-def test_five_steps_of_distillation_match_trls_trainers(
-    case: str, ranks: int, models: Models, tmp_path: Path
-) -> None:
+def test_five_steps_of_distillation_match_trls_trainers(case, ranks, models, tmp_path):
     """To rounding where TRL's teacher is rounded as it is stored, and nearly so where it is not."""
     name, options = CASES[case]
     is_full = options.get("train_type") == "full"

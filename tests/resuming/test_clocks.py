@@ -7,7 +7,6 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def steps(control: Control, clocks: Clocks, count: int) -> str | None:
     return None
 
 
-def test_a_run_survives_a_clock_jump_and_stops_at_its_deadline(clocks: Clocks) -> None:
+def test_a_run_survives_a_clock_jump_and_stops_at_its_deadline(clocks):
     control = Control(budget=Budget(max_hours=10), save_seconds=900)
     assert steps(control, clocks, 60) is None
     clocks.day -= 1e6  # NTP, or a person
@@ -92,9 +91,7 @@ class SilentStore:
         return threading.Event().wait() or b""  # type: ignore[return-value]
 
 
-def test_ranks_wait_for_a_stopped_launcher_and_not_for_an_ended_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_wait_for_a_stopped_launcher_and_not_for_an_ended_one(monkeypatch):
     launcher = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr("os.getppid", lambda: launcher.pid)
     store = BoundedStore(SilentStore(), seconds=1)  # type: ignore[arg-type]
@@ -108,9 +105,7 @@ def test_ranks_wait_for_a_stopped_launcher_and_not_for_an_ended_one(
     launcher.wait()
 
 
-def test_suspending_the_machine_is_not_reported_as_a_hang(
-    clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspending_the_machine_is_not_reported_as_a_hang(clocks, tmp_path, monkeypatch):
     hanging: list[float] = []
     monkeypatch.setattr(
         watchdog.Watchdog, "_end_hanging", lambda self: hanging.append(clocks.awake)

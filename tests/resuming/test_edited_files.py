@@ -59,13 +59,13 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [run_files.RUN, run_files.STATUS])
-def test_edited_run_files_are_refused_in_one_sentence(name: str, run: Path) -> None:
+def test_edited_run_files_are_refused_in_one_sentence(name, run):
     for text in ("", "[]", "[" * 10_000, '{"state": "finished"', "{}"):
         (run / name).write_text(text)
         assert str(run / name) in str(finds(run))
 
 
-def test_overwriting_a_run_does_not_read_its_damaged_files(run: Path) -> None:
+def test_overwriting_a_run_does_not_read_its_damaged_files(run):
     for name in (run_files.RUN, run_files.STATUS):
         (run / name).write_text("{")
     start = finds(run, resume_from="off", overwrite=True)
@@ -93,9 +93,7 @@ def empty(root: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [move_away, link_to_nothing, file_instead, empty])
-def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(
-    lose: Callable[[Path], None], run: Path
-) -> None:
+def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(lose, run):
     root = run / run_files.CHECKPOINTS
     lose(root)
     for unattended in (False, True):
@@ -114,9 +112,7 @@ def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(
 @pytest.mark.parametrize(
     "name", [TENSORS, checkpoint.STATE, checkpoint.MANIFEST, run_files.RUN, run_files.STATUS]
 )
-def test_unreadable_checkpoints_are_retried_and_not_quarantined(
-    name: str, number: int, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_checkpoints_are_retried_and_not_quarantined(name, number, run, monkeypatch):
     original = Path.open
     before = sorted(run.rglob("*"))
 
@@ -136,7 +132,7 @@ def test_unreadable_checkpoints_are_retried_and_not_quarantined(
     assert sorted(run.rglob("*")) == before and begin(run).step == 5
 
 
-def test_damaged_checkpoints_alone_do_not_restart_at_step_0(run: Path) -> None:
+def test_damaged_checkpoints_alone_do_not_restart_at_step_0(run):
     for folder in checkpoint.published(run / run_files.CHECKPOINTS).values():
         (folder / checkpoint.MANIFEST).unlink()
     for _ in range(2):  # the second sees only what the first has set aside
@@ -144,12 +140,12 @@ def test_damaged_checkpoints_alone_do_not_restart_at_step_0(run: Path) -> None:
         assert "No checkpoint in" in said and "step_000005.set_aside" in said
 
 
-def test_a_run_without_checkpoints_starts_at_step_0(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_starts_at_step_0(tmp_path):
     begin(tmp_path / "out")
     assert begin(tmp_path / "out").step == 0
 
 
-def test_a_mirror_whose_run_json_was_edited_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_mirror_whose_run_json_was_edited_is_refused(run, tmp_path):
     mirror = open_store(str(tmp_path / "mirror"))
     mirror.update(run)
     (tmp_path / "mirror" / run_files.RUN).write_text('{"run_id": "x"}')
@@ -157,14 +153,14 @@ def test_a_mirror_whose_run_json_was_edited_is_refused(run: Path, tmp_path: Path
     assert not (tmp_path / "box").exists()
 
 
-def test_a_mirror_with_a_partial_first_copy_is_not_a_lost_disk(run: Path, tmp_path: Path) -> None:
+def test_a_mirror_with_a_partial_first_copy_is_not_a_lost_disk(run, tmp_path):
     mirror = open_store(str(tmp_path / "mirror"))
     mirror.update(run)
     shutil.rmtree(tmp_path / "mirror" / run_files.CHECKPOINTS)
     assert begin(tmp_path / "box", mirror=mirror).step == 0
 
 
-def test_deeply_nested_json_is_refused_and_renames_nothing(run: Path, tmp_path: Path) -> None:
+def test_deeply_nested_json_is_refused_and_renames_nothing(run, tmp_path):
     mirror = open_store(str(tmp_path / "mirror"))
     cache = tmp_path / "cache" / "entry"
     mirror.update(run)
@@ -217,9 +213,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_lost_result_is_rewritten_from_the_last_checkpoint(
-    loss: str, finished: Path, lines: list[str]
-) -> None:
+def test_a_lost_result_is_rewritten_from_the_last_checkpoint(loss, finished, lines):
     assert decide(finished).is_finished
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         path = finished / name
@@ -247,7 +241,7 @@ def test_a_lost_result_is_rewritten_from_the_last_checkpoint(
         decide(finished)
 
 
-def test_an_edited_result_json_rewrites_the_result(finished: Path) -> None:
+def test_an_edited_result_json_rewrites_the_result(finished):
     path = finished / run_files.RESULT
     record = json.loads(path.read_text())["files"]["adapter_config.json"]
     outside = {"files": {"../../etc/passwd": record}}

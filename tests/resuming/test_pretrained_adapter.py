@@ -70,9 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         for kind in KINDS
     ],
 )
-def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(
-    kind: str, models: Models, data: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(kind, models, data, tmp_path):
     model = models("mixtral", **FAMILIES["mixtral"]) if kind == "experts" else models()
     train_ok(2, tmp_path / "first", model_name=model, **data, **KINDS[kind])
     first = read_metrics(tmp_path / "first", "eval_loss")
@@ -134,9 +132,7 @@ def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
         },
     ],
 )
-def test_an_adapter_made_by_peft_can_be_trained_further(
-    options: dict[str, object], models: Models, data: dict[str, object], tmp_path: Path
-) -> None:
+def test_an_adapter_made_by_peft_can_be_trained_further(options, models, data, tmp_path):
     expected = peft_adapter(tmp_path / "made", models(), **options)
     train_type = "dora" if "use_dora" in options else "lora"
     given = {
@@ -166,9 +162,7 @@ def trained(
     return folder
 
 
-def test_another_base_or_a_changed_adapter_file_is_refused(
-    trained: Path, models: Models, data: dict[str, object], tmp_path: Path
-) -> None:
+def test_another_base_or_a_changed_adapter_file_is_refused(trained, models, data, tmp_path):
     shutil.copytree(trained, tmp_path / "first")
     other = tmp_path / "other"
     shutil.copytree(models(), other)
@@ -189,7 +183,7 @@ def test_another_base_or_a_changed_adapter_file_is_refused(
     )
 
 
-def test_options_that_contradict_the_adapter_are_refused(models: Models, tmp_path: Path) -> None:
+def test_options_that_contradict_the_adapter_are_refused(models, tmp_path):
     good = make_adapter(models(), tmp_path / "good", target_modules=["q_proj", "up_proj"])
     words = ["--adapter", str(good), "--output_dir", str(tmp_path / "out")]
     config = parse_train_config(words)
@@ -212,9 +206,7 @@ def test_options_that_contradict_the_adapter_are_refused(models: Models, tmp_pat
             parse_train_config([*words, *more])
 
 
-def test_resuming_a_finished_run_suggests_the_option_adapter(
-    trained: Path, models: Models, data: dict[str, object], tmp_path: Path
-) -> None:
+def test_resuming_a_finished_run_suggests_the_option_adapter(trained, models, data, tmp_path):
     given = {**data, "model_name": models(), "lora_rank": 2, "output_dir": trained}
     advice = f"give another --output_dir and --adapter {trained}"
     statuses, output = run_ranks(1, flags(**{**given, "max_steps": 4}), tmp_path / "logs0")

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def begin(
     return start
 
 
-def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path: Path) -> None:
+def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path):
     out = tmp_path / "out"
     other = add_step(tmp_path / "other", 5, "other")
     first = begin(out, resume_from=other)
@@ -103,7 +102,7 @@ def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path: Pa
     assert begin(out, resume_from=other).run_id not in (first.run_id, "other")
 
 
-def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -> None:
+def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path):
     out = tmp_path / "out"
     root = tmp_path / "out" / run_files.CHECKPOINTS
     run_id = begin(out).run_id
@@ -122,7 +121,7 @@ def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -
     assert (again.step, again.run_id, list(checkpoint.published(root))) == (4, new.run_id, [4])
 
 
-def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path):
     box = tmp_path / "other_box"
     out = tmp_path / "out"
     mirror = open_store(str(tmp_path / "mirror"))
@@ -149,7 +148,7 @@ def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path: Path
     assert mirror.steps() == [10, 20]
 
 
-def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path: Path) -> None:
+def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path):
     out = tmp_path / "out"
     run_id = begin(out).run_id
     found = []
@@ -171,7 +170,7 @@ def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path:
     assert (start.too_few, start.failed_starts) == (6, 1)
 
 
-def test_a_mirror_with_damaged_checkpoints_does_not_start_at_step_0(tmp_path: Path) -> None:
+def test_a_mirror_with_damaged_checkpoints_does_not_start_at_step_0(tmp_path):
     out = tmp_path / "out"
     mirror = open_store(str(tmp_path / "mirror"))
     folder = add_step(out, 10, begin(out, mirror=mirror).run_id)
@@ -200,7 +199,7 @@ def guard_of(out: Path) -> Guard:
     )
 
 
-def test_starts_killed_while_the_model_loads_make_no_progress(tmp_path: Path) -> None:
+def test_starts_killed_while_the_model_loads_make_no_progress(tmp_path):
     out = tmp_path / "out"
     add_step(out, 3, begin(out).run_id)
     kept = []  # a context that is never left, as after SIGKILL
@@ -238,9 +237,7 @@ def as_gloo_does() -> None:
 @pytest.mark.parametrize(
     "happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does]
 )
-def test_preemption_during_loading_is_not_counted_as_a_failure(
-    happens: Callable[[], None], tmp_path: Path
-) -> None:
+def test_preemption_during_loading_is_not_counted_as_a_failure(happens, tmp_path):
     out = tmp_path / "out"
     before = signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
@@ -273,8 +270,8 @@ def saved_before(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_of_format_1_resumes_to_the_same_bits(
-    saved_before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
+    saved_before, tmp_path, monkeypatch, lines
+):
     start = begin(tmp_path / "out", resume_from=saved_before)
     assert (start.step, Progress.from_dict(start.progress).num_tokens) == (2, 100)
     assert (
@@ -298,7 +295,7 @@ def test_a_checkpoint_of_format_1_resumes_to_the_same_bits(
     )
 
 
-def test_a_later_checkpoint_format_is_refused_and_kept(saved_before: Path, tmp_path: Path) -> None:
+def test_a_later_checkpoint_format_is_refused_and_kept(saved_before, tmp_path):
     manifest = json.loads((saved_before / checkpoint.MANIFEST).read_text()) | {"format": 2}
     del manifest["sha256"]
     manifest["sha256"] = checkpoint._manifest_hash(manifest)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -22,7 +21,6 @@ from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import write_hashed_json
 from fsdp_qlora.utils.safetensors_files import TensorForm, write_tensors
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, run_ranks, train_ok
 
@@ -171,7 +169,7 @@ def result_of(model: nn.Module) -> torch.Tensor:
     )  # type: ignore[attr-defined]
 
 
-def test_every_optimizer_resumes_bitwise_on_the_same_number_of_ranks(tmp_path: Path) -> None:
+def test_every_optimizer_resumes_bitwise_on_the_same_number_of_ranks(tmp_path):
     (tmp_path / "saved").mkdir()
     for ranks, program in ((2, save), (2, load), (1, load), (3, load), (1, pass_over)):
         logs = tmp_path / f"logs{ranks}{program.__name__}"
@@ -179,7 +177,7 @@ def test_every_optimizer_resumes_bitwise_on_the_same_number_of_ranks(tmp_path: P
         assert statuses == [0] * ranks, output
 
 
-def test_paged_optimizers_load_state_into_paged_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_optimizers_load_state_into_paged_memory(monkeypatch):
     model = nn.Linear(8, 600, bias=False)
     optimizer = ShardedOptimizer(model, "paged_adamw_8bit", lr=0.01, weight_decay=0.1)
     paged = []
@@ -206,9 +204,7 @@ def test_paged_optimizers_load_state_into_paged_memory(monkeypatch: pytest.Monke
     )
 
 
-def test_8bit_optimizer_state_requires_the_same_number_of_ranks(
-    models: Models, tmp_path: Path
-) -> None:
+def test_8bit_optimizer_state_requires_the_same_number_of_ranks(models, tmp_path):
     options = {
         "model_name": models(),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),

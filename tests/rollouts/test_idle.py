@@ -1,13 +1,11 @@
 """Runs that do not learn say so once, with the reason; runs that learn say nothing."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_qlora.training.idle import IdleSteps
-from tests.helpers.models import Models
 from tests.helpers.rows import write_rows
 from tests.helpers.run import train_ok
 from tests.preferences.test_distillation import run_options, taught_rows
@@ -81,9 +79,7 @@ ENDED = {"grad_norm": 0.1, "completions/clipped_ratio": 0.9}
         ([WITHOUT_REWARD] * 20, 0, []),
     ],
 )
-def test_steps_in_a_row_without_learning_are_told_once(
-    steps: list[dict[str, Any]], at: int, said: list[str]
-) -> None:
+def test_steps_in_a_row_without_learning_are_told_once(steps, at, said):
     """Also where each step is of a resumed run."""
     idle = IdleSteps(len(steps), 4)
     told = []
@@ -97,9 +93,7 @@ def test_steps_in_a_row_without_learning_are_told_once(
 
 
 @pytest.mark.parametrize("value", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_grpo_that_cannot_learn_says_why_and_not_again(
-    value: int, models: Models, tmp_path: Path
-) -> None:
+def test_grpo_that_cannot_learn_says_why_and_not_again(value, models, tmp_path):
     options = inputs(models, tmp_path, function=NO_REWARD.format(value=value))
     options |= {
         "max_completion_length": 4,
@@ -115,7 +109,7 @@ def test_grpo_that_cannot_learn_says_why_and_not_again(
     assert "Resuming at step 6" in said and NOTHING not in said
 
 
-def test_grpo_that_learns_from_cut_answers_says_nothing(models: Models, tmp_path: Path) -> None:
+def test_grpo_that_learns_from_cut_answers_says_nothing(models, tmp_path):
     options = inputs(models, tmp_path) | {
         "max_completion_length": 4,
         "gradient_accumulation_steps": 8,
@@ -124,7 +118,7 @@ def test_grpo_that_learns_from_cut_answers_says_nothing(models: Models, tmp_path
     assert "were cut at" not in train_ok(1, tmp_path / "out", **options, max_steps=6)
 
 
-def test_pairs_without_a_gradient_are_told(models: Models, tmp_path: Path) -> None:
+def test_pairs_without_a_gradient_are_told(models, tmp_path):
     """Pairs of which the model prefers the right answer by more than the margin of a hinge."""
     longer = [{"prompt": f"sort {n}", "chosen": " blue", "rejected": " red" * 9} for n in range(8)]
     run = {"model_name": models(), "train_type": "lora", "quant_cache": "off", "lora_rank": 4}
@@ -140,7 +134,7 @@ def test_pairs_without_a_gradient_are_told(models: Models, tmp_path: Path) -> No
     assert said.count("The last 5 steps learned nothing: the gradient was 0") == 1
 
 
-def test_a_student_all_of_whose_answers_are_cut_is_told(models: Models, tmp_path: Path) -> None:
+def test_a_student_all_of_whose_answers_are_cut_is_told(models, tmp_path):
     file = write_rows(tmp_path / "taught.jsonl", taught_rows(20))
     own = {
         "objective": "distill_on_policy",

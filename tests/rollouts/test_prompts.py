@@ -36,7 +36,6 @@ from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError
-from tests.helpers.models import Models
 from tests.helpers.rows import write_rows
 from tests.helpers.run import flags
 from tests.helpers.tokenizers import make_tokenizer
@@ -75,7 +74,7 @@ def texts(data: RunData, folder: Path) -> list[str]:
     return [tokenizer.decode(prompt.ids) for prompt in data.prompts]
 
 
-def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> None:
+def test_prompts_keep_text_and_render_questions_and_messages(tmp_path):
     rows = [
         {"prompt": "sort:"},
         {"prompt": ASKED, "answer": "1"},
@@ -117,7 +116,7 @@ KNOWN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_grpo_knows_the_prompt_columns_that_texts_know(name: str, tmp_path: Path) -> None:
+def test_grpo_knows_the_prompt_columns_that_texts_know(name, tmp_path):
     row, text = KNOWN[name]
     data = read(tmp_path, [row])
     assert text in texts(data, tmp_path)[0]
@@ -142,9 +141,7 @@ BESIDE: list[tuple[dict[str, Any], dict[str, Any] | str]] = [
 
 
 @pytest.mark.parametrize(("row", "expected"), BESIDE)
-def test_columns_that_change_a_prompt_are_used_or_refused(
-    row: dict[str, Any], expected: dict[str, Any] | str, tmp_path: Path
-) -> None:
+def test_columns_that_change_a_prompt_are_used_or_refused(row, expected, tmp_path):
     if isinstance(expected, dict):
         prompt = RequestedFormat().find_prompt(row).prompt(row)[0]
         assert isinstance(prompt, Chat) and prompt.tools == expected["tools"]
@@ -159,7 +156,7 @@ def test_columns_that_change_a_prompt_are_used_or_refused(
     assert kept["own"] == row[column]
 
 
-def test_columns_and_a_format_name_the_prompt(tmp_path: Path) -> None:
+def test_columns_and_a_format_name_the_prompt(tmp_path):
     row = {"messages": ASKED, "task": "list", "question": "sort?"}
     found = [
         *texts(read(tmp_path, [row], columns=("instruction=task", "ignore=messages")), tmp_path),
@@ -189,9 +186,7 @@ UNUSED = [("conversations", "input"), ("prompt", "input")]
 @pytest.mark.parametrize(
     ("first", "second"), [p for p in itertools.combinations(IN_ORDER, 2) if p not in UNUSED]
 )
-def test_training_grpo_dpo_and_generate_ask_the_same_prompt(
-    first: str, second: str, tmp_path: Path
-) -> None:
+def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first, second, tmp_path):
     row: dict[str, Any] = {
         name: [{"from": "human", "value": name}] if name == "conversations" else name
         for name in (second, first)
@@ -213,7 +208,7 @@ def test_training_grpo_dpo_and_generate_ask_the_same_prompt(
     assert list(map(prompt_text, asked)) == [first] * 4
 
 
-def test_reward_functions_get_all_columns(tmp_path: Path) -> None:
+def test_reward_functions_get_all_columns(tmp_path):
     rows = [{"task": "sort", "prompt_id": 7, "answer": [1, 2], "completion": "old", "other": "x"}]
     data = read(tmp_path, rows, columns=("prompt=task", "ignore=other"))
     assert data.prompts[0].columns == {"prompt_id": 7, "answer": [1, 2]}
@@ -247,7 +242,7 @@ GOLD: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path: Path) -> None:
+def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path):
     prompts = read(tmp_path, [row for row, _ in GOLD.values()]).prompts
     assert [prompt.for_rewards.get("answer") for prompt in prompts] == [
         right for _, right in GOLD.values()
@@ -255,7 +250,7 @@ def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path: Path) -> Non
     assert not any("answer" in prompt.columns for prompt in prompts)  # by which runs are recognized
 
 
-def test_prompts_are_known_as_rows_and_have_room_for_completions(tmp_path: Path) -> None:
+def test_prompts_are_known_as_rows_and_have_room_for_completions(tmp_path):
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
     for row, prompt in enumerate(data.prompts):
         assert (
@@ -266,7 +261,7 @@ def test_prompts_are_known_as_rows_and_have_room_for_completions(tmp_path: Path)
     assert data.known_rows.row_numbers.tolist() == [1, 2] and data.context_length == 16
 
 
-def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
+def test_rollout_planning_works_without_a_dot_token(tmp_path):
     letters = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}, {"prompt": "?"}])
@@ -282,7 +277,7 @@ def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
     assert [reason for _, reason in data.rejected] == ["the prompt has no tokens"]
 
 
-def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[str]) -> None:
+def test_rows_without_a_prompt_or_room_are_left_out(tmp_path, lines):
     rows = [
         {"prompt": "sort"},
         {"prompt": ""},
@@ -303,7 +298,7 @@ def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[
         read(tmp_path, rows, dataset=("dummy",))
 
 
-def test_changed_prompt_columns_are_another_run(tmp_path: Path) -> None:
+def test_changed_prompt_columns_are_another_run(tmp_path):
     before, after = (
         read(tmp_path, [{"prompt": "sort", "answer": answer}]) for answer in ("1", "2")
     )
@@ -311,7 +306,7 @@ def test_changed_prompt_columns_are_another_run(tmp_path: Path) -> None:
     assert before.identity == again.identity != after.identity
 
 
-def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path) -> None:
+def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path):
     data = read(tmp_path, [{"prompt": f"sort {number}"} for number in range(7)])
     usual = {
         "objective": "grpo",
@@ -345,9 +340,7 @@ def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path
         make_schedule(dataclasses.replace(config, gradient_accumulation_steps=24), data, 2)
 
 
-def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(models, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"sort {number}"}) + "\n" for number in range(9)))
     asked = {
@@ -412,9 +405,7 @@ CHANGES = {"advantage": 77.0}, {"token_ids": "x"}, {"rewards": 3}, {"step": 1}, 
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-def test_a_checkpoint_recognizes_the_answers_that_it_needs(
-    changes: dict[str, Any], rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_recognizes_the_answers_that_it_needs(changes, rollouts, tmp_path):
     path = tmp_path / "rollouts.jsonl"
     first, second, third = itertools.islice(rollouts(), 3)
     since = {"first": 3, "position": third.position}
@@ -435,9 +426,7 @@ def test_a_checkpoint_recognizes_the_answers_that_it_needs(
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)], ids=["20", "80"]
 )
-def test_damaged_rollouts_are_refused_or_give_the_same_rows(
-    seeds: range, rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path
-) -> None:
+def test_damaged_rollouts_are_refused_or_give_the_same_rows(seeds, rollouts, tmp_path):
     path = tmp_path / "rollouts.jsonl"
     ends = Counter[bool]()
     [*_, third] = itertools.islice(rollouts(), 3)
@@ -454,9 +443,7 @@ def test_damaged_rollouts_are_refused_or_give_the_same_rows(
     assert 0 < ends[True] < len(seeds) and psutil.Process().memory_info().rss - memory < 2**30
 
 
-def test_generations_without_any_reward_are_told(
-    rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path, lines: list[str]
-) -> None:
+def test_generations_without_any_reward_are_told(rollouts, tmp_path, lines):
     (tmp_path / "own.py").write_text("def f(completions, **_): return [None] * len(completions)")
     steps = rollouts(f"{tmp_path / 'own.py'}:f")
     next(steps)

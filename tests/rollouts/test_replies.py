@@ -60,9 +60,7 @@ def tells(server: LoraServer, found: Any) -> None:
     )
 
 
-def test_the_likeliest_tokens_and_the_rest_are_read(
-    teacher: ServerTeacher, server: LoraServer
-) -> None:
+def test_the_likeliest_tokens_and_the_rest_are_read(teacher, server):
     # more than asked; 12 is the teacher's alone
     unknown = {"12": logp(QUARTER), "5": logp(HALF), "9": logp(-9999.0)}
     tells(server, [None, TOLD, TOLD, unknown])
@@ -97,9 +95,7 @@ def test_the_likeliest_tokens_and_the_rest_are_read(
         ([None, TOLD, TOLD, {**TOLD, "3": logp(HALF)}], "probabilities add up to 1.25"),
     ],
 )
-def test_what_a_teachers_server_cannot_mean_is_refused(
-    teacher: ServerTeacher, server: LoraServer, found: Any, said: str
-) -> None:
+def test_what_a_teachers_server_cannot_mean_is_refused(teacher, server, found, said):
     tells(server, found)
     with pytest.raises(RolloutError) as caught:
         teacher.ask([PROMPT], [COMPLETION], 0)

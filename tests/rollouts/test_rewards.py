@@ -12,7 +12,6 @@ import os
 import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def values_of(word: str, completions: list[Any] = SAID, **columns: Any) -> list[
     return values
 
 
-def test_builtin_rewards_score_text_and_messages() -> None:
+def test_builtin_rewards_score_text_and_messages():
     assert values_of("exact_match", answer=["42"] * 5) == [1, 1, 0, 0, 0]
     assert values_of("number", answer=["40 + 2\n#### 42"] * 5) == [1, 1, 0, 0, 1]
     assert values_of("number", solution=["1042.5"] * 4 + [None]) == [0, 0, 1, 0, None]
@@ -78,9 +77,7 @@ def test_builtin_rewards_score_text_and_messages() -> None:
         ("def number(): pass\n", "number,{path}:number", "two functions are called number"),
     ],
 )
-def test_invalid_reward_functions_are_named_before_training(
-    tmp_path: Path, text: str, word: str, said: str
-) -> None:
+def test_invalid_reward_functions_are_named_before_training(tmp_path, text, word, said):
     path = tmp_path / "own.py"
     if text is not None:
         path.write_text(text)
@@ -108,7 +105,7 @@ def b(completions, **_): return [None] * len(completions)
 """
 
 
-def test_a_reward_file_runs_once_with_its_neighbours_and_pools(tmp_path: Path) -> None:
+def test_a_reward_file_runs_once_with_its_neighbours_and_pools(tmp_path):
     path = tmp_path / "own.py"
     log = tmp_path / "log"
     path.write_text(IMPORTS)
@@ -198,9 +195,7 @@ FAILING: dict[str, tuple[str, str, list[float]]] = {
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_failing_reward_functions_are_named_with_their_row(
-    kind: str, tmp_path: Path, lines: list[str]
-) -> None:
+def test_failing_reward_functions_are_named_with_their_row(kind, tmp_path, lines):
     does, said, values = FAILING[kind]
     path = tmp_path / "own.py"
     path.write_text(CALLS + does)
@@ -217,7 +212,7 @@ def test_failing_reward_functions_are_named_with_their_row(
                 scorer.score(BATCH, [7, 7, 9])
 
 
-def test_reward_functions_get_a_copy_and_their_prints_are_no_answers(tmp_path: Path) -> None:
+def test_reward_functions_get_a_copy_and_their_prints_are_no_answers(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
         "import sys\ndef f(completions, completion_ids, day, **_):\n    print('{}'); "
@@ -237,7 +232,7 @@ def test_reward_functions_get_a_copy_and_their_prints_are_no_answers(tmp_path: P
     assert batch["completions"] == ["a", "b"] and batch["completion_ids"] == [[1, 2], [3]]
 
 
-def test_rewards_without_a_right_answer_are_refused_with_the_columns() -> None:
+def test_rewards_without_a_right_answer_are_refused_with_the_columns():
     rows = [
         {"prompt": "sort", "ground_truth": "blue"},
         {"prompt": "list", "other": 1, "answer": None},
@@ -251,7 +246,7 @@ def test_rewards_without_a_right_answer_are_refused_with_the_columns() -> None:
     check_answers(parse_rewards(["number"]), [*rows, {"solution": "3"}])
 
 
-def test_advantages_are_by_group_batch_or_difference() -> None:
+def test_advantages_are_by_group_batch_or_difference():
     rewards = [[1.0, 0.0, 0.5], [2.0, 2.0, 2.0], [1.0, math.nan, 3.0], [math.nan] * 3]
     known = [[value for value in group if not math.isnan(value)] for group in rewards]
     all_of_them = statistics.stdev([value for group in known for value in group])
@@ -285,7 +280,7 @@ def rollout(**changed: Any) -> Rollout:
     return Rollout(**usual | changed)
 
 
-def test_a_rollout_is_the_line_that_runs_before_wrote() -> None:
+def test_a_rollout_is_the_line_that_runs_before_wrote():
     names = (
         "step version row prompt completion finish reward rewards advantage prompt_ids token_ids"
     )
@@ -298,7 +293,7 @@ def test_a_rollout_is_the_line_that_runs_before_wrote() -> None:
     )
 
 
-def test_metrics_of_answers_have_trls_names_and_values() -> None:
+def test_metrics_of_answers_have_trls_names_and_values():
     rewards = (1, 0, 1, None)
     tokens = (2, 4, 3, 4)
     is_done = (True, False, True, False)
@@ -324,7 +319,7 @@ def test_metrics_of_answers_have_trls_names_and_values() -> None:
     assert found["completions/clipped_ratio"] == 0.5 and found["frac_reward_zero_std"] == 0
 
 
-def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
+def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     assert truncate_rollouts(path, 3) == []
     for step in (1, 3, 5):
@@ -349,9 +344,7 @@ DAMAGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_line_removes_no_line_behind_it(
-    kind: str, tmp_path: Path, lines: list[str]
-) -> None:
+def test_a_damaged_line_removes_no_line_behind_it(kind, tmp_path, lines):
     path = tmp_path / "rollouts.jsonl"
     for step in (1, 3, 5):
         append_rollouts(path, [rollout(step=step), rollout(step=step)])
@@ -366,7 +359,7 @@ def test_a_damaged_line_removes_no_line_behind_it(
     )
 
 
-def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
+def test_rollouts_that_are_no_file_are_refused(tmp_path):
     folder, pipe, link = (tmp_path / name for name in ("folder", "pipe", "link"))
     folder.mkdir()
     os.mkfifo(pipe)
@@ -376,9 +369,7 @@ def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
             truncate_rollouts(path, 3)
 
 
-def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(tmp_path, monkeypatch):
     path = tmp_path / "rollouts.jsonl"
     full = iter([True, True, False])
     append_rollouts(path, [rollout()])
@@ -398,7 +389,7 @@ def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(
         append_rollouts(path, [rollout(step=3)])
 
 
-def test_non_finite_rewards_are_recorded_and_then_refused(tmp_path: Path) -> None:
+def test_non_finite_rewards_are_recorded_and_then_refused(tmp_path):
     append_rollouts(tmp_path / "rollouts.jsonl", [rollout(old_logps=[math.nan, -math.inf])])
     [record] = truncate_rollouts(tmp_path / "rollouts.jsonl", 1)
     assert math.isnan(record["old_logps"][0]) and record["old_logps"][1] == -math.inf

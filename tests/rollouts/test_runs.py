@@ -84,9 +84,7 @@ def mismatch(output_dir: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_old_probabilities_of_the_step_itself_are_compared_too(
-    precision: str, models: Models, tmp_path: Path
-) -> None:
+def test_old_probabilities_of_the_step_itself_are_compared_too(precision, models, tmp_path):
     options = {
         **inputs(models, tmp_path),
         "train_type": "qlora",
@@ -107,9 +105,7 @@ def test_old_probabilities_of_the_step_itself_are_compared_too(
 @pytest.mark.parametrize(
     "shared", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["own rows", "shared rows"]
 )
-def test_answers_are_the_same_on_one_and_two_ranks(
-    shared: int, models: Models, tmp_path: Path
-) -> None:
+def test_answers_are_the_same_on_one_and_two_ranks(shared, models, tmp_path):
     options = {**inputs(models, tmp_path), "num_iterations": 2, "max_steps": 4}
     for ranks, size in ((1, 1), (2, shared)):
         split = {"gradient_accumulation_steps": 8 * size // ranks, "context_parallel_size": size}
@@ -142,9 +138,7 @@ def short(completions, answer, prompts, **_):
 """
 
 
-def test_a_failing_function_ends_every_rank_with_a_checkpoint(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_failing_function_ends_every_rank_with_a_checkpoint(models, tmp_path):
     out = tmp_path / "out"
     mirror = tmp_path / "mirror"
     options = {**inputs(models, tmp_path, function=FAILING), "output_dir": out, "mirror": mirror}
@@ -196,7 +190,7 @@ def make_chat_model(folder: Path, *, template: str = CHATML, ends: list[int] | N
 
 
 @pytest.mark.parametrize("place", ["generation_config.json", "template"])
-def test_sampled_answers_end_at_the_end_tokens_of_the_model(place: str, tmp_path: Path) -> None:
+def test_sampled_answers_end_at_the_end_tokens_of_the_model(place, tmp_path):
     end = 97
     ending = CHATML.replace("<|im_end|>\n", "<|im_end|>\n</s>") if place == "template" else None
     model = make_chat_model(
@@ -224,9 +218,7 @@ def test_sampled_answers_end_at_the_end_tokens_of_the_model(place: str, tmp_path
 
 
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
-def test_the_end_of_a_templates_turn_is_saved_with_adapter_and_merge(
-    objective: str, tmp_path: Path, lines: list[str]
-) -> None:
+def test_the_end_of_a_templates_turn_is_saved_with_adapter_and_merge(objective, tmp_path, lines):
     model = make_chat_model(tmp_path / "model")
     out = tmp_path / "out"
     merged = tmp_path / "merged"
@@ -287,7 +279,7 @@ def short(completions, **_):
 """
 
 
-def test_a_run_stops_while_answers_are_generated_or_scored(models: Models, tmp_path: Path) -> None:
+def test_a_run_stops_while_answers_are_generated_or_scored(models, tmp_path):
     options = {
         **inputs(models, tmp_path),
         "gradient_accumulation_steps": 4,
@@ -317,9 +309,7 @@ MOMENTS = {
 @pytest.mark.parametrize(
     "objective", ["grpo", pytest.param("distill_on_policy", marks=pytest.mark.nightly)]
 )
-def test_killed_at_any_moment_a_run_gives_the_same_bytes(
-    objective: str, models: Models, tmp_path: Path
-) -> None:
+def test_killed_at_any_moment_a_run_gives_the_same_bytes(objective, models, tmp_path):
     options = {
         **inputs(models, tmp_path, prompts=6),
         "gradient_accumulation_steps": 4,
@@ -375,7 +365,7 @@ def make_letters(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path: Path) -> None:
+def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path):
     options = {
         **make_letters(tmp_path),
         "objective": "grpo",
@@ -424,7 +414,7 @@ def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
+def test_the_demo_model_answers_questions_to_the_end(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "scripts" / "demo_model.py"),

@@ -108,16 +108,14 @@ def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.quick
-def test_ranks_wait_for_rank_0_by_gloo_whatever_their_device(engine: ServerEngine) -> None:
+def test_ranks_wait_for_rank_0_by_gloo_whatever_their_device(engine):
     # as a GPU, with which NCCL's kernels would wait
     ranks = Ranks(0, 0, 1, 1, torch.device("meta"))
     assert waiting.run_on_rank_0(lambda: "42", Control(), ranks, 0) == "42"
 
 
 @pytest.mark.quick
-def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(
-    engine: ServerEngine, server: LoraServer
-) -> None:
+def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine, server):
     engine.server._patience = 60.0
     first = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
@@ -187,8 +185,8 @@ def forgets(server: LoraServer) -> Any:
     ],
 )
 def test_transient_server_errors_are_retried_without_other_completions(
-    engine: ServerEngine, server: LoraServer, lines: list[str], fault: Any, said: str
-) -> None:
+    engine, server, lines, fault, said
+):
     server.faults.append(fault(server) if fault is forgets else fault)
     engine.server._patience = 60.0
     found = engine.complete(PROMPTS, 0, 0)
@@ -290,9 +288,7 @@ def slowly(first: bytes, then: bytes) -> Any:
         (lambda path, body: (0, None) if "prompt" in body else None, "did not answer within 0.3 s"),
     ],
 )
-def test_unusable_rollout_server_ends_the_run_in_one_sentence(
-    engine: ServerEngine, server: LoraServer, fault: Any, said: str
-) -> None:
+def test_unusable_rollout_server_ends_the_run_in_one_sentence(engine, server, fault, said):
     server.faults.append(fault)
     with pytest.raises(RolloutError) as caught:
         engine.complete(PROMPTS, 0, 0)
@@ -341,9 +337,7 @@ def damaging(seed: int, path: str, body: dict[str, Any]) -> tuple[int, Any] | No
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=["20", "180"]
 )
-def test_damaged_answers_end_in_a_sentence_and_take_little_memory(
-    engine: ServerEngine, server: LoraServer, seeds: range, tmp_path: Path
-) -> None:
+def test_damaged_answers_end_in_a_sentence_and_take_little_memory(engine, server, seeds, tmp_path):
     this = psutil.Process()
     ends = Counter[str]()
     before = this.memory_info().rss
@@ -364,7 +358,7 @@ def test_damaged_answers_end_in_a_sentence_and_take_little_memory(
 
 
 @pytest.mark.quick
-def test_run_waiting_for_a_server_can_be_stopped(engine: ServerEngine, server: LoraServer) -> None:
+def test_run_waiting_for_a_server_can_be_stopped(engine, server):
     def stop(path: str, body: dict[str, Any]) -> None:
         if "prompt" in body:
             engine.control.signals.requested = 4
@@ -378,9 +372,7 @@ def test_run_waiting_for_a_server_can_be_stopped(engine: ServerEngine, server: L
 
 
 @pytest.mark.quick
-def test_no_thread_asks_the_server_after_a_run_has_stopped(
-    engine: ServerEngine, server: LoraServer
-) -> None:
+def test_no_thread_asks_the_server_after_a_run_has_stopped(engine, server):
     def away(path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
         engine.control.signals.requested = 4 if "prompt" in body else 0
         return (0, None) if "prompt" in body else None
@@ -426,9 +418,7 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(
         (lambda path, body: (0, None), "did not answer within"),
     ],
 )
-def test_the_server_is_asked_before_the_run_begins(
-    server: LoraServer, fault: Any, said: str
-) -> None:
+def test_the_server_is_asked_before_the_run_begins(server, fault, said):
     if fault is None:
         check_server(server.url, ["hub/base"])
         return
@@ -557,9 +547,7 @@ def farthest(records: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_waited_for_and_changes_no_byte(
-    lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
-) -> None:
+def test_a_killed_server_is_waited_for_and_changes_no_byte(lora_server, whole, tmp_path):
     records = read_rollouts(whole[1])
     assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(
         records
@@ -591,7 +579,7 @@ class Base(Sampler):
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_adapters_ends_the_run(models: Models, tmp_path: Path) -> None:
+def test_a_server_that_ignores_adapters_ends_the_run(models, tmp_path):
     sampler = Base(str(models()))
     with LoraServer("tiny", sampler, sampler.end) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -608,8 +596,8 @@ def test_a_server_that_ignores_adapters_ends_the_run(models: Models, tmp_path: P
 
 @pytest.mark.nightly
 def test_a_killed_and_a_stopped_run_resume_with_a_server_that_was_away(
-    lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
-) -> None:
+    lora_server, whole, tmp_path
+):
     options = whole[0] | {"output_dir": tmp_path / "out"}
     with ended(Job(options, tmp_path / "logs_killed")) as job:
         wait_for(lambda: "step 4/8" in job.output())
@@ -632,9 +620,7 @@ def test_a_killed_and_a_stopped_run_resume_with_a_server_that_was_away(
 
 
 @pytest.mark.nightly
-def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
-    lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
-) -> None:
+def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(lora_server, whole, tmp_path):
     options = whole[0] | {"output_dir": tmp_path / "out", "save_every": "none", "hang_minutes": 0.1}
     with ended(Job(options, tmp_path / "logs")) as job:
         wait_for(lambda: steps_done(tmp_path / "out") >= 1)
@@ -658,7 +644,7 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
 @pytest.mark.skipif(
     "FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md"
 )
-def test_vllm_answers_with_the_newest_adapter(models: Models, tmp_path: Path) -> None:
+def test_vllm_answers_with_the_newest_adapter(models, tmp_path):
     model = models(head_dim=32, max_position_embeddings=512)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
     words = (

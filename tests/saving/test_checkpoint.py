@@ -26,7 +26,7 @@ def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
     return target
 
 
-def test_a_published_step_is_never_replaced(tmp_path: Path) -> None:
+def test_a_published_step_is_never_replaced(tmp_path):
     folder = make(tmp_path, 5)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(OSError, match="not empty"):
@@ -36,9 +36,7 @@ def test_a_published_step_is_never_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
-def test_freeing_space_deletes_the_least_needed_checkpoint_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freeing_space_deletes_the_least_needed_checkpoint_first(tmp_path, monkeypatch):
     for step, loss in ((1, None), (2, 1.5), (3, 2.0), (1_000_000, None)):
         make(tmp_path, step, loss)
     checkpoint.quarantine(make(tmp_path, 1_000_001))
@@ -57,7 +55,7 @@ def test_freeing_space_deletes_the_least_needed_checkpoint_first(
     checkpoint.verify(tmp_path / "step_1000000")
 
 
-def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path):
     folder = tmp_path / "a" / "b"
     with run_folder.locked(folder):
         refused = pytest.raises(UserError, match=r"in use by another run \(process \d+ on ")
@@ -67,7 +65,7 @@ def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Pat
     assert not (tmp_path / "a").exists()
 
 
-def test_nodes_that_do_not_share_the_output_folder_are_refused(tmp_path: Path) -> None:
+def test_nodes_that_do_not_share_the_output_folder_are_refused(tmp_path):
     first = RunFolder(tmp_path / "first", Ranks(0, 0, 1, 1, torch.device("cpu")), StartRequest({}))
     second = RunFolder(
         tmp_path / "second", Ranks(1, 0, 1, 1, torch.device("cpu")), StartRequest({})
@@ -82,9 +80,7 @@ def test_nodes_that_do_not_share_the_output_folder_are_refused(tmp_path: Path) -
         second.prepare({}, {"run_id": "abd"}, keep_run=False, all_write=True)
 
 
-def test_leftovers_of_an_early_kill_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_an_early_kill_are_ignored(tmp_path, monkeypatch):
     out = tmp_path / "out"
 
     def die(*_: object) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +19,13 @@ from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import safetensors_files
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.safetensors_files import PackedFiles
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, run_ranks, train_ok
 from tests.parity.test_experts import FAMILIES
 from tests.saving.test_checkpoint import make
 
 
-def test_a_tokenizer_with_several_chat_templates_is_saved_whole(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_tokenizer_with_several_chat_templates_is_saved_whole(models, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(models(), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -48,9 +44,7 @@ def test_a_tokenizer_with_several_chat_templates_is_saved_whole(
     ).exists()
 
 
-def test_full_training_keeps_the_generation_config_of_its_base(
-    models: Models, tmp_path: Path
-) -> None:
+def test_full_training_keeps_the_generation_config_of_its_base(models, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(models(), folder)
     (folder / "generation_config.json").write_text(
@@ -66,7 +60,7 @@ def test_full_training_keeps_the_generation_config_of_its_base(
     assert saved.read_bytes() == base.read_bytes()
 
 
-def test_a_run_that_cannot_start_leaves_the_earlier_result(models: Models, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_leaves_the_earlier_result(models, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     train_ok(1, tmp_path / "out", model_name=models(), dataset=data, max_steps=1)
     earlier = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
@@ -83,7 +77,7 @@ def test_a_run_that_cannot_start_leaves_the_earlier_result(models: Models, tmp_p
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == earlier
 
 
-def test_two_files_with_the_same_tensor_are_refused(models: Models, tmp_path: Path) -> None:
+def test_two_files_with_the_same_tensor_are_refused(models, tmp_path):
     state = load_file(models() / "model.safetensors")
     for name in ("a.safetensors", "b.safetensors"):
         save_file(state, tmp_path / name)
@@ -102,9 +96,7 @@ def _train_differently(argvs: list[list[str]]) -> int:
 
 
 @pytest.mark.parametrize("what", ["options", "rows"])
-def test_ranks_that_disagree_are_stopped_before_training(
-    what: str, models: Models, tmp_path: Path
-) -> None:
+def test_ranks_that_disagree_are_stopped_before_training(what, models, tmp_path):
     rows = [write_rows(tmp_path / f"{rank}.jsonl", make_rows(4, seed=rank)) for rank in range(2)]
     argvs = [
         flags(
@@ -122,8 +114,8 @@ def test_ranks_that_disagree_are_stopped_before_training(
 
 @pytest.mark.parametrize("new_blocks", [False, True])
 def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
-    new_blocks: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    new_blocks, models, tmp_path, monkeypatch
+):
     folder = models()
     output = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -184,9 +176,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
 @pytest.mark.parametrize(
     "family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.nightly)]
 )
-def test_vllm_gets_each_expert_under_its_name_in_the_files(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_vllm_gets_each_expert_under_its_name_in_the_files(family, models, tmp_path):
     base = models(family, **FAMILIES[family])
     options = {
         "model_name": base,

@@ -105,12 +105,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     [("SIGTERM", 75), ("not finite", 1), pytest.param("--max_hours", 3, marks=pytest.mark.nightly)],
 )
 def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
-    how: str,
-    exit_code: int,
-    inputs: dict[str, object],
-    finished_at: Callable[[int], Path],
-    tmp_path: Path,
-) -> None:
+    how, exit_code, inputs, finished_at, tmp_path
+):
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "max_hours": 1}
     output = run(options, tmp_path / "logs", [exit_code] * 2, fault=partial(stop_at_step, how))
     out = tmp_path / "out"
@@ -157,9 +153,7 @@ def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
         saving.save_adapter = lambda *_, **__: KILLED()
 
 
-def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
-    inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
-) -> None:
+def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(inputs, finished_at, tmp_path):
     losses = {0: 3.5, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
     options = {
         **inputs,
@@ -210,9 +204,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "loftq")) for case in CASES]
 )
-def test_exporting_the_last_checkpoint_equals_the_runs_result(
-    case: str, inputs: dict[str, object], tmp_path: Path
-) -> None:
+def test_exporting_the_last_checkpoint_equals_the_runs_result(case, inputs, tmp_path):
     out = tmp_path / "out"
     train_ok(2, out, **{**inputs, "max_steps": 2, "base_name": "owner/base", **CASES[case]})
     assert main(["export", str(out), "--out", str(tmp_path / "again")]) == 0
@@ -229,13 +221,7 @@ def test_exporting_the_last_checkpoint_equals_the_runs_result(
         assert "base_model: owner/base" in (again / "README.md").read_text()
 
 
-def test_export_names_folders_that_it_cannot_use(
-    inputs: dict[str, object],
-    finished_at: Callable[[int], Path],
-    models: Models,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_export_names_folders_that_it_cannot_use(inputs, finished_at, models, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     newest = finished_at(3) / "checkpoints" / "step_000003"
     damaged.mkdir()
@@ -260,7 +246,7 @@ def test_export_names_folders_that_it_cannot_use(
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 
 
-def test_full_says_which_tensors_it_leaves_out(tmp_path: Path) -> None:
+def test_full_says_which_tensors_it_leaves_out(tmp_path):
     model = make_model(tmp_path / "model", "qwen3_5_text", layer_types=["full_attention"] * 2)
     weights = load_file(model / "model.safetensors")
     # which predict a second token
@@ -276,7 +262,7 @@ def test_full_says_which_tensors_it_leaves_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_of_a_model_with_a_part_for_images_has_that_part(tmp_path: Path) -> None:
+def test_the_best_of_a_model_with_a_part_for_images_has_that_part(tmp_path):
     model = make_multimodal(tmp_path / "model", "gemma3")
     options = {
         "model_name": model,

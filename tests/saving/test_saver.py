@@ -34,9 +34,7 @@ class Disk:
         return {}
 
 
-def test_a_run_that_cannot_save_for_too_long_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
+def test_a_run_that_cannot_save_for_too_long_ends(tmp_path, monkeypatch, lines):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(saving, "all_gather_strings", lambda text, *_: [text])
@@ -63,9 +61,7 @@ def test_a_run_that_cannot_save_for_too_long_ends(
         saver.save(Progress(step=7))
 
 
-def test_a_run_whose_rank_is_lost_in_a_save_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_rank_is_lost_in_a_save_ends(tmp_path, monkeypatch):
     def lost(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")
 

@@ -1,14 +1,13 @@
 """Files and folders that are staged: whole or not there, whatever was there before."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 from fsdp_qlora.utils.files import staged_file, staged_folder
 
 
-def test_staged_file_replaces_the_old_file_only_when_complete(tmp_path: Path) -> None:
+def test_staged_file_replaces_the_old_file_only_when_complete(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(OSError, match="full"), staged_file(path) as partial:
@@ -21,7 +20,7 @@ def test_staged_file_replaces_the_old_file_only_when_complete(tmp_path: Path) ->
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_writers_of_one_file_remove_only_stale_partial_files(tmp_path: Path) -> None:
+def test_writers_of_one_file_remove_only_stale_partial_files(tmp_path):
     path = tmp_path / "run.json"
     left = tmp_path / ".run.json.0123456789abcdef.partial"
     left.touch()
@@ -36,7 +35,7 @@ def test_writers_of_one_file_remove_only_stale_partial_files(tmp_path: Path) -> 
     assert sorted(file.name for file in tmp_path.iterdir()) == [".other.json.partial", "run.json"]
 
 
-def test_staged_folder_appears_only_when_complete(tmp_path: Path) -> None:
+def test_staged_folder_appears_only_when_complete(tmp_path):
     target = tmp_path / "target"
     staging = tmp_path / f"target.{os.getpid()}.partial"
     staging.mkdir()

@@ -20,7 +20,6 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.export import upload
 from fsdp_qlora.utils.errors import UserError
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks
 
@@ -73,9 +72,7 @@ def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = No
     return train.main(argv)
 
 
-def test_a_result_is_uploaded_or_the_failure_is_explained(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_uploaded_or_the_failure_is_explained(models, tmp_path, monkeypatch):
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     out = tmp_path / "out"
     made = tmp_path / "made"
@@ -123,13 +120,7 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
         ("owner/result", True, {"token": None}, "there is no login"),
     ],
 )
-def test_a_repository_is_checked_before_training(
-    repo: str,
-    is_private: bool | None,
-    login: dict[str, Any],
-    says: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_repository_is_checked_before_training(repo, is_private, login, says, monkeypatch):
     monkeypatch.setattr(upload, "get_token", lambda: login.get("token", TOKEN))
     monkeypatch.setattr(upload, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
     for option, value in (("push_to_hub", repo), ("mirror", f"hf:{repo}")):

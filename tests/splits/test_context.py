@@ -64,9 +64,7 @@ def numbers(output: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("case", all_slow_but("sft", CASES, nightly=["precomputed"]))
-def test_numbers_do_not_depend_on_context_parallelism(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_numbers_do_not_depend_on_context_parallelism(case, models, tmp_path):
     # ranks, and how many of them share rows
     shared = [(4, 4), (4, 2)] if case == "dpo" else [(2, 2)]
     found = []
@@ -85,7 +83,7 @@ def test_numbers_do_not_depend_on_context_parallelism(
 
 
 @pytest.mark.slow
-def test_run_resumes_with_another_context_parallel_size(models: Models, tmp_path: Path) -> None:
+def test_run_resumes_with_another_context_parallel_size(models, tmp_path):
     run = run_of(
         "sft",
         models,
@@ -110,7 +108,7 @@ def test_run_resumes_with_another_context_parallel_size(models: Models, tmp_path
 
 @pytest.mark.quick
 @pytest.mark.parametrize("num_parts", [2, 3, 4])
-def test_parts_of_a_micro_batch_have_its_targets_and_positions_once(num_parts: int) -> None:
+def test_parts_of_a_micro_batch_have_its_targets_and_positions_once(num_parts):
     lengths = [7, 6, 4, 5]
     shared = [3, 0]
     ids = np.arange(sum(lengths), dtype=np.int32)
@@ -172,14 +170,8 @@ def predictions(batch: MicroBatch) -> list[tuple[int, int]]:
     ],
 )
 def test_unsupported_context_parallel_models_are_refused(
-    family: str,
-    ranks: int,
-    changed: dict[str, Any],
-    reason: str,
-    models: Models,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    family, ranks, changed, reason, models, tmp_path, capsys
+):
     mixers = HYBRIDS[family].shape if family in HYBRIDS else {}
     run = {
         "model_name": models(family, **HEADS, **mixers),

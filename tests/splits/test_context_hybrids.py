@@ -23,7 +23,6 @@ from fsdp_qlora.model.architecture.token_mixers import (
     pass_documents,
 )
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rounding import SGD
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, all_slow_but, on_ranks, train_ok
@@ -94,15 +93,13 @@ def _is_near(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     "families", [["qwen3_5_text", "lfm2"], pytest.param([*ALIKE], marks=pytest.mark.nightly)]
 )
-def test_a_rank_goes_on_from_the_state_of_the_rank_before(
-    families: list[str], models: Models, tmp_path: Path
-) -> None:
+def test_a_rank_goes_on_from_the_state_of_the_rank_before(families, models, tmp_path):
     folders = [models(family, **HYBRIDS[family].shape) for family in families]
     statuses, output = on_ranks(RANKS, _compare, (folders,), tmp_path)
     assert statuses == [0] * RANKS, output[-4000:]
 
 
-def test_the_documentation_names_the_hybrids_that_ranks_share() -> None:
+def test_the_documentation_names_the_hybrids_that_ranks_share():
     rows = re.findall(
         r"^\| (.+) \| `\w+` \| padding-free \| yes",
         (ROOT / "docs/models.md").read_text(),
@@ -129,9 +126,7 @@ RUNS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("case", all_slow_but("qwen3_5_text, recomputed", RUNS, nightly=SHARED))
-def test_hybrids_do_not_depend_on_context_parallelism(
-    case: str, models: Models, tmp_path: Path
-) -> None:
+def test_hybrids_do_not_depend_on_context_parallelism(case, models, tmp_path):
     family, sizes, changed, allowed = RUNS[case]
     rows = make_pairs(40) if "objective" in changed else make_rows(40)
     options = {

@@ -49,9 +49,7 @@ def make(kind: str, models: Models, length: int = LENGTH) -> Path:
         pytest.param("longrope", marks=pytest.mark.nightly),
     ],
 )
-def test_losses_and_bytes_do_not_depend_on_neighbours(
-    kind: str, models: Models, tmp_path: Path
-) -> None:
+def test_losses_and_bytes_do_not_depend_on_neighbours(kind, models, tmp_path):
     folder = make(kind, models)
     rows = make_rows(8)
     options = {
@@ -94,9 +92,7 @@ def test_losses_and_bytes_do_not_depend_on_neighbours(
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_a_model_for_rows_shorter_than_the_probes_is_not_padded(
-    kind: str, models: Models, tmp_path: Path
-) -> None:
+def test_a_model_for_rows_shorter_than_the_probes_is_not_padded(kind, models, tmp_path):
     folder = make(kind, models, length=32)
     rows = make_rows(8)
     options = {
@@ -125,9 +121,7 @@ def test_a_model_for_rows_shorter_than_the_probes_is_not_padded(
     assert read_metrics(tmp_path / "out")[0] == pytest.approx(mean, rel=1e-5)
 
 
-def test_a_warning_comes_where_a_trial_finds_that_rows_must_be_padded(
-    models: Models, tmp_path: Path
-) -> None:
+def test_a_warning_comes_where_a_trial_finds_that_rows_must_be_padded(models, tmp_path):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     folder = models("stablelm", rope_parameters=rope, max_position_embeddings=32)
     options = {
@@ -142,9 +136,7 @@ def test_a_warning_comes_where_a_trial_finds_that_rows_must_be_padded(
 
 
 @pytest.mark.quick
-def test_rows_that_are_padded_or_divided_are_not_promised_that(
-    models: Models, tmp_path: Path
-) -> None:
+def test_rows_that_are_padded_or_divided_are_not_promised_that(models, tmp_path):
     options = {
         "model_name": make("longrope", models),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),

@@ -3,7 +3,6 @@ every train type.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,9 +69,7 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
-def test_losses_do_not_depend_on_the_split_over_ranks(
-    case: str, train: Callable[..., list[float]]
-) -> None:
+def test_losses_do_not_depend_on_the_split_over_ranks(case, train):
     first, *others = [
         train(case, *split) for split in (ROW_BY_ROW if case == "int8_lora" else SPLITS)
     ]
@@ -91,9 +88,7 @@ def _train_in_pieces(argv: list[str]) -> int:
 @pytest.mark.parametrize(
     "train_type", all_slow_but("qlora", ["qlora", "bnb_dora", "full"], nightly=["bnb_dora"])
 )
-def test_losses_are_the_same_where_mlps_are_computed_in_pieces(
-    train_type: str, models: Models, tmp_path: Path
-) -> None:
+def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type, models, tmp_path):
     options = {
         "model_name": models("llama", **UNEVEN),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12)),
