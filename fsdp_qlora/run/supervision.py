@@ -1,5 +1,6 @@
-"""Supervises the training of a run: Guard ends it in order, Recorder keeps metrics, samples and
-checkpoints.
+"""Supervises the training of a run.
+
+`RunSupervisor` ends it in order. `StepRecorder` keeps metrics, samples and checkpoints.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from fsdp_qlora.observability.metric_log import (
 )
 from fsdp_qlora.observability.page.report import write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
-from fsdp_qlora.run.extras import Extras
+from fsdp_qlora.run.extra_measurements import ExtraMeasurements
 from fsdp_qlora.run.session import SupervisedSession
 from fsdp_qlora.utils.errors import RankError
 from fsdp_qlora.utils.run_files import CHECKPOINTS
@@ -42,7 +43,7 @@ from fsdp_qlora.utils.run_files import CHECKPOINTS
 _MIN_FAILING_MINUTES = 30.0
 
 
-class Guard:
+class RunSupervisor:
     """Ends a rank in order: its status, signals, budget and watchdog, and reports of its failures.
 
     A rank that fails must tell the others why before it closes anything: they wait for seconds
@@ -129,10 +130,16 @@ class Guard:
 
     @contextlib.contextmanager
     def recording(
-        self, state: TrainState, identity: Mapping[str, Any], extras: Extras, *, total_steps: int
-    ) -> Iterator["Recorder"]:
-        """Guard the block, in which the run trains and saves its result. identity: stored in its
-        checkpoints.
+        self,
+        state: TrainState,
+        identity: Mapping[str, Any],
+        measurements: ExtraMeasurements,
+        *,
+        total_steps: int,
+    ) -> Iterator["StepRecorder"]:
+        """Supervise the block, in which the run trains and saves its result.
+
+        identity: stored in its checkpoints.
         """
         config = self.config
         path = self.folder.path
@@ -167,7 +174,7 @@ class Guard:
             closed_last.enter_context(contextlib.closing(saver))
             closed_last.push(self._report)  # called first: the mirror's last copy may take minutes
             self.facts.mark("loading")
-            yield Recorder(self, saver, metrics, mirror, extras)
+            yield StepRecorder(self, saver, metrics, mirror, measurements)
         self.status.end("finished", None)
 
     def beat_while_saving(self) -> None:
@@ -195,60 +202,65 @@ class Guard:
             write_at_end(self.folder.path, state=None if error else "finished")
 
 
-class Recorder:
+class StepRecorder:
     """Keeps metrics, samples, checkpoints and their mirror. Implements training.loop.Observer."""
 
     def __init__(
-        self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, extras: Extras
+        self,
+        supervisor: RunSupervisor,
+        saver: Saver,
+        metrics: MetricLog,
+        mirror: Mirror,
+        measurements: ExtraMeasurements,
     ) -> None:
-        self.guard = guard
+        self.supervisor = supervisor
         self.saver = saver
         self.metrics = metrics
         self.mirror = mirror
-        self.extras = extras
-        self.config = guard.config
-        self.control = guard.control
-        self.facts = guard.facts
+        self.measurements = measurements
+        self.config = supervisor.config
+        self.control = supervisor.control
+        self.facts = supervisor.facts
         # The ranks exchange this flag in each step: a checkpoint is whole when no rank writes.
         self.control.is_writing = lambda: saver.is_writing
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the training in the block for hangs and lost ranks."""
-        if self.guard.start.saved_step >= 0:
+        if self.supervisor.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before the copy
         self.facts.mark("loading")
-        with self.guard.watchdog.watching():
+        with self.supervisor.watchdog.watching():
             yield
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
         self.metrics.step(record)
         self.facts.mark("steps")
-        if self.extras.measured:
-            self.facts.describe(partial(self.extras.measured.stepped, record))
+        if self.measurements.measured:
+            self.facts.describe(partial(self.measurements.measured.stepped, record))
         # A start after a lack of memory recomputes more blocks than this one.
         if "recompute" in record:
-            self.guard.status.values["recompute"] = record["recompute"]
+            self.supervisor.status.values["recompute"] = record["recompute"]
         if self.saver.is_unfinished and self.control.is_written:
             self._note_save(self.saver.saved_step, self.saver.finish)
         self._keep_status(progress)
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
-        samples = self.extras.samples
+        samples = self.measurements.samples
         tasks = {}
-        if self.extras.measure_tasks:
-            tasks = {"eval_tasks": self.extras.measure_tasks(beat=beat)}
+        if self.measurements.measure_tasks:
+            tasks = {"eval_tasks": self.measurements.measure_tasks(beat=beat)}
         self.metrics.evaluation(record | tasks)
         if samples:
             samples.write(progress.step, beat)
         if samples or tasks:
             # What answers took is not the next step's.
-            release_cached_memory(self.guard.ranks.device)
+            release_cached_memory(self.supervisor.ranks.device)
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:
-        every = self.guard.save_steps
+        every = self.supervisor.save_steps
         return self.config.save_model and every > 0 and step % every == 0
 
     def save(self, progress: Progress, *, wait: bool = True) -> None:
@@ -284,7 +296,7 @@ class Recorder:
         return f"the checkpoint of step {saved} is in {root}; the same command resumes from it"
 
     def _keep_status(self, progress: Progress) -> None:
-        self.guard.status.keep(
+        self.supervisor.status.keep(
             step=progress.step,
             saved_step=self.saver.saved_step,
             seconds=self.control.used_seconds(),

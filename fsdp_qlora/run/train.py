@@ -27,13 +27,13 @@ from fsdp_qlora.run.build_trainer import (
     precompute_reference,
     try_memory,
 )
-from fsdp_qlora.run.extras import open_extras
+from fsdp_qlora.run.extra_measurements import open_extra_measurements
 from fsdp_qlora.run.facts import describe_result, run_facts
 from fsdp_qlora.run.identity import agree, claim_folder, known_facts
 from fsdp_qlora.run.load_model import result_form, warn_left_out
 from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, show_samples
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
-from fsdp_qlora.run.supervision import Guard
+from fsdp_qlora.run.supervision import RunSupervisor
 from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
@@ -104,25 +104,25 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
         return
     identity |= {"run_id": start.run_id}
     less_memory = memory_settings(prepared.config, plan.placed.placement, ranks)
-    guard = Guard(prepared.config, folder, start, session, memory_settings=less_memory)
-    train_and_export(prepared, base, identity, guard)
+    supervisor = RunSupervisor(prepared.config, folder, start, session, memory_settings=less_memory)
+    train_and_export(prepared, base, identity, supervisor)
 
 
 def train_and_export(
-    run: PreparedRun, base: FetchedBase, identity: dict[str, Any], guard: Guard
+    run: PreparedRun, base: FetchedBase, identity: dict[str, Any], supervisor: RunSupervisor
 ) -> None:
     """Load the model, run the remaining steps, and save the result."""
     config = run.config
-    ranks = guard.ranks
-    start = guard.start
-    folder = guard.folder.path
+    ranks = supervisor.ranks
+    start = supervisor.start
+    folder = supervisor.folder.path
     plan = with_rows_per_step(config, run.plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
-    with guard.loading():
+    with supervisor.loading():
         # Before the student is loaded: the two need not fit beside each other.
-        of_targets = taught_by_teacher(config, plan, ranks, guard.control)
+        of_targets = taught_by_teacher(config, plan, ranks, supervisor.control)
         mesh = base.load().mesh
-        trainer = build_trainer(config, plan, ranks, guard.control, of_targets)
+        trainer = build_trainer(config, plan, ranks, supervisor.control, of_targets)
         if config.precompute_reference:
             plan = precompute_reference(config, plan, trainer, identity["facts"])
     state = TrainState(
@@ -131,19 +131,19 @@ def train_and_export(
         mesh,
         ranks,
         is_large=plan.model.trains_whole_modules,
-        beat=guard.beat_while_saving,
+        beat=supervisor.beat_while_saving,
     )
     if start.folder:  # before a file of an earlier run is removed
         state.check(Path(start.folder), start.tensors)
     files = {"config.yaml": resolved_yaml(config)} | plan.data.files()
     all_write = plan.model.trains_whole_modules or OPTIMIZERS[config.optimizer].is_local
-    guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
-    guard.facts.describe(lambda: run_facts(plan))
+    supervisor.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
+    supervisor.facts.describe(lambda: run_facts(plan))
     form = result_form(config, plan.model, base.weights)
-    extras = open_extras(config, plan, run.setup, trainer, folder)
+    measurements = open_extra_measurements(config, plan, run.setup, trainer, folder)
     total_steps = plan.schedule.total_steps
-    with guard.recording(state, identity, extras, total_steps=total_steps) as recorder:
-        progress = guard.restore(state)
+    with supervisor.recording(state, identity, measurements, total_steps=total_steps) as recorder:
+        progress = supervisor.restore(state)
         try:
             with recorder.watching():
                 # Only a GPU is probed; on a CPU --recompute auto means all.
@@ -162,7 +162,7 @@ def train_and_export(
             save_result(form, ranks, folder, about=identity, progress=progress)
         push_result(folder, config.push_to_hub, ranks)
         recorder.metrics.summary(progress.summary())
-    seconds = clock.elapsed() - guard.started
+    seconds = clock.elapsed() - supervisor.started
     log.info(describe_result(progress.summary(), folder, seconds, saved=config.save_model))
     for line in plan.data.describe_left_out():
         log.info("%s", line)

@@ -392,7 +392,7 @@ def lose_memory_with_few_recomputing() -> None:
     def train_after_probes(
         trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any
     ) -> None:
-        fit.fit_on_gpu(trainer, source, block_bytes=1, too_few=recorder.guard.start.too_few)
+        fit.fit_on_gpu(trainer, source, block_bytes=1, too_few=recorder.supervisor.start.too_few)
         train(trainer, data, source, progress, recorder)
 
     def loss(self: Trainer, *args: Any) -> torch.Tensor:

@@ -25,17 +25,17 @@ def private_kib() -> int:
 
 def train_and_measure(argv: list[str], folder: Path) -> int:
     import train
-    from fsdp_qlora.run.supervision import Recorder
+    from fsdp_qlora.run.supervision import StepRecorder
 
-    stepped = Recorder.stepped
+    stepped = StepRecorder.stepped
     kib = {}
 
-    def measured(self: Recorder, progress, record) -> None:  # type: ignore[no-untyped-def]
+    def measured(self: StepRecorder, progress, record) -> None:  # type: ignore[no-untyped-def]
         stepped(self, progress, record)
         if progress.step in (FIRST, LAST):
             kib[progress.step] = private_kib()
 
-    Recorder.stepped = measured  # type: ignore[method-assign]
+    StepRecorder.stepped = measured  # type: ignore[method-assign]
     status = train.main(argv)
     (folder / f"{os.environ['RANK']}.grown").write_text(str(kib[LAST] - kib[FIRST]))
     return status

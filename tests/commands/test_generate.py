@@ -56,9 +56,9 @@ def _generate(argv: list[str], stdin: str) -> int:
 
 def _train_with_short_samples(argv: list[str]) -> int:
     import train
-    from fsdp_qlora.run import extras
+    from fsdp_qlora.run import extra_measurements
 
-    extras.SAMPLE_TOKENS = LENGTH  # type: ignore[attr-defined]  # 128 take half a minute
+    extra_measurements.SAMPLE_TOKENS = LENGTH  # type: ignore[attr-defined]  # 128 take half a minute
     return train.main(argv)
 
 

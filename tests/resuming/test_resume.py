@@ -28,7 +28,7 @@ from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.run.session import SupervisedSession
-from fsdp_qlora.run.supervision import Guard
+from fsdp_qlora.run.supervision import RunSupervisor
 from fsdp_qlora.utils import run_files
 from fsdp_qlora.utils.errors import RunStopped, UserError
 from fsdp_qlora.utils.files import read_json, write_hashed_json, write_json
@@ -181,10 +181,10 @@ def test_a_mirror_with_damaged_checkpoints_does_not_start_at_step_0(tmp_path):
     assert not (tmp_path / "box" / "run.json").exists() and mirror.steps() == [10]
 
 
-def guard_of(out: Path) -> Guard:
+def supervisor_of(out: Path) -> RunSupervisor:
     """Of a start that is about to load the model."""
     folder = RunFolder(out, read_ranks(), StartRequest(OPTIONS, is_unattended=True))
-    return Guard(
+    return RunSupervisor(
         TrainConfig(output_dir=str(out)),
         folder,
         folder.choose_start(ABOUT),
@@ -204,12 +204,12 @@ def test_starts_killed_while_the_model_loads_make_no_progress(tmp_path):
     add_step(out, 3, begin(out).run_id)
     kept = []  # a context that is never left, as after SIGKILL
     for _ in range(3):
-        kept.append(guard_of(out).loading())
+        kept.append(supervisor_of(out).loading())
         kept[-1].__enter__()
     with pytest.raises(
         RunStopped, match="restarted 2 times without progress: each start from step 3"
     ) as stopped:
-        guard_of(out)
+        supervisor_of(out)
     assert (
         stopped.value.ending.exit_code == 4
         and read_json(out / run_files.STATUS)["state"] == "no_progress"
@@ -242,14 +242,14 @@ def test_preemption_during_loading_is_not_counted_as_a_failure(happens, tmp_path
     before = signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
     for place in ("load", "prepare", "load", "prepare"):
-        guard = guard_of(out)
-        begun = exits.aborting_others(guard.presence), guard.control.signals.handled()
+        supervisor = supervisor_of(out)
+        begun = exits.aborting_others(supervisor.presence), supervisor.control.signals.handled()
         with (
             pytest.raises(RunStopped, match="before training began") as stopped,
             begun[0],
             begun[1],
         ):
-            with guard.loading():
+            with supervisor.loading():
                 if place == "load":
                     happens()
             happens()

@@ -19,7 +19,7 @@ from fsdp_qlora.training.setup import Setup
 from fsdp_qlora.training.trainer import Trainer
 
 
-class Extras(NamedTuple):
+class ExtraMeasurements(NamedTuple):
     """Measurements besides the losses.
 
     They are generated texts, --eval_tasks, and a GPU's memory and speed, compared with the plan.
@@ -30,9 +30,9 @@ class Extras(NamedTuple):
     measured: Measured | None = None
 
 
-def open_extras(
+def open_extra_measurements(
     config: TrainConfig, plan: Plan, setup: Setup, trainer: Trainer, folder: Path
-) -> Extras:
+) -> ExtraMeasurements:
     """Collect what the options and the device let a run measure beside its losses."""
     model = trainer.model
     ranks = trainer.ranks
@@ -54,4 +54,4 @@ def open_extras(
     # Speed and reserved memory are planned for GPUs only.
     if ranks.device.type == "cuda":
         measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
-    return Extras(samples, measure_tasks, measured)
+    return ExtraMeasurements(samples, measure_tasks, measured)
