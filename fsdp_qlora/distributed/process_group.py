@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -213,3 +214,19 @@ def all_gather_strings(
     all_gather(gathered, padded, group=group)
     rows = gathered.view(-1, size).cpu().numpy()
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_bytes(content: bytes, device: torch.device) -> np.ndarray:
+    """Rank 0's bytes, on every rank: uint8 [bytes], on the CPU. Collective."""
+    size = torch.tensor(len(content), device=device)
+    dist.broadcast(size, src=0)
+    # All ranks see the same size, so all leave out the second broadcast if there is nothing to
+    # send.
+    if not size.item():
+        return np.empty(0, np.uint8)
+    if dist.get_rank() == 0:
+        received = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    else:
+        received = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(received, src=0)
+    return received.cpu().numpy()

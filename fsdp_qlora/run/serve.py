@@ -27,10 +27,7 @@ from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.distributed.process_group import (
-    all_gather_strings,
-    gather_numbers,
-)
+from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
@@ -63,13 +60,17 @@ from fsdp_qlora.service.access import (
 from fsdp_qlora.service.adapter_store import AdapterStore
 from fsdp_qlora.service.app import App
 from fsdp_qlora.service.command_reader import Base
+from fsdp_qlora.service.commands import Sample, share
 from fsdp_qlora.service.connections import Connections
+from fsdp_qlora.service.entries import BaseEntry
 from fsdp_qlora.service.failures import Failures
 from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.reasons import reason_of
 from fsdp_qlora.service.records import Records
-from fsdp_qlora.service.scheduler import Scheduler, reason_of
+from fsdp_qlora.service.sampler import RequestSampler
+from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.service.training import RequestTargets, RequestTrainer
-from fsdp_qlora.service.worker import Command, Worker
+from fsdp_qlora.service.worker import Worker
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
 from fsdp_qlora.utils.files import fingerprint_files, refusal_named, staged_file
@@ -153,7 +154,7 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
         workers = [_loaded(base, control) for base in bases]
     free = least_free(Machine.of(config, ranks), "the memory for answers", store)
     for worker in workers:
-        worker.free = free
+        worker.sampling.free = free
         # A request is refused by the limits of rank 0, so they must be those of the fullest rank.
         least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
         worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
@@ -234,8 +235,8 @@ def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
     identity["the base's weights"] = fingerprint_files(base.weights.files.files.values())
     # As it comes back from the records: tuples are lists there.
     identity = json.loads(json.dumps(identity))
-    named = {"model": base.config.base_name or base.config.model_name}
-    known = records.get("service", "base") or named
+    named: BaseEntry = {"model": base.config.base_name or base.config.model_name}
+    known = records.bases.get("base") or named
     before = known.get("identity")
     if before is None and known["model"] != named["model"]:
         raise UserError(
@@ -251,7 +252,7 @@ def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
             f"--folder {folder} has adapters of another base or options: {'; '.join(changes)}. "
             "Give the same options and base, or another folder."
         )
-    records.put("service", "base", named | {"identity": identity})
+    records.bases.put("base", named | {"identity": identity})
     _note_options(base.config, folder)
 
 
@@ -352,13 +353,13 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
     options = {
         name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS
     }
-    about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
-    adapters = AdapterStore(trainer, mesh, result_form(config, plan), about)
+    adapters = AdapterStore(trainer, mesh, result_form(config, plan), options)
+    limits = _limits(config, placed)
+    beat = functools.partial(control.heartbeat.beat, 0, "compute")
     return Worker(
         RequestTrainer(adapters, targets),
-        placed,
-        _limits(config, placed),
-        functools.partial(control.heartbeat.beat, 0, "compute"),
+        RequestSampler(adapters, placed, limits.vocabulary, beat),
+        limits,
     )
 
 
@@ -402,7 +403,7 @@ def _start_server(
         save_times=(steps, 60 * minutes),
     )
     app = App(scheduler)
-    scheduler.on_done = app.wake
+    scheduler.results.on_done = app.wake
     connections = Connections()
     access = Access(app.api, opened.key, address.host, on_allowed=connections.trust)
     settings = uvicorn.Config(
@@ -430,6 +431,7 @@ def _work(
     workers: list[Worker], scheduler: Scheduler | None, control: Control, failures: Failures
 ) -> None:
     """Execute the commands of rank 0 on all ranks, until they agree to stop."""
+    ranks = workers[0].adapters.trainer.ranks
     while True:
         # Rank 0 decides for all: the others have no queue, and wait in the collectives below.
         command = scheduler.take(_PAUSE_SECONDS) if scheduler is not None else None
@@ -437,14 +439,13 @@ def _work(
         control.agree(gather_numbers(control.flags(0), _BY_GLOO))
         if control.stop:
             raise RunStopped(control.stop.state, f"The service has ended ({control.stop.reason}).")
-        text = all_gather_strings(json.dumps(command) if command else "", _BY_GLOO)[0]
-        if not text:
+        command = share(command, ranks)
+        if command is None:
             continue
-        received: Command = json.loads(text)
-        worker = workers[received.get("base", 0)]
+        worker = workers[command.base if isinstance(command, Sample) else 0]
         lost = list[str]()
         try:
-            results = worker.execute(received)
+            results = worker.execute(command)
         except UserError as error:  # on every rank, and nothing is in between
             reason = str(error)
         except Exception as error:
@@ -454,7 +455,7 @@ def _work(
             lost = worker.recover()
         else:
             if scheduler is not None:
-                scheduler.finish(received, results)
+                scheduler.finish(results)
             continue
         if scheduler is not None:
             scheduler.refuse(reason, lost)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from pathlib import Path
 from typing import Any
 
+from fsdp_qlora.service.connections import ClientAddress
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, staged_file
 from fsdp_qlora.utils.text import shown
@@ -68,7 +69,7 @@ class Access:
         api_key: str | None,
         host: str,
         *,
-        on_allowed: Callable[[Any], object],
+        on_allowed: Callable[[ClientAddress], object],
         body_seconds: float = BODY_SECONDS,
     ) -> None:
         self.inner = inner

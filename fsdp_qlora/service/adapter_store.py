@@ -12,10 +12,10 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, adapter_parameters
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
+from fsdp_qlora.service.entries import AdapterSettings
 from fsdp_qlora.training.trainer import LossScale, Trainer
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import records_of, write_json
@@ -49,6 +50,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "ssm")
 
 
+OptimizerState = dict[str, object]
+"""A parameter's state in torch's optimizer, by its names."""
+
+
+class SavedState(TypedDict):
+    """The content of state.json."""
+
+    about: AdapterSettings
+    steps: int
+    loss_scale: dict[str, float]
+    has_optimizer: bool
+
+
 @dataclass(eq=False)
 class AdapterState:
     """One adapter, and this rank's rows of it while another one is in the shards.
@@ -57,9 +71,9 @@ class AdapterState:
     whether it never trains.
     """
 
-    settings: Mapping[str, Any]
+    settings: AdapterSettings
     values: dict[str, Tensor]
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    state: dict[str, OptimizerState] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     steps: int = 0
@@ -67,7 +81,7 @@ class AdapterState:
 
     @property
     def rank(self) -> int:
-        return int(self.settings["rank"])
+        return self.settings["rank"]
 
 
 class AdapterStore:
@@ -75,16 +89,16 @@ class AdapterStore:
 
     Args:
         form: of results, with the configuration of the widest adapter.
-        identity: of the service, for training.json.
+        options: of the results, for training.json.
     """
 
     def __init__(
-        self, trainer: Trainer, mesh: DeviceMesh, form: ResultForm, identity: Mapping[str, Any]
+        self, trainer: Trainer, mesh: DeviceMesh, form: ResultForm, options: dict[str, object]
     ) -> None:
         self.trainer = trainer
         self.mesh = mesh
         self.form = form
-        self.identity = identity
+        self.options = options
         self.parameters: dict[str, nn.Parameter] = dict(adapter_parameters(trainer.model))  # type: ignore[arg-type]
         self.active: AdapterState | None = None
         assert form.adapter is not None
@@ -169,13 +183,11 @@ class AdapterStore:
     @staticmethod
     def _trains(adapter: AdapterState, name: str) -> bool:
         is_attention = any(word in part for part in name.split(".") for word in _OF_ATTENTION)
-        return bool(
-            adapter.settings["train_attn"] if is_attention else adapter.settings["train_mlp"]
-        )
+        return adapter.settings["train_attn"] if is_attention else adapter.settings["train_mlp"]
 
     # --- made and saved ---
 
-    def make(self, settings: Mapping[str, Any]) -> AdapterState:
+    def make(self, settings: AdapterSettings) -> AdapterState:
         """A new adapter: A random by its seed, B zero; rank 0 is the base, where A is zero too."""
         rank = settings["rank"]
         values = {}
@@ -185,9 +197,8 @@ class AdapterStore:
             ).shape
             whole = first_adapter_value(name, shape, seed=settings["seed"]) * (rank > 0)
             values[name] = self._own(parameter, whole)
-        settings = dict(settings) | {"rank": max(1, rank)}
         return AdapterState(
-            settings,
+            settings | {"rank": max(1, rank)},
             values,
             scale=LossScale(enabled=self.trainer.loss_scale.enabled),
             is_snapshot=rank == 0,
@@ -207,8 +218,8 @@ class AdapterStore:
         assert config is not None
         config.r = adapter.rank
         form = dataclasses.replace(self.form, adapter=config)
-        about = dict(self.identity)
-        about["options"] = self.identity["options"] | {"lora_rank": adapter.rank}
+        options = self.options | {"lora_rank": adapter.rank}
+        about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -248,15 +259,16 @@ class AdapterStore:
     ) -> None:
         if moments:
             save_file(moments, folder / OPTIMIZER)
-        state = {
-            "about": dict(adapter.settings),
+        state: SavedState = {
+            "about": adapter.settings,
             "steps": adapter.steps,
             "loss_scale": adapter.scale.state(),
+            "has_optimizer": with_optimizer,
         }
-        write_json(folder / STATE, state | {"has_optimizer": with_optimizer})
+        write_json(folder / STATE, state)
 
     def load(
-        self, folder: Path, *, with_optimizer: bool, settings: Mapping[str, Any] | None = None
+        self, folder: Path, *, with_optimizer: bool, settings: AdapterSettings | None = None
     ) -> AdapterState:
         """Load a saved adapter; without the optimizer it starts its steps anew.
 
@@ -269,7 +281,7 @@ class AdapterStore:
             try:
                 if self.trainer.ranks.is_rank_0:
                     verify(folder)
-                state = json.loads((folder / STATE).read_text())
+                state: SavedState = json.loads((folder / STATE).read_text())
                 rank = state["about"]["rank"]
                 if rank > self.widest or (settings and settings["rank"] != rank):
                     own = settings["rank"] if settings else None
@@ -288,11 +300,11 @@ class AdapterStore:
                 raise UserError(f"{folder.name} cannot be loaded: {error}") from error
         return adapter
 
-    def _read_state(self, adapter: AdapterState, folder: Path) -> dict[str, dict[str, Any]]:
+    def _read_state(self, adapter: AdapterState, folder: Path) -> dict[str, OptimizerState]:
         """The optimizer's state of the parameters that an adapter trains, by their names."""
         parts = {key: self._read(folder / OPTIMIZER, f".{key}") for key in _MOMENTS}
         count = torch.tensor(float(adapter.steps))
-        state: dict[str, dict[str, Any]] = {}
+        state: dict[str, OptimizerState] = {}
         for name in self.parameters:
             if self._trains(adapter, name):
                 # torch's AdamW counts the steps of each parameter, in place.
@@ -391,5 +403,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: object) -> object:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value

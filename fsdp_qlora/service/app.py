@@ -11,20 +11,23 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TypeGuard, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from fsdp_qlora.service.access import JSON, PROTOBUF
 from fsdp_qlora.service.command_reader import REQUESTS, check_metadata
-from fsdp_qlora.service.messages import parse_train_request
+from fsdp_qlora.service.entries import CheckpointEntry, SamplerEntry, is_integer
 from fsdp_qlora.service.names import has_form, parts_of, session_of
-from fsdp_qlora.service.records import DONE, WAITING, QueuedRequest
+from fsdp_qlora.service.reasons import LONGEST_REASON, describe_invalid
+from fsdp_qlora.service.records import DONE, WAITING, Entries, Entry, QueuedRequest
 from fsdp_qlora.service.request_queue import Busy
-from fsdp_qlora.service.scheduler import LONGEST_REASON, Scheduler, describe_invalid
+from fsdp_qlora.service.scheduler import Scheduler
+from fsdp_qlora.service.train_request import parse_train_request
 from fsdp_qlora.service.wall_clock import date_of
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
@@ -38,10 +41,14 @@ _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken a
 _CHECKPOINTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
+JsonObject = dict[str, object]
+RequestType = TypeVar("RequestType", bound=BaseModel)
+
+
 class PlainJSON(JSONResponse):
     """JSON of ASCII: a client's texts may have halves of surrogates, which UTF-8 has not."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return json.dumps(content, ensure_ascii=True, allow_nan=False).encode()
 
 
@@ -116,7 +123,7 @@ class App:
 
     # --- sessions and models ---
 
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> JsonObject:
         # Adapters are trained on the first base; others are as they are.
         supported = [
             {
@@ -129,7 +136,7 @@ class App:
         ]
         return {"supported_models": supported}
 
-    async def create_session(self, request: Request) -> dict[str, Any]:
+    async def create_session(self, request: Request) -> JsonObject:
         asked = await _read(request, types.CreateSessionRequest)
         check_metadata(asked.user_metadata)
         if len(asked.display_name or "") > _MOST_DISPLAYED:
@@ -137,24 +144,25 @@ class App:
         session = self.scheduler.sessions.create(asked.user_metadata, asked.display_name)
         return {"session_id": session, "warning_message": _NO_HEAD}
 
-    async def session_heartbeat(self, request: Request) -> dict[str, Any]:
+    async def session_heartbeat(self, request: Request) -> JsonObject:
         self._known_session((await _read(request, types.SessionHeartbeatRequest)).session_id)
         return {"type": "session_heartbeat"}
 
-    async def finish_session(self, session_id: str) -> dict[str, Any]:
-        self.scheduler.sessions.note_end(session_id, self._known("session", session_id))
+    async def finish_session(self, session_id: str) -> JsonObject:
+        entry = self._known(self.records.sessions, session_id)
+        self.scheduler.sessions.note_end(session_id, entry)
         return {}
 
-    async def create_sampling_session(self, request: Request) -> dict[str, Any]:
+    async def create_sampling_session(self, request: Request) -> JsonObject:
         asked = await _read(request, types.CreateSamplingSessionRequest)
         self._known_session(asked.session_id)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         if not has_form("sampler", name):
             raise UserError("sampling_session_seq_id is a number, 0 or more and below 10^19.")
-        self.records.put("sampler", name, self._sampled(asked.model_path, asked.base_model))
+        self.records.samplers.put(name, self._sampled(asked.model_path, asked.base_model))
         return {"sampling_session_id": name}
 
-    def _sampled(self, path: Any, base: Any) -> dict[str, Any]:
+    def _sampled(self, path: object, base: object) -> SamplerEntry:
         """The entry of a sampler of saved weights, or of a base as it is.
 
         Raises UserError if there are none.
@@ -162,13 +170,13 @@ class App:
         now = self.scheduler.clock.now()
         if path is not None:
             self.scheduler.weights.entry(str(path))
-            return {"path": path, "time": now}
+            return {"path": str(path), "time": now}
         self.scheduler.reader.base_named(str(base))
-        return {"path": None, "base": base, "time": now}
+        return {"path": None, "base": str(base), "time": now}
 
-    async def get_info(self, request: Request) -> dict[str, Any]:
+    async def get_info(self, request: Request) -> JsonObject:
         model = (await _read(request, types.GetInfoRequest)).model_id
-        settings = self._known("model", model)["about"]
+        settings = self._known(self.records.models, model)["about"]
         data = {
             "arch": "decoder",
             "model_name": self.trained,
@@ -181,11 +189,11 @@ class App:
             "lora_rank": settings["rank"],
         }
 
-    async def weights_info(self, request: Request) -> dict[str, Any]:
+    async def weights_info(self, request: Request) -> JsonObject:
         path = str((await _read_json(request)).get("tinker_path"))
         self.scheduler.weights.entry(path)
         model, _, _ = parts_of(path)
-        settings = self._known("model", model)["about"]
+        settings = self._known(self.records.models, model)["about"]
         return {
             "base_model": self.trained,
             "is_lora": True,
@@ -195,30 +203,30 @@ class App:
             "train_mlp": settings["train_mlp"],
         }
 
-    def _known(self, kind: str, name: object) -> dict[str, Any]:
+    def _known(self, entries: Entries[Entry], name: object) -> Entry:
         """The entry of that name.
 
         Each name of a request comes through here, or is made of one that has.
         """
-        entry = self.records.get(kind, str(name)) if has_form(kind, name) else None
+        entry = entries.get(str(name)) if has_form(entries.kind, name) else None
         if entry is None:
-            raise HTTPException(404, f"There is no {kind} {shown(name)}.")
+            raise HTTPException(404, f"There is no {entries.kind} {shown(name)}.")
         return entry
 
     def _known_session(self, name: object) -> None:
         """Make sure that there is this session, and note that it is in use."""
-        entry = self._known("session", name)
+        entry = self._known(self.records.sessions, name)
         self.scheduler.sessions.note_use(str(name), entry)
 
     # --- work ---
 
-    def _model_request(self, kind: str) -> Callable[[Request], Awaitable[dict[str, Any]]]:
+    def _model_request(self, kind: str) -> Callable[[Request], Awaitable[JsonObject]]:
         """The endpoint of a request that a model's ranks work on.
 
         The scheduler finds what is wrong with it.
         """
 
-        async def endpoint(request: Request) -> dict[str, Any]:
+        async def endpoint(request: Request) -> JsonObject:
             content = await _read_json(request)
             body = await request.body()
             # load_weights without a model makes one, as create_model does.
@@ -239,30 +247,38 @@ class App:
 
         return endpoint
 
-    async def forward_backward(self, request: Request) -> dict[str, Any]:
+    async def forward_backward(self, request: Request) -> JsonObject:
         body = await request.body()
         message = parse_train_request(body)
-        return self._submit_to_model("forward_backward", message.model_id, message.seq_id, body)
+        kind = "forward_backward"
+        return self._submit_to_model(kind, message.model_id, message.seq_id, body, message)
 
-    def _submit_to_model(self, kind: str, model: Any, seq: Any, body: bytes) -> dict[str, Any]:
+    def _submit_to_model(
+        self,
+        kind: str,
+        model: object,
+        seq: object,
+        body: bytes,
+        message: pb.ForwardBackwardRequest | None = None,
+    ) -> JsonObject:
         """Hand on a request for a model that its client has made, by number 0."""
         if not self._is_made(model):
             raise HTTPException(404, f"There is no model {shown(model)}.")
         self._known_session(session_of(model))
         if seq == 0:
             raise UserError("Number 0 is the request that makes the model; others begin at 1.")
-        return self._submit(kind, model, seq, body)
+        return self._submit(kind, model, seq, body, message)
 
-    def _is_made(self, model: Any) -> bool:
+    def _is_made(self, model: object) -> TypeGuard[str]:
         """Whether a model is there, or the request that makes it has come."""
         if not has_form("model", model):
             return False
-        if self.records.get("model", model) is not None:
+        if self.records.models.get(str(model)) is not None:
             return True
         # Clients send the next requests without waiting for the answer.
-        return self.scheduler.result(f"{model}:0") is not None
+        return self.scheduler.results.get(f"{model}:0") is not None
 
-    async def asample(self, request: Request) -> dict[str, Any]:
+    async def asample(self, request: Request) -> JsonObject:
         content = await _read_json(request)
         body = await request.body()
         sampler = content.get("sampling_session_id")
@@ -272,28 +288,36 @@ class App:
             sampler = f"direct:{secrets.token_hex(16)}"
             seq = 0
             weights = self._sampled(content.get("model_path"), content.get("base_model"))
-            self.records.put("sampler", sampler, weights)
-        self._known("sampler", sampler)
+            self.records.samplers.put(str(sampler), weights)
+        self._known(self.records.samplers, sampler)
         number = content.get("num_samples", 1)
-        answer = self._submit("asample", sampler, seq, body)
+        answer = self._submit("asample", str(sampler), seq, body)
         # The request is checked when its turn comes; here a wrong number must only do no harm.
         count = number if isinstance(number, int) and 0 < number < 2**12 else 1
         names = [f"{answer['request_id']}:{sample}" for sample in range(count)]
         return answer | {"sample_sequence_ids": names}
 
-    def _submit(self, kind: str, target: str, seq: Any, body: bytes) -> dict[str, Any]:
+    def _submit(
+        self,
+        kind: str,
+        target: str,
+        seq: object,
+        body: bytes,
+        message: pb.ForwardBackwardRequest | None = None,
+    ) -> JsonObject:
+        """Queue a request for a model or sampler. message: the body, where it is protobuf."""
         if not _is_number(seq) or not has_form("request", f"{target}:{seq}"):
             raise UserError(
                 "The request does not say for which model or sampler it is, and which "
                 "of its requests."
             )
         queued = QueuedRequest(f"{target}:{seq}", target, seq, kind, len(body))
-        self.scheduler.submit(queued, body)
+        self.scheduler.submit(queued, body, message)
         return {"request_id": queued.id, "model_id": target}
 
     async def retrieve_future(self, request: Request) -> Response:
         name = (await _read(request, types.FutureRetrieveRequest)).request_id
-        found = self.scheduler.result(name) if has_form("request", name) else None
+        found = self.scheduler.results.get(name) if has_form("request", name) else None
         if found is not None and found[0] == WAITING:
             found = await self._wait_for(name)
         if found is None:
@@ -313,11 +337,11 @@ class App:
         event = self._waiting.setdefault(name, asyncio.Event())
         try:
             # It may have come before the event was there.
-            found = self.scheduler.result(name)
+            found = self.scheduler.results.get(name)
             if found is not None and found[0] == WAITING:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), _HELD_SECONDS)
-                found = self.scheduler.result(name)
+                found = self.scheduler.results.get(name)
             return found
         finally:
             # Also where the client has gone or the records cannot be read: a client that never
@@ -327,32 +351,32 @@ class App:
                 # Others that wait for the same ask once more.
                 event.set()
 
-    async def cancel_future(self, request: Request) -> dict[str, Any]:
+    async def cancel_future(self, request: Request) -> JsonObject:
         self.scheduler.cancel(str((await _read_json(request)).get("request_id")))
         return {}
 
     # --- what there is ---
 
-    def sampler(self, sampler_id: str) -> dict[str, Any]:
-        entry = self._known("sampler", sampler_id)
+    def sampler(self, sampler_id: str) -> JsonObject:
+        entry = self._known(self.records.samplers, sampler_id)
         return {
             "sampler_id": sampler_id,
             "base_model": entry.get("base", self.trained),
             "model_path": entry["path"],
         }
 
-    def training_runs(self, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        names = [name for name, _ in self.records.find("model") if has_form("model", name)]
+    def training_runs(self, limit: int = 20, offset: int = 0) -> JsonObject:
+        names = [name for name, _ in self.records.models.find() if has_form("model", name)]
         cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
         return {
             "training_runs": [self.training_run(name) for name in names[offset : offset + limit]],
             "cursor": cursor,
         }
 
-    def training_run(self, model: str) -> dict[str, Any]:
-        entry = self._known("model", model)
+    def training_run(self, model: str) -> JsonObject:
+        entry = self._known(self.records.models, model)
         saved = self._checkpoints(model)
-        last: dict[str, Any] = dict.fromkeys(_CHECKPOINTS.values())
+        last: dict[object, object] = dict.fromkeys(_CHECKPOINTS.values())
         for each in saved:
             last[each["checkpoint_type"]] = each
         return {
@@ -367,18 +391,18 @@ class App:
             "user_metadata": entry["user_metadata"],
         }
 
-    def checkpoints(self, model: str = "", limit: int = 2**31, offset: int = 0) -> dict[str, Any]:
+    def checkpoints(self, model: str = "", limit: int = 2**31, offset: int = 0) -> JsonObject:
         if model:
-            self._known("model", model)
+            self._known(self.records.models, model)
         return {"checkpoints": self._checkpoints(model)[offset : offset + limit]}
 
-    def _checkpoints(self, model: str) -> list[dict[str, Any]]:
+    def _checkpoints(self, model: str) -> list[JsonObject]:
         return [
             self._checkpoint(uri, entry) for uri, entry in self.scheduler.weights.of_model(model)
         ]
 
     @staticmethod
-    def _checkpoint(uri: str, entry: dict[str, Any]) -> dict[str, Any]:
+    def _checkpoint(uri: str, entry: CheckpointEntry) -> JsonObject:
         _, kind, name = parts_of(uri)
         return {
             "checkpoint_id": f"{kind}/{name}",
@@ -389,11 +413,11 @@ class App:
             "expires_at": date_of(entry["expires"]) if entry["expires"] else None,
         }
 
-    def delete_checkpoint(self, model: str, part: str, name: str) -> dict[str, Any]:
+    def delete_checkpoint(self, model: str, part: str, name: str) -> JsonObject:
         self.scheduler.weights.delete(f"tinker://{model}/{part}/{name}")
         return {}
 
-    async def set_ttl(self, model: str, part: str, name: str, request: Request) -> dict[str, Any]:
+    async def set_ttl(self, model: str, part: str, name: str, request: Request) -> JsonObject:
         content = await _read_json(request)
         self.scheduler.weights.set_expiry(
             f"tinker://{model}/{part}/{name}", content.get("ttl_seconds")
@@ -401,16 +425,16 @@ class App:
         return {}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[int]:
     """Whether a request may count with it: SQLite's integers have 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    return is_integer(value) and 0 <= value < 2**62
 
 
-async def _read(request: Request, kind: type[Any]) -> Any:
+async def _read(request: Request, kind: type[RequestType]) -> RequestType:
     return kind.model_validate_json(await request.body())
 
 
-async def _read_json(request: Request) -> dict[str, Any]:
+async def _read_json(request: Request) -> JsonObject:
     try:
         content = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
@@ -435,12 +459,13 @@ def _not_recorded(request: Request, error: Exception) -> Response:
     return _error(503, f"The service's folder cannot be read or written now ({error}).")
 
 
-def _not_served(request: Request, error: Any) -> Response:
+def _not_served(request: Request, error: Exception) -> Response:
     """Name what was asked for, or the endpoint that is not there."""
     # "Not Found" is Starlette's own text for a path without an endpoint.
-    if error.detail == "Not Found":
+    detail = error.detail if isinstance(error, HTTPException) else "Not Found"
+    if detail == "Not Found":
         return _error(404, f"{shown(request.url.path)} is not served.")
-    return _error(404, str(error.detail))
+    return _error(404, str(detail))
 
 
 def _error(status: int, reason: str) -> Response:

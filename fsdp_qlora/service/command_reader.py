@@ -1,24 +1,42 @@
-"""Turns a client's request into a command for all ranks, and refuses what cannot be carried out."""
+"""Turns a client's request into a job for all ranks, and refuses what cannot be done."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from pydantic import BaseModel
 from tinker import types
 
 from fsdp_qlora.service import names
-from fsdp_qlora.service.messages import Limits, TrainRequest, parse_train_request
+from fsdp_qlora.service.commands import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    Sample,
+    SaveWeights,
+)
+from fsdp_qlora.service.entries import (
+    AdapterSettings,
+    CheckpointEntry,
+    Metadata,
+    ModelEntry,
+    SamplerEntry,
+)
+from fsdp_qlora.service.jobs import Job
+from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.parsed_requests import ParsedRequests
 from fsdp_qlora.service.records import QueuedRequest, Records
-from fsdp_qlora.service.sampling import SampleRequest, read_sample_request
+from fsdp_qlora.service.sampling import Drawing, SampleRequest, read_sample_request
 from fsdp_qlora.service.saved_weights import SAMPLER_WEIGHTS, SavedWeights, unnamed_sampler
-from fsdp_qlora.service.wall_clock import WallClock
-from fsdp_qlora.service.worker import Command
+from fsdp_qlora.service.train_request import TrainRequest, parse_train_request
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
 # Endpoint -> the client library's class of its request, which checks the fields.
-REQUESTS: dict[str, Any] = {
+REQUESTS: Mapping[str, type[BaseModel]] = {
     "create_model": types.CreateModelRequest,
     "optim_step": types.OptimStepRequest,
     "save_weights": types.SaveWeightsRequest,
@@ -43,18 +61,16 @@ class Base(NamedTuple):
 
 
 class WantedSample(NamedTuple):
-    """A request for samples, as it was read.
+    """A request for samples, as it was read."""
 
-    sampler: what to sample from, as the records have it.
-    """
-
-    sampler: Mapping[str, Any]
+    sampler: SamplerEntry
+    drawing: Drawing
     request: SampleRequest
 
     def is_alike(self, other: "WantedSample") -> bool:
         """Whether both draw alike from the same weights."""
         same_weights = self.sampler["path"] == other.sampler["path"] and self.base == other.base
-        return same_weights and self.request.drawing == other.request.drawing
+        return same_weights and self.drawing == other.drawing
 
     @property
     def base(self) -> str | None:
@@ -75,13 +91,14 @@ class CommandReader:
         self,
         records: Records,
         weights: SavedWeights,
-        clock: WallClock,
+        parsed: ParsedRequests,
         bases: Sequence[Base],
         most_rank: int,
     ) -> None:
         self.records = records
         self.weights = weights
-        self.clock = clock
+        self.clock = weights.clock
+        self.parsed = parsed
         self.bases = bases
         self.most_rank = most_rank
 
@@ -93,43 +110,55 @@ class CommandReader:
         served = " and ".join(base.names[0] for base in self.bases)
         raise UserError(f"The base {shown(name)} is not served; here is {served}.")
 
-    def model(self, name: str) -> dict[str, Any]:
+    def model(self, name: str) -> ModelEntry:
         """The entry of a model."""
-        entry = self.records.get("model", name)
+        entry = self.records.models.get(name)
         if entry is None:
             raise UserError(f"There is no model {shown(name)}.")
         return entry
 
     # --- training ---
 
-    def read(self, queued: QueuedRequest) -> Command:
-        """The command for a model's request.
-
-        A command of forward_backward gets its body when it is sent.
-        """
-        command: Command = {"kind": queued.kind, "model": queued.target, "seq": queued.seq}
+    def read(self, queued: QueuedRequest) -> Job:
+        """The job of a model's request."""
         if queued.kind == "forward_backward":
-            # To refuse what is wrong before the ranks get it; each rank reads it again.
+            # Checked before the model is brought back for it.
             self.model(queued.target)
-            TrainRequest.read(
-                parse_train_request(self.records.body(queued.id)), self.bases[0].limits
-            )
-            return command
-        request: Any = REQUESTS[queued.kind].model_validate_json(self.records.body(queued.id))
+            return Job(ForwardBackward(queued.target, queued.seq, self.train_request(queued.id)))
+        request = REQUESTS[queued.kind].model_validate_json(self.records.body(queued.id))
         if isinstance(request, types.CreateModelRequest):
-            return command | {"settings": self._create(queued.target, request), "makes": True}
+            settings = self._create(queued.target, request)
+            answer = _json(type="create_model", model_id=queued.target)
+            return Job(CreateModel(queued.target, settings), answer=answer)
         if isinstance(request, types.LoadWeightsRequest):
-            return command | self._load(queued, request)
+            return self._load(queued, request)
         self.model(queued.target)
-        if isinstance(request, types.SaveWeightsExternalRequest):
-            raise UserError(
-                "save_weights_external is not served: save_state leaves a folder that PEFT loads."
-            )
         if isinstance(request, types.OptimStepRequest):
-            return command | {"params": _adamw_params(request)}
-        return command | self._save(queued, request)
+            return Job(OptimStep(queued.target, _adam_params(request)))
+        if isinstance(request, types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest):
+            return self._save(queued, request)
+        raise UserError(
+            "save_weights_external is not served: save_state leaves a folder that PEFT loads."
+        )
 
-    def _create(self, model: str, request: types.CreateModelRequest) -> dict[str, Any]:
+    def read_repeat(self, queued: QueuedRequest) -> Job:
+        """The job that repeats a request whose result is known.
+
+        Its arrays are missing. `train_request` reads them when it is its turn.
+        """
+        if queued.kind == "forward_backward":
+            self.model(queued.target)
+            return Job(ForwardBackward(queued.target, queued.seq, None), is_internal=True)
+        return dataclasses.replace(self.read(queued), is_internal=True)
+
+    def train_request(self, name: str) -> TrainRequest:
+        """The checked arrays of a forward_backward."""
+        message = self.parsed.take(name)
+        if message is None:
+            message = parse_train_request(self.records.body(name))
+        return TrainRequest.read(message, self.bases[0].limits)
+
+    def _create(self, model: str, request: types.CreateModelRequest) -> AdapterSettings:
         lora = request.lora_config
         if self.base_named(request.base_model):
             raise UserError(
@@ -145,7 +174,7 @@ class CommandReader:
         if not (lora.train_attn or lora.train_mlp):
             raise UserError("The head has no adapter here: train_attn or train_mlp must be true.")
         # Recorded as JSON, so that the model can be made again after a kill.
-        settings = {
+        settings: AdapterSettings = {
             "rank": lora.rank,
             "seed": lora.seed or 0,
             "train_attn": lora.train_attn,
@@ -154,90 +183,91 @@ class CommandReader:
         self._register(model, settings, request.user_metadata)
         return settings
 
-    def _register(self, model: str, settings: Mapping[str, Any], metadata: Any) -> None:
+    def _register(self, model: str, settings: AdapterSettings, metadata: Metadata) -> None:
         check_metadata(metadata)
-        if self.records.get("model", model) is None:
-            created = {"about": dict(settings), "user_metadata": metadata, "time": self.clock.now()}
-            self.records.put("model", model, created)
+        if self.records.models.get(model) is None:
+            created: ModelEntry = {
+                "about": settings,
+                "user_metadata": metadata,
+                "time": self.clock.now(),
+            }
+            self.records.models.put(model, created)
 
-    def _load(self, queued: QueuedRequest, request: types.LoadWeightsRequest) -> Command:
+    def _load(self, queued: QueuedRequest, request: types.LoadWeightsRequest) -> Job:
         folder = self.weights.folder_of(request.path)
         # Number 0 makes the model by loading; a model's own numbers begin at 1.
         is_new = queued.seq == 0
         if is_new:
             saved_by, _, _ = names.parts_of(request.path)
             self._register(queued.target, self.model(saved_by)["about"], request.user_metadata)
-        settings = self.model(queued.target)["about"]
-        return {
-            "path": str(folder),
-            "optimizer": request.optimizer,
-            "settings": settings,
-            "makes": is_new,
-        }
+        command = LoadWeights(
+            queued.target,
+            str(folder),
+            with_optimizer=request.optimizer,
+            settings=self.model(queued.target)["about"],
+        )
+        return Job(command, answer=_json(type="load_weights", model_id=queued.target))
 
-    def _save(self, queued: QueuedRequest, request: Any) -> Command:
-        is_sampler = queued.kind == "save_weights_for_sampler"
-        kind = SAMPLER_WEIGHTS if is_sampler else "weights"
+    def _save(
+        self,
+        queued: QueuedRequest,
+        request: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest,
+    ) -> Job:
+        is_state = isinstance(request, types.SaveWeightsRequest)
+        kind = "weights" if is_state else SAMPLER_WEIGHTS
+        overwrites = isinstance(request, types.SaveWeightsRequest) and request.overwrite
         uri = self.weights.name_new(queued.target, kind, request.path, queued.seq)
-        self.weights.check_new(uri, queued.id, overwrites=getattr(request, "overwrite", False))
+        self.weights.check_new(uri, queued.id, overwrites=overwrites)
         check_metadata(request.user_metadata)
-        entry = {
+        entry: CheckpointEntry = {
             "piece": queued.id,
             "time": self.clock.now(),
             "expires": self.weights.expiry(request.ttl_seconds),
             "user_metadata": request.user_metadata,
         }
-        answer: dict[str, Any] = {"path": uri}
+        answer = _json(path=uri)
         if request.path is None:
-            answer = {"sampling_session_id": unnamed_sampler(queued.target, queued.seq)}
-            sampler = {"path": uri, "time": self.clock.now()}
-            self.records.put("sampler", answer["sampling_session_id"], sampler)
-            self.weights.delete_idle(queued.target)
+            answer = _json(sampling_session_id=self._unnamed_sampler(queued, uri))
         folder = names.folder_below(self.weights.folder, *names.parts_of(uri))
-        return {
-            "kind": "save",
-            "path": str(folder),
-            "optimizer": not is_sampler,
-            "answer": answer,
-            "uri": uri,
-            "entry": entry,
-        }
+        command = SaveWeights(queued.target, str(folder), with_optimizer=is_state)
+        return Job(command, answer=answer, checkpoint=(uri, entry))
+
+    def _unnamed_sampler(self, queued: QueuedRequest, uri: str) -> str:
+        """Make the sampler of weights that a request saves without a name; returns its name."""
+        sampler = unnamed_sampler(queued.target, queued.seq)
+        self.records.samplers.put(sampler, {"path": uri, "time": self.clock.now()})
+        self.weights.delete_idle(queued.target)
+        return sampler
 
     # --- sampling ---
 
     def read_sample(self, queued: QueuedRequest) -> WantedSample:
         """A request for samples."""
         request = types.SampleRequest.model_validate_json(self.records.body(queued.id))
-        sampler = self.records.get("sampler", queued.target)
+        sampler = self.records.samplers.get(queued.target)
         if sampler is None:
             raise UserError(f"There is no sampler {shown(queued.target)}.")
-        if sampler["path"] is not None:
-            self.weights.folder_of(sampler["path"])
-            self.weights.note_sampling(sampler["path"])
-        base = 0 if sampler["path"] is not None else self.base_named(sampler["base"])
-        return WantedSample(
-            sampler, read_sample_request(queued.id, request, self.bases[base].limits)
-        )
+        path = sampler["path"]
+        if path is not None:
+            self.weights.folder_of(path)
+            self.weights.note_sampling(path)
+        base = 0 if path is not None else self.base_named(str(sampler.get("base")))
+        drawing, own = read_sample_request(queued.id, request, self.bases[base].limits)
+        return WantedSample(sampler, drawing, own)
 
-    def sampling(self, wanted: WantedSample) -> Command:
-        """The command for a request and others that draw alike; they are added to its `requests`.
-
-        saved_by: weights may be saved anew under their name, so what the ranks keep is kept by the
-        request that saved.
-        """
+    def sampling(self, wanted: WantedSample) -> Sample:
+        """The command of a request; others that draw alike may be added to it."""
+        requests = (wanted.request,)
         path = wanted.sampler["path"]
-        command: Command = {"kind": "asample", "base": 0, "path": None, "saved_by": None}
         if path is None:
-            command["base"] = self.base_named(str(wanted.base))
-        else:
-            command |= {
-                "path": str(self.weights.folder_of(path)),
-                "saved_by": self.weights.entry(path)["piece"],
-            }
-        return command | {"params": wanted.request.drawing, "requests": []}
+            base = self.base_named(str(wanted.base))
+            return Sample(wanted.drawing, requests, base=base)
+        folder = str(self.weights.folder_of(path))
+        saved_by = self.weights.entry(path)["piece"]
+        return Sample(wanted.drawing, requests, folder, saved_by)
 
 
-def check_metadata(metadata: Any) -> None:
+def check_metadata(metadata: Metadata) -> None:
     """Raise UserError if metadata of a client is too large to keep, or is no JSON."""
     try:
         size = len(json.dumps(metadata, allow_nan=False))
@@ -249,12 +279,17 @@ def check_metadata(metadata: Any) -> None:
         )
 
 
-def _adamw_params(request: types.OptimStepRequest) -> dict[str, float]:
-    if not isinstance(request.optim_params, types.AdamParams):
+def _adam_params(request: types.OptimStepRequest) -> types.AdamParams:
+    params = request.optim_params
+    if not isinstance(params, types.AdamParams):
         raise UserError("Only AdamW is served.")
-    params: dict[str, float] = request.optim_params.model_dump()
+    values: dict[str, float] = params.model_dump()
     # Larger numbers become infinite in the float32 of the weights, or cannot be converted.
-    is_finite = all(0 <= value <= _LARGEST for value in params.values())
-    if not is_finite or max(params["beta1"], params["beta2"]) >= 1:
-        raise UserError(f"AdamW cannot take these parameters: {params}.")
+    is_finite = all(0 <= value <= _LARGEST for value in values.values())
+    if not is_finite or max(params.beta1, params.beta2) >= 1:
+        raise UserError(f"AdamW cannot take these parameters: {values}.")
     return params
+
+
+def _json(**content: str) -> bytes:
+    return json.dumps(content).encode()

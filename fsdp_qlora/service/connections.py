@@ -7,11 +7,14 @@ import asyncio
 import resource
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 HEAD_SECONDS = 10.0  # for the head of a request to come
 _MOST_FILES = 65_536  # open at a time, if the system allows so many
 _MOST_STRANGERS = 512  # connections without an allowed request
+
+ClientAddress = tuple[str, int] | None
+"""Host and port of a client, as in the scope of ASGI."""
 
 
 class Connections:
@@ -30,7 +33,7 @@ class Connections:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         # A quarter of the files at most: the others are for clients, and for what a service reads.
         self.most = min(_MOST_STRANGERS, max(soft, wanted) // 4)
-        self._strangers: dict[Any, Connection] = {}
+        self._strangers: dict[ClientAddress, Connection] = {}
 
     def add(self, connection: "Connection") -> None:
         self._strangers[connection.client] = connection
@@ -38,11 +41,8 @@ class Connections:
             oldest = next(iter(self._strangers))
             self._strangers.pop(oldest).abort()
 
-    def trust(self, client: Any) -> None:
-        """A connection has sent an allowed request.
-
-        client: its address, as in the scope of ASGI.
-        """
+    def trust(self, client: ClientAddress) -> None:
+        """A connection has sent an allowed request. client: its address."""
         self._strangers.pop(client, None)
 
     def remove(self, connection: "Connection") -> None:
@@ -67,7 +67,8 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limit: asyncio.TimerHandle | None = None
-        self._answered: Any = None  # the request whose head was the last to come
+        # The request whose head was the last to come.
+        self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

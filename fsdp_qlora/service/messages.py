@@ -1,31 +1,17 @@
-"""The protocol's messages.
+"""Limits of requests, and the protocol's messages of samples."""
 
-They become rows of tokens, and results become bytes.
-"""
-
-import dataclasses
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from google.protobuf.message import DecodeError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
-from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
-from fsdp_qlora.service.losses import LOSSES, Loss
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import shown
 
-# Little-endian, on any machine.
-_DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
-# Datums of a request.
-_MOST_DATUMS = 2**14
 # Targets of a request; a sparse tensor may say more than it sends.
 _MOST_TARGETS = 2**22
 # The protocol's log-probability where a top-k list is empty.
@@ -83,111 +69,6 @@ class Limits:
         return tokens
 
 
-@dataclass(frozen=True, eq=False)
-class TrainRequest:
-    """A forward_backward. K is the most targets of a position: 1, but for a loss over several
-    likely tokens.
-
-    table: a row for each datum, its tokens and one behind them. values: name -> [positions of all
-    datums, K]; places numbers them. shapes: of each datum's targets.
-    """
-
-    table: TokenizedRows
-    values: Mapping[str, np.ndarray]
-    shapes: Sequence[tuple[int, ...]]
-    loss: str
-    config: Mapping[str, float]
-    forward_only: bool
-
-    @classmethod
-    def read(cls, message: pb.ForwardBackwardRequest, limits: Limits) -> "TrainRequest":
-        """Raises UserError: it cannot be computed."""
-        loss = LOSSES.get(message.loss_fn)
-        if loss is None:
-            raise UserError(
-                f"The loss {shown(message.loss_fn)} is not served; these are: {', '.join(LOSSES)}."
-            )
-        given = dict(message.loss_fn_config) | {
-            name: each.number for name, each in message.loss_fn_config_v2.items()
-        }
-        unknown = given.keys() - loss.config.keys()
-        if unknown:
-            raise UserError(f"The loss {message.loss_fn} has no setting {shown(sorted(unknown))}.")
-        if not all(map(math.isfinite, given.values())):
-            raise UserError(
-                f"The loss {message.loss_fn} has a setting that is not finite: {shown(given)}."
-            )
-        _check_sizes(message, limits)
-        rows = list[np.ndarray]()
-        datums = list[dict[str, np.ndarray]]()
-        for number, datum in enumerate(message.data):
-            tokens = limits.check(_tokens(datum.model_input, f"Datum {number}"), f"Datum {number}")
-            datums.append(_read_inputs(datum, number, (message.loss_fn, loss), len(tokens), limits))
-            # A row's targets are its next tokens, so the last one needs a token behind it.
-            rows.append(np.append(tokens, 0))
-        if not rows:
-            raise UserError("The request has no data.")
-        return cls(
-            _table(rows),
-            _joined(datums),
-            [datum["target_tokens"].shape for datum in datums],
-            message.loss_fn,
-            dict(loss.config) | given,
-            message.forward_only,
-        )
-
-    def of_targets(self, rows: Numbers) -> dict[str, torch.Tensor]:
-        """The values of some rows' targets, [N, K].
-
-        If they have none, those of one target that counts nothing.
-        """
-        # A row has one target less than tokens.
-        starts = self.table.offsets - np.arange(len(self.table.offsets))
-        chosen = np.concatenate(
-            [np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(1, np.int64)]
-        )
-        return {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
-
-    def with_targets(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with the request's own targets, [N * K].
-
-        They replace the next tokens of its table.
-        """
-        is_target = (batch.targets != IGNORE_INDEX)[:, None]
-        targets = torch.where(is_target, batch.target_values["target_tokens"], IGNORE_INDEX)
-        values = {name: column.flatten() for name, column in batch.target_values.items()}
-        rows = batch.target_rows.repeat_interleave(targets.shape[1])
-        return dataclasses.replace(
-            batch, target_rows=rows, targets=targets.flatten(), target_values=values
-        )
-
-    def encode(self, logprobs: np.ndarray, metrics: Mapping[str, float]) -> bytes:
-        """The answer. logprobs: float32 [positions of all datums, K]."""
-        answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-        first = 0
-        # A record has datums with tensors of one width; neighbours share one.
-        for trailing, group in itertools.groupby(self.shapes, key=lambda shape: shape[1:]):
-            lengths = [shape[0] for shape in group]
-            width = trailing[0] if trailing else 1
-            own = logprobs[first : first + sum(lengths), :width].astype("<f4")
-            first += sum(lengths)
-            record = answer.loss_fn_outputs.add(num_datums=len(lengths))
-            field = record.fields["logprobs"]
-            field.dtype = pb.DTYPE_FLOAT32
-            field.trailing_shape.extend(trailing)
-            field.data = own.tobytes()
-            ends = np.cumsum([0, *lengths], dtype="<i8") * (own.itemsize * width)
-            field.offsets = ends.tobytes()
-        return answer.SerializeToString()
-
-
-def parse_train_request(body: bytes) -> pb.ForwardBackwardRequest:
-    try:
-        return pb.ForwardBackwardRequest.FromString(body)
-    except DecodeError as error:
-        raise UserError("The body is no ForwardBackwardRequest.") from error
-
-
 def prompt_tokens(request: types.SampleRequest, limits: Limits) -> np.ndarray:
     """The prompt's tokens, int32. Raises UserError if it has other things, or an unknown token."""
     texts = [chunk for chunk in request.prompt.chunks if isinstance(chunk, types.EncodedTextChunk)]
@@ -202,21 +83,20 @@ def prompt_tokens(request: types.SampleRequest, limits: Limits) -> np.ndarray:
 
 def rows_to_score(prompts: Sequence[Sequence[int]]) -> TokenizedRows:
     """A row for each prompt, whose tokens are targets but for the first."""
-    return _table([np.array(prompt, np.int32) for prompt in prompts])
+    return rows_of_tokens([np.array(prompt, np.int32) for prompt in prompts])
 
 
-def encode_samples(
-    answers: Sequence[Any],
-    prompt_logprobs: np.ndarray | None = None,
-    top: tuple[np.ndarray, np.ndarray] | None = None,
-) -> bytes:
-    """The answer to a SampleRequest.
+class PromptScores(NamedTuple):
+    """Scores of a prompt's tokens, as far as its request wants them; otherwise None."""
 
-    Args:
-        answers: completions.
-        prompt_logprobs: float32 [tokens], NaN at the first.
-        top: ids and log-probabilities of the likeliest tokens, [tokens, k].
-    """
+    logprobs: np.ndarray | None = None
+    """float32 [tokens], NaN at the first."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """Ids and log-probabilities of the most likely tokens, [tokens, k]."""
+
+
+def encode_samples(answers: Sequence[Completion], scores: PromptScores) -> bytes:
+    """The answer to a SampleRequest."""
     answer = pb.SampleResponse()
     for each in answers:
         tokens = np.array(each.token_ids, "<i4")
@@ -225,10 +105,10 @@ def encode_samples(
         answer.sequences.add(
             stop_reason=reason, tokens=tokens.tobytes(), logprobs=logprobs.tobytes()
         )
-    if prompt_logprobs is not None:
-        answer.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
-    if top is not None:
-        ids, logps = (np.array(array) for array in top)
+    if scores.logprobs is not None:
+        answer.prompt_logprobs = scores.logprobs.astype("<f4").tobytes()
+    if scores.top is not None:
+        ids, logps = (np.array(array) for array in scores.top)
         # Nothing predicts the first token.
         ids[0] = 0
         logps[0] = _NO_TOP
@@ -238,146 +118,10 @@ def encode_samples(
     return answer.SerializeToString()
 
 
-def _tokens(chunks: Sequence[pb.Chunk], what: str) -> np.ndarray:
-    kinds = {chunk.WhichOneof("chunk") for chunk in chunks}
-    other = kinds - {"encoded_text"}
-    if other:
-        raise UserError(
-            f"{what} has {next(iter(other)) or 'an empty chunk'}, and only tokens are served."
-        )
-    try:
-        return np.concatenate(
-            [
-                np.zeros(0, np.int32),
-                *(np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in chunks),
-            ]
-        )
-    except ValueError as error:
-        raise UserError(f"{what} has tokens that are no 32-bit numbers.") from error
-
-
-def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
-    """Refuse a request that is too large, by the sizes that it names.
-
-    No array has been made by then.
-    """
-    if len(message.data) > _MOST_DATUMS:
-        raise UserError(
-            f"The request has {len(message.data):,} datums; at most {_MOST_DATUMS:,} "
-            "are served at a time."
-        )
-    positions = 0
-    width = 1
-    for datum in message.data:
-        # Four bytes for a token.
-        positions += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
-        if any(len(tensor.shape) > 2 for tensor in datum.loss_fn_inputs.values()):
-            raise UserError(
-                "A tensor has more than two dimensions; those of targets are [tokens] or [tokens, "
-                "K]."
-            )
-        if "target_tokens" in datum.loss_fn_inputs:
-            width = max(width, *datum.loss_fn_inputs["target_tokens"].shape[1:2], 0)
-    limits.check_targets(positions, width)
-
-
-def _read_inputs(
-    datum: pb.Datum, number: int, named_loss: tuple[str, Loss], length: int, limits: Limits
-) -> dict[str, np.ndarray]:
-    """The values of a datum's targets: a loss's tensors, [length] or [length, K].
-
-    Raises UserError.
-    """
-    loss_name, loss = named_loss
-    names = ("target_tokens", *loss.tensors, *loss.optional)
-    given = datum.loss_fn_inputs
-    unknown = given.keys() - {*names, "mask"}
-    if unknown:
-        raise UserError(f"Datum {number}: the loss {loss_name} takes no {shown(sorted(unknown))}.")
-    for name in names:
-        if name not in given and name not in loss.optional:
-            raise UserError(f"Datum {number} has no {name}, which the loss {loss_name} needs.")
-    shape = (length, *given["target_tokens"].shape[1:])
-    if len(shape) > 2 or min(shape) < 1:
-        raise UserError(
-            f"Datum {number}: target_tokens has the shape {shape}; it must be [tokens] or [tokens, "
-            "K]."
-        )
-    if len(shape) > 1 and loss_name != "cross_entropy":
-        raise UserError(f"Datum {number}: only cross_entropy takes several targets of a token.")
-    values = {name: np.ones(shape, np.float32) for name in loss.optional}
-    for name in names:
-        if name in given:
-            values[name] = _array(given[name], f"Datum {number}: {name}", shape)
-    limits.check_known(values["target_tokens"], f"Datum {number}")
-    return values
-
-
-def _array(tensor: pb.Tensor, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The dense values of a tensor of this shape.
-
-    int64 for target_tokens, and float32 for others. Raises UserError.
-    """
-    try:
-        if tuple(tensor.shape) not in (shape, ()):
-            raise ValueError(f"its shape is {tuple(tensor.shape)}, and {shape} is needed")
-        dtype = np.dtype(_DTYPES[tensor.dtype])
-        if tensor.HasField("sparse_csr"):
-            array = _dense(tensor.sparse_csr, shape, dtype)
-        else:
-            array = np.frombuffer(tensor.dense, dtype).reshape(shape)
-        if not np.isfinite(array).all():
-            raise ValueError("a number is not finite")
-        if name.endswith("target_tokens") and (array != array.astype(np.int64)).any():
-            raise ValueError("a token is no whole number")
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
-        raise UserError(f"{name} cannot be read: {error}.") from error
-    return array.astype(np.int64 if name.endswith("target_tokens") else np.float32)
-
-
-def _dense(csr: pb.SparseCsr, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """The values of a tensor in compressed rows, [rows, columns].
-
-    Raises ValueError or IndexError.
-    """
-    rows, columns = (np.frombuffer(part, "<i8") for part in (csr.crow_indices, csr.col_indices))
-    values = np.frombuffer(csr.values, dtype)
-    counts = np.diff(rows)
-    is_whole = (
-        len(shape) == 2 and len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(columns)
-    )
-    if not is_whole or len(values) != len(columns) or (columns < 0).any() or (counts < 0).any():
-        raise ValueError("its indices are not those of rows and columns")
-    array = np.zeros(shape, dtype)
-    array[np.repeat(np.arange(len(array)), counts), columns] = values
-    return array
-
-
-def _table(rows: Sequence[np.ndarray]) -> TokenizedRows:
+def rows_of_tokens(rows: Sequence[np.ndarray]) -> TokenizedRows:
     """Rows whose tokens are all learned, but for the first of each."""
     lengths = [len(row) for row in rows]
     learned = np.concatenate([np.arange(length) > 0 for length in lengths])
     ids = np.concatenate(rows).astype(np.int32)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     return TokenizedRows(ids, learned, offsets, np.arange(len(rows), dtype=np.int64))
-
-
-def _joined(datums: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The values of all datums, [positions, K].
-
-    Where one has fewer targets than K, the rest weighs nothing.
-    """
-    width = max(
-        array.shape[1] if array.ndim > 1 else 1 for datum in datums for array in datum.values()
-    )
-    values = {}
-    for name in datums[0]:
-        parts = [datum[name].reshape(len(datum[name]), -1) for datum in datums]
-        values[name] = np.concatenate(
-            [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts]
-        )
-    count = len(values["target_tokens"])
-    values["places"] = np.arange(count * width, dtype=np.int64).reshape(count, width)
-    lengths = [len(datum["target_tokens"]) for datum in datums]
-    values["datum"] = np.arange(len(datums)).repeat(lengths)[:, None].repeat(width, axis=1)
-    return values

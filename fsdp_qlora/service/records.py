@@ -10,10 +10,17 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from fsdp_qlora.service.entries import (
+    BaseEntry,
+    CheckpointEntry,
+    ModelEntry,
+    SamplerEntry,
+    SessionEntry,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.run_files import SERVICE
 
@@ -34,6 +41,11 @@ DONE = "done"
 FAILED = "failed"
 
 
+Entry = TypeVar("Entry", bound=Mapping[str, object])
+Row = tuple[Any, ...]
+"""A row of SQLite; its query says what is in it."""
+
+
 class QueuedRequest(NamedTuple):
     """A request for the ranks.
 
@@ -46,6 +58,36 @@ class QueuedRequest(NamedTuple):
     seq: int
     kind: str
     size: int = 0
+
+
+class Entries(Generic[Entry]):
+    """The entries of a kind, by their ids."""
+
+    def __init__(self, records: "Records", kind: str) -> None:
+        self._records = records
+        self.kind = kind
+
+    def put(self, name: str, entry: Entry) -> None:
+        self._records.execute(
+            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", self.kind, name, json.dumps(entry)
+        )
+
+    def get(self, name: str) -> Entry | None:
+        query = "SELECT about FROM entries WHERE kind = ? AND id = ?"
+        rows = self._records.execute(query, self.kind, name)
+        if not rows:
+            return None
+        entry: Entry = json.loads(rows[0][0])
+        return entry
+
+    def find(self, like: str = "%") -> Iterator[tuple[str, Entry]]:
+        """(id, entry) of the entries whose id is LIKE this, the oldest first."""
+        query = "SELECT id, about FROM entries WHERE kind = ? AND id LIKE ? ORDER BY rowid"
+        rows = self._records.execute(query, self.kind, like)
+        return ((name, json.loads(content)) for name, content in rows)
+
+    def delete(self, name: str) -> None:
+        self._records.execute("DELETE FROM entries WHERE kind = ? AND id = ?", self.kind, name)
 
 
 class Records:
@@ -62,6 +104,11 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.RLock()
+        self.sessions = Entries[SessionEntry](self, "session")
+        self.models = Entries[ModelEntry](self, "model")
+        self.samplers = Entries[SamplerEntry](self, "sampler")
+        self.checkpoints = Entries[CheckpointEntry](self, "checkpoint")
+        self.bases = Entries[BaseEntry](self, "service")
         path = folder / SERVICE
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -85,12 +132,12 @@ class Records:
         """Refuse a damaged file, and one that does not know the models with folders beside it."""
         advice = f"Put back a copy of {SERVICE}, or give another --folder."
         try:
-            [(verdict,)] = self._execute("PRAGMA quick_check(1)")
+            [(verdict,)] = self.execute("PRAGMA quick_check(1)")
             for table, expected in _COLUMNS.items():
-                found = {row[1] for row in self._execute(f"PRAGMA table_info({table})")}
+                found = {row[1] for row in self.execute(f"PRAGMA table_info({table})")}
                 if not expected <= found:
                     verdict = f"it has other columns in {table}"
-            is_new = not self._execute("SELECT 1 FROM entries LIMIT 1")
+            is_new = not self.execute("SELECT 1 FROM entries LIMIT 1")
         except sqlite3.Error as error:
             verdict = str(error)
         if verdict != "ok":
@@ -102,41 +149,22 @@ class Records:
                 f"{advice}"
             )
 
-    def put(self, kind: str, name: str, content: dict[str, Any]) -> None:
-        self._execute(
-            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(content)
-        )
-
-    def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        rows = self._execute("SELECT about FROM entries WHERE kind = ? AND id = ?", kind, name)
-        return json.loads(rows[0][0]) if rows else None
-
-    def find(self, kind: str, like: str = "%") -> Iterator[tuple[str, dict[str, Any]]]:
-        """(id, content) of the entries of a kind whose id is LIKE this, the oldest first."""
-        rows = self._execute(
-            "SELECT id, about FROM entries WHERE kind = ? AND id LIKE ? ORDER BY rowid", kind, like
-        )
-        return ((name, json.loads(content)) for name, content in rows)
-
-    def delete(self, kind: str, name: str) -> None:
-        self._execute("DELETE FROM entries WHERE kind = ? AND id = ?", kind, name)
-
     def add(self, request: QueuedRequest, body: bytes) -> bool:
         """Add a request with its body; False if it is there already."""
         columns = "(id, target, seq, kind, body, state)"
         statement = (
             f"INSERT OR IGNORE INTO pieces {columns} VALUES (?, ?, ?, ?, ?, ?) RETURNING number"
         )
-        return bool(self._execute(statement, *request[:4], body, WAITING))
+        return bool(self.execute(statement, *request[:4], body, WAITING))
 
     def body(self, name: str) -> bytes:
         """The body of a request that may have to be done, again or for the first time."""
-        [(body,)] = self._execute("SELECT body FROM pieces WHERE id = ?", name)
+        [(body,)] = self.execute("SELECT body FROM pieces WHERE id = ?", name)
         return bytes(body or b"")
 
     def begin(self, name: str) -> int:
         """Count that a request is worked on; returns how often it has been."""
-        [(tries,)] = self._execute(
+        [(tries,)] = self.execute(
             "UPDATE pieces SET tries = tries + 1 WHERE id = ? RETURNING tries", name
         )
         return int(tries)
@@ -166,7 +194,7 @@ class Records:
 
     def result(self, name: str) -> tuple[str, bytes] | None:
         """(state, result) of a request; None if it is unknown."""
-        rows = self._execute("SELECT state, result FROM pieces WHERE id = ?", name)
+        rows = self.execute("SELECT state, result FROM pieces WHERE id = ?", name)
         if not rows:
             return None
         state, result = rows[0]
@@ -175,7 +203,7 @@ class Records:
     def tried_samples(self) -> set[str]:
         """The requests for samples that wait and were worked on when the service ended."""
         query = "SELECT id FROM pieces WHERE state = 'waiting' AND tries > 0 AND kind = 'asample'"
-        return {name for (name,) in self._execute(query)}
+        return {name for (name,) in self.execute(query)}
 
     def waiting(self) -> list[QueuedRequest]:
         """The requests without a result, in the order in which they came."""
@@ -183,7 +211,7 @@ class Records:
             "SELECT id, target, seq, kind, length(body) FROM pieces "
             "WHERE state = 'waiting' ORDER BY number"
         )
-        return [QueuedRequest(*row) for row in self._execute(query)]
+        return [QueuedRequest(*row) for row in self.execute(query)]
 
     def done_after(self, target: str, seq: int) -> list[QueuedRequest]:
         """The requests of a target that were done and come after a number, in their order."""
@@ -191,17 +219,17 @@ class Records:
             "SELECT id, target, seq, kind FROM pieces "
             "WHERE target = ? AND seq > ? AND state = 'done' ORDER BY seq"
         )
-        return [QueuedRequest(*row) for row in self._execute(query, target, seq)]
+        return [QueuedRequest(*row) for row in self.execute(query, target, seq)]
 
     def last_done(self, target: str) -> int:
         """The number of the target's last request that has a result; -1 without one."""
         query = "SELECT MAX(seq) FROM pieces WHERE target = ? AND state != 'waiting'"
-        [(last,)] = self._execute(query, target)
+        [(last,)] = self.execute(query, target)
         return -1 if last is None else int(last)
 
     def forget_bodies(self, target: str, seq: int) -> None:
         """Free what repeating a target's requests up to a number would need; their results stay."""
-        self._execute(
+        self.execute(
             "UPDATE pieces SET body = x'' WHERE target = ? AND seq <= ? AND state != 'waiting'",
             target,
             seq,
@@ -215,14 +243,14 @@ class Records:
         Requests that may have to be repeated stay.
         """
         old = "state != 'waiting' AND (kind = 'asample' OR body = x'')"
-        rows = self._execute(
+        rows = self.execute(
             f"SELECT number, length(result) FROM pieces WHERE {old} ORDER BY number DESC"
         )
         total = 0
         for count, (number, size) in enumerate(rows):
             total += size or 0
             if count >= most or (count and total > most_bytes):
-                self._execute(f"DELETE FROM pieces WHERE {old} AND number <= ?", number)
+                self.execute(f"DELETE FROM pieces WHERE {old} AND number <= ?", number)
                 break
 
     def forget_direct_samplers(self, before: float) -> None:
@@ -230,13 +258,14 @@ class Records:
         is_used = "EXISTS (SELECT 1 FROM pieces WHERE target = entries.id)"
         is_old = "coalesce(json_extract(about, '$.time'), 0) < ?"
         one = "kind = 'sampler' AND id LIKE 'direct:%'"
-        self._execute(f"DELETE FROM entries WHERE {one} AND {is_old} AND NOT {is_used}", before)
+        self.execute(f"DELETE FROM entries WHERE {one} AND {is_old} AND NOT {is_used}", before)
 
     def forget_target(self, target: str) -> None:
         """Delete all requests of a model or sampler."""
-        self._execute("DELETE FROM pieces WHERE target = ?", target)
+        self.execute("DELETE FROM pieces WHERE target = ?", target)
 
-    def _execute(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+    def execute(self, statement: str, *values: object) -> list[Row]:
+        """The rows that a statement of SQL gives."""
         with self._lock:
             return self._file.execute(statement, values).fetchall()
 

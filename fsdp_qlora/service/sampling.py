@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from tinker import types
 
@@ -27,23 +27,32 @@ _NOT_SERVED = (
 )
 
 
-class SampleRequest(NamedTuple):
-    """A request for samples.
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn: what requests must have in common to be answered together."""
 
-    drawing: what requests must have in common to be answered together. own: of this one. Both are
-    JSON.
-    """
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 for all tokens."""
+    stop: list[str | int] | None
+    """Texts or tokens that end an answer; None for the model's own end."""
 
-    drawing: dict[str, Any]
-    own: dict[str, Any]
 
-    @property
-    def num_samples(self) -> int:
-        return int(self.own["num_samples"])
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request for samples of a prompt, without how they are drawn."""
 
-    @property
-    def prompt_length(self) -> int:
-        return len(self.own["prompt"])
+    prompt: list[int]
+    num_samples: int
+    seed: str | int
+    scores: bool
+    """Whether log-probabilities of the prompt's tokens are wanted."""
+    top: int
+    """The number of most likely tokens to find in each place of the prompt."""
+    last: int | None
+    """The number of last tokens of the prompt to score; None for all."""
 
 
 class SampleGroup:
@@ -55,14 +64,16 @@ class SampleGroup:
     def has_room_for(self, request: SampleRequest) -> bool:
         """Whether one more keeps within the samples and values of prompts that fit into memory."""
         together = [*self.requests, request]
-        scored = [each for each in together if each.own["scores"]]
-        num_tokens = sum(each.prompt_length for each in scored)
-        top = max((each.own["top"] for each in scored), default=0)
+        scored = [each for each in together if each.scores]
+        num_tokens = sum(len(each.prompt) for each in scored)
+        top = max((each.top for each in scored), default=0)
         num_samples = sum(each.num_samples for each in together)
         return num_samples <= MOST_SAMPLES and prompt_values(num_tokens, top) <= MOST_PROMPT_VALUES
 
 
-def read_sample_request(name: str, request: types.SampleRequest, limits: Limits) -> SampleRequest:
+def read_sample_request(
+    name: str, request: types.SampleRequest, limits: Limits
+) -> tuple[Drawing, SampleRequest]:
     """Check a request and fill in what it leaves open.
 
     Args:
@@ -77,22 +88,22 @@ def read_sample_request(name: str, request: types.SampleRequest, limits: Limits)
     params = request.sampling_params
     most_new = _most_new_tokens(params, limits.context_length + 1 - len(prompt))
     _check_counts(request, len(prompt))
-    drawing = {
-        "max_tokens": most_new,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": max(params.top_k, 0),
-        "stop": _stops(params.stop),
-    }
-    own = {
-        "prompt": prompt.tolist(),
-        "num_samples": request.num_samples,
-        "top": request.topk_prompt_logprobs,
-        "seed": name if params.seed is None else params.seed,
-        "last": request.prompt_logprobs_last_n,
-        "scores": bool(request.prompt_logprobs or request.topk_prompt_logprobs),
-    }
-    return SampleRequest(drawing, own)
+    drawing = Drawing(
+        max_tokens=most_new,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop=_stops(params.stop),
+    )
+    own = SampleRequest(
+        prompt=prompt.tolist(),
+        num_samples=request.num_samples,
+        seed=name if params.seed is None else params.seed,
+        scores=bool(request.prompt_logprobs or request.topk_prompt_logprobs),
+        top=request.topk_prompt_logprobs,
+        last=request.prompt_logprobs_last_n,
+    )
+    return drawing, own
 
 
 def _most_new_tokens(params: types.SamplingParams, room: int) -> int:
@@ -134,11 +145,11 @@ def prompt_values(num_tokens: int, top: int) -> int:
     return num_tokens * (2 * top + 1)
 
 
-def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> list[str] | list[int] | None:
+def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> list[str | int] | None:
     """The texts or tokens that end an answer; None for the model's own end."""
     if stop is None:
         return None
-    stops: list[Any] = [stop] if isinstance(stop, str) else list(stop)
+    stops: list[str | int] = [stop] if isinstance(stop, str) else [*stop]
     if len(stops) > _MOST_STOPS:
         raise UserError(f"stop has {len(stops):,} entries; at most {_MOST_STOPS:,} are allowed.")
     texts = [each for each in stops if isinstance(each, str)]

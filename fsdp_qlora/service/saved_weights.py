@@ -3,9 +3,9 @@
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from fsdp_qlora.service import names
+from fsdp_qlora.service.entries import CheckpointEntry, is_integer
 from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.wall_clock import WallClock
 from fsdp_qlora.utils.errors import UserError
@@ -20,10 +20,7 @@ _LONGEST_LIFE = 10 * 366 * 24 * 3600
 
 
 class SavedWeights:
-    """Weights by their tinker:// paths.
-
-    An entry has: piece, the request that saved them; time, expires (or null) and user_metadata.
-    """
+    """Weights by their tinker:// paths."""
 
     def __init__(self, records: Records, folder: Path, clock: WallClock) -> None:
         self.records = records
@@ -32,10 +29,10 @@ class SavedWeights:
         self._started = time.monotonic()
         self._sampled_at: dict[str, float] = {}
 
-    def entry(self, uri: str) -> dict[str, Any]:
+    def entry(self, uri: str) -> CheckpointEntry:
         """The entry of saved weights. Raises UserError if there are none."""
         names.parts_of(uri)
-        entry = self.records.get("checkpoint", uri)
+        entry = self.records.checkpoints.get(uri)
         if entry is None:
             raise UserError(f"There are no saved weights {shown(uri)}.")
         return entry
@@ -61,21 +58,23 @@ class SavedWeights:
             )
         return names.weights_path(model, kind, name)
 
-    def check_new(self, uri: str, piece: str, *, overwrites: bool) -> None:
-        """Raise UserError if the name is taken by another request, and may not be overwritten."""
-        taken = self.records.get("checkpoint", uri)
-        if taken is not None and taken["piece"] != piece and not overwrites:
+    def check_new(self, uri: str, request: str, *, overwrites: bool) -> None:
+        """Raise UserError if the name is taken by another request, and may not be overwritten.
+
+        request: the id of the one that saves.
+        """
+        taken = self.records.checkpoints.get(uri)
+        if taken is not None and taken["piece"] != request and not overwrites:
             raise UserError(f"There are weights named {names.parts_of(uri)[2]} already.")
 
-    def expiry(self, seconds: Any) -> float | None:
+    def expiry(self, seconds: object) -> float | None:
         """When weights with this time to live expire; None for never.
 
         Raises UserError if the time is not allowed.
         """
         if seconds is None:
             return None
-        is_number = isinstance(seconds, int) and not isinstance(seconds, bool)
-        if not is_number or not _SHORTEST_LIFE <= seconds <= _LONGEST_LIFE:
+        if not is_integer(seconds) or not _SHORTEST_LIFE <= seconds <= _LONGEST_LIFE:
             raise UserError(
                 f"ttl_seconds is a number from {_SHORTEST_LIFE} (an hour) to {_LONGEST_LIFE} (ten "
                 "years), or null."
@@ -84,10 +83,10 @@ class SavedWeights:
 
     # --- what becomes of them ---
 
-    def set_expiry(self, uri: str, seconds: Any) -> None:
+    def set_expiry(self, uri: str, seconds: object) -> None:
         # Together, as the weights may be saved anew meanwhile.
         with self.records.all_or_none():
-            self.records.put("checkpoint", uri, self.entry(uri) | {"expires": self.expiry(seconds)})
+            self.records.checkpoints.put(uri, self.entry(uri) | {"expires": self.expiry(seconds)})
 
     def note_sampling(self, uri: str) -> None:
         """Somebody samples from these weights."""
@@ -97,11 +96,11 @@ class SavedWeights:
         """Delete saved weights. Raises UserError if there are none."""
         # The entry first: a kill may leave a folder without an entry, but no entry of lost weights.
         folder = self.folder_of(uri)
-        self.records.delete("checkpoint", uri)
+        self.records.checkpoints.delete(uri)
         self._sampled_at.pop(uri, None)
         model, _, name = names.parts_of(uri)
         if name.startswith(_UNNAMED):
-            self.records.delete("sampler", unnamed_sampler(model, int(name.removeprefix(_UNNAMED))))
+            self.records.samplers.delete(unnamed_sampler(model, int(name.removeprefix(_UNNAMED))))
         shutil.rmtree(folder, ignore_errors=True)
 
     def delete_expired(self) -> None:
@@ -120,10 +119,10 @@ class SavedWeights:
             if time.monotonic() - self._sampled_at.get(uri, self._started) > _IDLE_SECONDS:
                 self.delete(uri)
 
-    def of_model(self, model: str = "", beginning: str = "") -> list[tuple[str, dict[str, Any]]]:
+    def of_model(self, model: str = "", beginning: str = "") -> list[tuple[str, CheckpointEntry]]:
         """The paths and entries of a model's weights, or of all; the oldest first."""
         pattern = f"tinker://{model}/{beginning}%" if model else "%"
-        found = self.records.find("checkpoint", pattern)
+        found = self.records.checkpoints.find(pattern)
         return [(uri, entry) for uri, entry in found if names.has_form("checkpoint", uri)]
 
 

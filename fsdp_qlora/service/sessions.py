@@ -2,9 +2,9 @@
 
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
+from fsdp_qlora.service.entries import Metadata, SessionEntry
 from fsdp_qlora.service.names import session_of
 from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.saved_weights import SavedWeights
@@ -31,24 +31,27 @@ class Sessions:
         self.clock = clock
         self._started = clock.now()
 
-    def create(self, metadata: Any, display_name: str | None) -> str:
+    def create(self, metadata: Metadata, display_name: str | None) -> str:
         """Make a session; returns its name."""
         session = secrets.token_hex(16)
         now = self.clock.now()
-        entry = {"user_metadata": metadata, "display_name": display_name, "time": now, "used": now}
-        self.records.put("session", session, entry)
+        entry: SessionEntry = {
+            "user_metadata": metadata,
+            "display_name": display_name,
+            "time": now,
+            "used": now,
+        }
+        self.records.sessions.put(session, entry)
         return session
 
-    def note_use(self, session: str, entry: dict[str, Any]) -> None:
+    def note_use(self, session: str, entry: SessionEntry) -> None:
         """A session's client is there. entry: its entry."""
         if self.clock.now() - entry.get("used", 0.0) > _NOTED_SECONDS:
-            self.records.put("session", session, entry | {"used": self.clock.now()})
+            self.records.sessions.put(session, entry | {"used": self.clock.now()})
 
-    def note_end(self, session: str, entry: dict[str, Any]) -> None:
+    def note_end(self, session: str, entry: SessionEntry) -> None:
         """A session's client has finished it."""
-        self.records.put(
-            "session", session, entry | {"used": self.clock.now(), "is_finished": True}
-        )
+        self.records.sessions.put(session, entry | {"used": self.clock.now(), "is_finished": True})
 
     def forget_idle(self, keeping: Collection[str]) -> list[str]:
         """Delete sessions that nobody uses any more; returns the models that are deleted with them.
@@ -57,17 +60,17 @@ class Sessions:
             keeping: models that are in memory.
         """
         # First what belongs to sessions: a session that is made meanwhile is then listed too.
-        samplers = list(self.records.find("sampler"))
-        models = list(self.records.find("model"))
+        samplers = list(self.records.samplers.find())
+        models = list(self.records.models.find())
         living = {session_of(model) for model in keeping}
-        for session, entry in list(self.records.find("session")):
+        for session, entry in list(self.records.sessions.find()):
             if session in living or not self._is_over(entry):
                 living.add(session)
             else:
-                self.records.delete("session", session)
+                self.records.sessions.delete(session)
         for sampler, _ in samplers:
             if session_of(sampler) not in living | {"direct"}:
-                self.records.delete("sampler", sampler)
+                self.records.samplers.delete(sampler)
                 self.records.forget_target(sampler)
         left = [model for model, _ in models if session_of(model) not in living]
         unsaved = [model for model in left if not self.weights.of_model(model)]
@@ -75,7 +78,7 @@ class Sessions:
             self._forget(model)
         return unsaved
 
-    def _is_over(self, entry: Mapping[str, Any]) -> bool:
+    def _is_over(self, entry: SessionEntry) -> bool:
         """Whether a session is finished, or its client has been away for long.
 
         The time counts from this start at the earliest.
@@ -85,7 +88,7 @@ class Sessions:
 
     def _forget(self, model: str) -> None:
         """Delete a model of which no weights are saved."""
-        self.records.delete("model", model)
+        self.records.models.delete(model)
         self.records.forget_target(model)
         # <model>/live/0: the folder of the whole model is two above.
         shutil.rmtree(self.weights.state_folder(model, 0).parents[1], ignore_errors=True)

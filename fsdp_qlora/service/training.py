@@ -13,7 +13,7 @@ from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
 from fsdp_qlora.service.losses import LOSSES
-from fsdp_qlora.service.messages import TrainRequest
+from fsdp_qlora.service.train_request import TrainRequest
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.utils.errors import UserError

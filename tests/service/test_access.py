@@ -269,16 +269,13 @@ def test_what_fails_within_an_answer_is_a_line_and_no_traceback(
     assert "RecursionError" in line and "\n" not in line
 
 
-class _Scheduler:
-    """The part of a scheduler that waiting needs: a request without a result, or a failure."""
+class _Results:
+    """A request without a result, or a failure."""
 
     def __init__(self, failure: Exception | None) -> None:
-        base = SimpleNamespace(names=["base"])
         self.failure = failure
-        self.records = None
-        self.reader = SimpleNamespace(bases=[base])
 
-    def result(self, name: str) -> tuple[str, bytes]:
+    def get(self, name: str) -> tuple[str, bytes]:
         if self.failure:
             raise self.failure
         return WAITING, b""
@@ -287,7 +284,9 @@ class _Scheduler:
 @pytest.mark.parametrize("ending", ["the client has gone", "the records cannot be read"])
 def test_no_event_stays_of_a_client_that_waited(ending: str) -> None:
     failure = sqlite3.OperationalError("disk I/O error") if "records" in ending else None
-    app = App(_Scheduler(failure))  # type: ignore[arg-type]
+    reader = SimpleNamespace(bases=[SimpleNamespace(names=["base"])])
+    scheduler = SimpleNamespace(records=None, reader=reader, results=_Results(failure))
+    app = App(scheduler)  # type: ignore[arg-type]
 
     async def wait_and_leave() -> None:
         waiting = asyncio.create_task(app._wait_for("1"))

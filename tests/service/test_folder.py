@@ -19,6 +19,8 @@ from tinker import types
 
 from fsdp_qlora.service.adapter_store import moved_aside
 from fsdp_qlora.service.command_reader import Base
+from fsdp_qlora.service.commands import CreateModel, DropModel, SaveWeights
+from fsdp_qlora.service.entries import AdapterSettings, ModelEntry, SessionEntry
 from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.scheduler import Scheduler
@@ -29,6 +31,9 @@ from tests.service.harness import KEY, Service, assert_equal, datums, outcome, s
 
 STEP = types.AdamParams(learning_rate=1e-3)
 MODEL = f"{'0' * 32}:train:0"
+SESSION: SessionEntry = {"user_metadata": None, "display_name": None, "time": 0.0}
+SETTINGS: AdapterSettings = {"rank": 2, "seed": 0, "train_attn": True, "train_mlp": True}
+MODEL_ENTRY: ModelEntry = {"about": SETTINGS, "user_metadata": None, "time": 0.0}
 
 
 def ended(service: Service, *more: str) -> str:
@@ -189,7 +194,7 @@ def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, ho
     records = Records(tmp_path)
     for number in range(200):
         records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"x" * 500)
-        records.put("session", str(number), {"time": 0.0})
+        records.sessions.put(str(number), SESSION)
     records._file.close()
     (tmp_path / MODEL.replace(":", "_") / "weights").mkdir(parents=True)
     damaged(tmp_path / "service.db", how)
@@ -202,10 +207,10 @@ def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, ho
 def test_what_is_written_together_is_written_or_not(tmp_path: Path) -> None:
     records = Records(tmp_path)
     with pytest.raises(ZeroDivisionError), records.all_or_none():
-        records.put("model", "a", {})
+        records.models.put("a", MODEL_ENTRY)
         records.finish([("b", "done", b"")])
         raise ZeroDivisionError
-    assert records.get("model", "a") is None
+    assert records.models.get("a") is None
 
 
 @pytest.mark.quick
@@ -215,7 +220,7 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
     for number in range(10):
         records.add(QueuedRequest(str(number), sampler, number, "asample"), b"request")
         records.finish([(str(number), "done", b"x" * 100)])
-    records.put("sampler", sampler, {"time": 0.0})
+    records.samplers.put(sampler, {"path": None, "time": 0.0})
     assert records.body("9") == b""  # not needed any more
     records.forget_old(8, 10**6)
     assert [records.result(str(number)) is not None for number in range(10)] == [False] * 2 + [
@@ -224,10 +229,10 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
     records.forget_old(8, 350)
     assert [number for number in range(10) if records.result(str(number))] == [7, 8, 9]
     records.forget_direct_samplers(1.0)
-    assert records.get("sampler", sampler) is not None
+    assert records.samplers.get(sampler) is not None
     records.forget_old(0, 0)
     records.forget_direct_samplers(1.0)
-    assert records.get("sampler", sampler) is None
+    assert records.samplers.get(sampler) is None
 
 
 @pytest.mark.quick
@@ -261,13 +266,17 @@ def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -
     }
     queued = QueuedRequest(f"{other}:0", other, 0, "create_model")
     records.add(queued, json.dumps(request).encode())
-    for live, kinds in ((4, ["drop", "create_model"]), (3, ["save", "drop", "create_model"])):
-        records.put("model", MODEL, {"about": {}, "live": live})
+    for live, kinds in (
+        (4, [DropModel, CreateModel]),
+        (3, [SaveWeights, DropModel, CreateModel]),
+    ):
+        records.models.put(MODEL, MODEL_ENTRY | {"live": live})
         for number in range(5):
             records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"{}")
             records.finish([(f"{MODEL}:{number}", "done", b"")])
-        scheduler._used_at = {MODEL: 0.0}
-        assert [command["kind"] for command in scheduler._commands_of(queued)] == kinds
+        scheduler.models.forget(other)
+        scheduler.models.note_use(MODEL)
+        assert [type(job.command) for job in scheduler._jobs_of(queued)] == kinds
 
 
 @pytest.mark.quick
@@ -277,13 +286,13 @@ def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path: Path) -> None
     scheduler = Scheduler(
         records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0)
     )
-    records.put("session", MODEL[:32], {"time": 0.0})
-    records.put("model", MODEL, {"about": {}})
+    records.sessions.put(MODEL[:32], SESSION)
+    records.models.put(MODEL, MODEL_ENTRY)
     done: list[str] = []
-    scheduler.on_done = done.append
+    scheduler.results.on_done = done.append
     for number in range(3):
         scheduler.submit(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"\xff{")
     for count in (1, 2, 3):  # the ranks give a sign of life between two of them
         assert scheduler.take(0.0) is None and len(done) == count
-    state, answer = scheduler.result(f"{MODEL}:2") or ("", b"")
+    state, answer = scheduler.results.get(f"{MODEL}:2") or ("", b"")
     assert state == "failed" and b"error" in answer

@@ -9,7 +9,8 @@ import pytest
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from fsdp_qlora.service.messages import Limits, TrainRequest, parse_train_request
+from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.train_request import TrainRequest, parse_train_request
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.fresh_process import in_fresh_process
 from tests.service.harness import VOCABULARY, datums

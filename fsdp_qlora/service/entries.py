@@ -1,0 +1,72 @@
+"""The entries of a service's records, as they are stored in JSON.
+
+The keys are those of existing folders: they stay.
+"""
+
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict, TypeGuard
+
+Metadata = Mapping[str, object] | None
+"""Data that a client keeps with its sessions, models and weights."""
+
+
+class AdapterSettings(TypedDict):
+    """How an adapter is made."""
+
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+
+
+class SessionEntry(TypedDict):
+    """A client's session. Times are seconds since 1970."""
+
+    user_metadata: Metadata
+    display_name: str | None
+    time: float
+    used: NotRequired[float]
+    """When its client was last seen. Older folders have sessions without it."""
+    is_finished: NotRequired[bool]
+
+
+class ModelEntry(TypedDict):
+    """A model, which is an adapter that a client trains."""
+
+    about: AdapterSettings
+    user_metadata: Metadata
+    time: float
+    live: NotRequired[int]
+    """The number of the request after which the model's state was saved last."""
+
+
+class SamplerEntry(TypedDict):
+    """What a sampler samples from: saved weights, or a base as it is."""
+
+    path: str | None
+    """The tinker:// path of saved weights."""
+    base: NotRequired[str | None]
+    """The name of a base, if there is no path."""
+    time: float
+
+
+class CheckpointEntry(TypedDict):
+    """Weights that a client has saved."""
+
+    piece: str
+    """The id of the request that saved them."""
+    time: float
+    expires: float | None
+    user_metadata: Metadata
+
+
+class BaseEntry(TypedDict):
+    """The base of the folder's adapters, and how they are computed."""
+
+    model: str
+    identity: NotRequired[dict[str, object]]
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value of JSON is an integer; its true and false are integers in Python."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,81 @@
+"""Puts requests for samples together that draw alike from the same weights."""
+
+from collections.abc import Callable, Iterator
+
+from fsdp_qlora.service.command_reader import CommandReader, WantedSample
+from fsdp_qlora.service.reasons import reason_of
+from fsdp_qlora.service.records import QueuedRequest
+from fsdp_qlora.service.request_queue import RequestQueue
+from fsdp_qlora.service.sampling import SampleGroup
+
+# Tokens of waiting prompts that are looked at for those to answer together; what is read is kept.
+_MOST_LOOKED_AT = 2**22
+
+
+class WaitingSamples:
+    """Requests for samples that wait, as they were read.
+
+    Args:
+        alone: names of requests that are not answered together with others.
+        fail: is called with a request that cannot be read, and the reason.
+    """
+
+    def __init__(
+        self,
+        reader: CommandReader,
+        queue: RequestQueue,
+        alone: set[str],
+        fail: Callable[[QueuedRequest, str], object],
+    ) -> None:
+        self.reader = reader
+        self.queue = queue
+        self.alone = alone
+        self._fail = fail
+        self._read: dict[str, WantedSample] = {}
+
+    def read(self, request: QueuedRequest) -> WantedSample:
+        """Read each request once: all that wait are looked at for each command."""
+        if request.id not in self._read:
+            self._read[request.id] = self.reader.read_sample(request)
+        return self._read[request.id]
+
+    def take_beside(self, first: QueuedRequest) -> Iterator[QueuedRequest]:
+        """Take the requests out of the queue that are answered together with the first one."""
+        if first.id in self.alone:
+            return
+        wanted = self.read(first)
+        group = SampleGroup([wanted.request])
+        looked_at = 0
+        for other in self.queue.samples():
+            if other.id in self.alone:
+                continue
+            beside = self._read_other(other)
+            if beside is None:
+                continue
+            looked_at += len(beside.request.prompt)
+            if looked_at > _MOST_LOOKED_AT:
+                return
+            if not beside.is_alike(wanted) or not group.has_room_for(beside.request):
+                continue
+            if self.queue.remove_sample(other.id) is None:
+                # It has been cancelled.
+                continue
+            group.requests.append(beside.request)
+            yield other
+
+    def forget(self, request: QueuedRequest) -> None:
+        """A request has its result."""
+        self._read.pop(request.id, None)
+        self.alone.discard(request.id)
+
+    def _read_other(self, request: QueuedRequest) -> WantedSample | None:
+        """Read a request that waits; None if it cannot be read.
+
+        It then fails now, and is not read again for each command.
+        """
+        try:
+            return self.read(request)
+        except Exception as error:
+            if self.queue.remove_sample(request.id) is not None:
+                self._fail(request, reason_of(error, "read"))
+            return None
