@@ -107,7 +107,7 @@ OTHERWISE = {
         sharding.loading.weight_files:_read_header utils.safetensors_files:tensor_names
     """,
     CHECKED: """
-        checkpoint.train_state:_open_file data.batches.cache:read_cache
+        checkpoint.train_state:_open_file utils.verified_files:read_verified
         data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
         data.text.image_processor:ImageProcessor.model_ids export.changes:open_adapter
         export.merge:write_merged export.model_folder:new_model_folder

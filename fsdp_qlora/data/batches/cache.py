@@ -5,14 +5,13 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.batches.report import DataReport
@@ -21,9 +20,17 @@ from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
 from fsdp_qlora.data.text.image_store import UNREADABLE, are_as_kept
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.utils.files import cache_folder, check_is_file, staged_file
+from fsdp_qlora.utils.files import cache_folder
 from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.text import warn_from_any_rank
+from fsdp_qlora.utils.verified_files import (
+    Arrays,
+    Damaged,
+    Metadata,
+    locked,
+    read_verified,
+    write_verified,
+)
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -61,7 +68,7 @@ def through_cache(
         key: all that the rows depend on, as JSON.
     """
     path = _path_of(key)
-    with _locked(path):
+    with locked(path, waiting="Another process tokenizes this dataset: waiting for it."):
         cached = read_cache(path)
         if cached is not None and _is_current(path, *cached):
             log.debug("Tokenized rows are read from %s", path)
@@ -125,36 +132,14 @@ def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
     return through_cache(key, lambda: (join_rows(parts, renumber=True), DataReport("")))[0]
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache file, which the system frees when its holder dies, however it does.
-
-    Where no lock can be had, as in a folder that may only be read, each process works for itself.
-    """
-    lock = FileLock(f"{path}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.debug("Another process tokenizes this dataset: waiting for it.")
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        log.debug("No lock on %s: %s", path, error)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
     """Write a file atomically; a full or read-only folder disables the cache."""
     metadata = {
         "report": json.dumps(redact_values(dataclasses.asdict(report))),
         "learns": rows.learns,
-        "digest": rows.digest,
     }
     try:
-        with staged_file(path) as partial:
-            save_file(rows.arrays, partial, metadata)
+        write_verified(path, rows.arrays, rows, metadata)
     except (OSError, SafetensorError) as error:
         log.warning(
             "Tokenized rows are not kept for the next start: %s cannot be written (%s). The "
@@ -164,39 +149,29 @@ def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
         )
 
 
-def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
-    """Map the rows of a file, read-only; None if there is no file or it is damaged.
+class _CachedRows(NamedTuple):
+    """The content of a file of the cache."""
 
-    All processes of a machine share the mapped pages: a second rank costs no memory.
-    """
-    try:
-        check_is_file(path)
-        # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none,
-        # measured.
-        with safe_open(path, framework="pt") as file:
-            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-        # They are the pages of a file that other ranks read, too.
-        for array in arrays.values():
-            array.flags.writeable = False
+    rows: TokenizedRows
+    report: DataReport
+
+    @property
+    def digest(self) -> str:
+        return self.rows.digest
+
+    @classmethod
+    def build(cls, arrays: Arrays, metadata: Metadata) -> "_CachedRows":
         rows = TokenizedRows.from_arrays(arrays, metadata["learns"])
         fields = json.loads(metadata["report"])
-        # The whole content is hashed, since a damaged token would be learned without a word.
-        if rows.digest != metadata["digest"]:
-            raise ValueError("its content has changed since it was written")
         fields["parts"] = [SourceFile(**part) for part in fields["parts"]]
-        return rows, DataReport(**fields)
-    except FileNotFoundError:
-        return None
-    except (
-        SafetensorError,
-        OSError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+        return cls(rows, DataReport(**fields))
+
+
+def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
+    """Map the rows of a file, read-only; None if there is no file or it is damaged."""
+    try:
+        return read_verified(path, _CachedRows.build)
+    except Damaged as error:
         warn_from_any_rank(
             f"The tokenized rows in {path} are damaged ({error}): making them again."
         )

@@ -1,0 +1,213 @@
+"""Files that a later start reads again, and that are checked as they are read.
+
+A safetensors file has a digest of its content in its header. Of files too large for one digest,
+each chunk of a tensor has a checksum, so that parts can be read and verified alone; a description
+beside the files, which verifies itself, has these.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import (
+    check_is_file,
+    read_named,
+    staged_file,
+    write_hashed_json,
+)
+
+log = logging.getLogger("fsdp_qlora")
+
+Arrays = Mapping[str, np.ndarray]
+Metadata = Mapping[str, str]
+
+
+class Damaged(UserError):
+    """A file is not as it was written. The message is the reason."""
+
+
+class HasDigest(Protocol):
+    """The content of a file."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the whole content."""
+
+
+ContentT = TypeVar("ContentT", bound=HasDigest)
+
+
+# --- whole files ---
+
+
+def write_verified(
+    path: Path, arrays: Arrays, content: HasDigest, metadata: Metadata | None = None
+) -> None:
+    """Write and flush a safetensors file with a digest, atomically.
+
+    Args:
+        content: the owner of the arrays.
+    Raises:
+        OSError or SafetensorError: it cannot be written; then nothing of it is left.
+    """
+    with staged_file(path) as partial:
+        save_file(dict(arrays), partial, {**(metadata or {}), "digest": content.digest})
+
+
+def read_verified(
+    path: Path,
+    build: Callable[[Arrays, Metadata], ContentT],
+    check_header: Callable[[Mapping[str, str]], None] = lambda forms: None,
+) -> ContentT | None:
+    """Map a file's arrays, and build its content from them; None if there is no file.
+
+    All processes of a machine share the mapped pages, which are read-only: a second rank costs no
+    memory. The whole content is hashed, since a damaged value would be learned without a word.
+
+    Args:
+        build: makes the content of arrays and metadata.
+        check_header: raises Damaged for tensors of other names, types or shapes, before one is
+            made: a stranger's file may claim any size. It gets name -> such as "I32 [5, 3]".
+    Raises:
+        Damaged: the file cannot be read, or has changed since it was written.
+    """
+    try:
+        check_is_file(path)
+        # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none,
+        # measured.
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            forms = {name: file.get_slice(name) for name in names}
+            check_header(
+                {name: f"{form.get_dtype()} {form.get_shape()}" for name, form in forms.items()}
+            )
+            arrays = {name: file.get_tensor(name).numpy() for name in names}
+            metadata = file.metadata() or {}
+        for array in arrays.values():
+            array.flags.writeable = False
+        content = build(arrays, metadata)
+        if content.digest != metadata.get("digest"):
+            raise ValueError("its content has changed since it was written")
+        return content
+    except FileNotFoundError:
+        return None
+    except (
+        SafetensorError,
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise Damaged(str(error)) from error
+
+
+# --- parts of files ---
+
+
+class ChunkChecksums(NamedTuple):
+    """The checksums of a tensor's bytes, chunk by chunk."""
+
+    chunk: int
+    """Bytes of a chunk; the last one may be shorter."""
+    crc32: list[int]
+
+    @classmethod
+    def of(cls, content: torch.Tensor, chunk: int) -> "ChunkChecksums":
+        """The checksums of bytes, uint8 [bytes]."""
+        return cls(chunk, [zlib.crc32(part.numpy()) for part in content.split(chunk)])
+
+    def whole_chunks(self, start: int, stop: int, total: int) -> tuple[int, int]:
+        """The bounds of the chunks that hold bytes [start, stop) of `total`.
+
+        A checksum is of all bytes of a chunk.
+        """
+        end = -(-stop // self.chunk) * self.chunk
+        return start // self.chunk * self.chunk, min(end, total)
+
+    def check(self, content: torch.Tensor, begin: int, *, file: Path, name: str) -> None:
+        """Check whole chunks of the tensor `name`, which begin at byte `begin`.
+
+        Raises Damaged, which names the first that has changed.
+        """
+        found = ChunkChecksums.of(content, self.chunk).crc32
+        first = begin // self.chunk
+        # strict=False: the tensor goes on behind these chunks.
+        for place, (actual, expected) in enumerate(
+            zip(found, self.crc32[first:], strict=False), start=first
+        ):
+            if actual != expected:
+                at = place * self.chunk
+                last = min(at + self.chunk, begin + len(content))
+                raise Damaged(f"{file}: bytes {at} to {last} of {name} have changed")
+
+
+def write_description(path: Path, description: Mapping[str, Any]) -> None:
+    """Write and flush JSON with its own hash."""
+    write_hashed_json(path, {**description, "sha256": description_hash(description)})
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Read such a file. Raises ValueError or OSError if it has changed since it was written."""
+    description = json.loads(read_named(path))
+    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(
+        description
+    ):
+        raise ValueError(f"{path} has changed")
+    return description
+
+
+def description_hash(description: Mapping[str, Any]) -> str:
+    """The hash that verifies a description, whose checksums verify the tensors."""
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+
+# --- locks of their writers ---
+# The system frees a lock when its holder dies, however it does.
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: str) -> Iterator[None]:
+    """Hold the lock of a file, after another holder.
+
+    Where no lock can be had, as in a folder that may only be read, each process works for itself.
+
+    Args:
+        waiting: what is logged if another process has it.
+    """
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.debug("%s", waiting)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        log.debug("No lock on %s: %s", path, error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def try_lock(path: Path) -> FileLock | None:
+    """Lock a file or folder. Returns None if another process has the lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock
