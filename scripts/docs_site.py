@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Documents of the repository -> pages of the site.
 PAGES = {
     "README.md": "index.md",
+    "AGENTS.md": "agents.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks/index.md",
+    "dev/log.md": "log.md",
     "examples/README.md": "examples/index.md",
     "stand_in/README.md": "stand_in/internals.md",
 }
