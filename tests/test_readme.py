@@ -29,9 +29,11 @@ from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags, on_ranks, train_ok
 
 DOCUMENTS = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+    ROOT / name
+    for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 ]
-DOCUMENTS += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
+DOCUMENTS += [*sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += [ROOT / "examples/README.md", ROOT / "dev/log.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 # Flags in the documents that are not options of train.py.
@@ -63,7 +65,8 @@ OTHER_FLAGS = {
         "gpu-memory-utilization",
         "tensor-parallel-size",
     ),  # vllm
-    *("served-model-name", "quantization", "logprobs-mode"),
+    *("served-model-name", "quantization", "logprobs-mode", "lora-modules"),
+    *("model-path", "lora-paths", "lora-target-modules", "lora", "model", "quantize"),  # servers
     *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
     # torchrun, run_forever.sh, SLURM, SkyPilot
     *("node_rank", "once", "nodes", "gpus-per-node", "env"),
@@ -306,6 +309,45 @@ def test_the_lock_has_every_dependency_with_hashes() -> None:
     assert names <= {name.replace("_", "-") for name in locked}
 
 
+def test_the_quickstart_runs_from_its_first_command_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "demo" / "model")  # in the place of the one that the page downloads
+    for name, rows in re.findall(r"`(\w+\.jsonl)`:\n\n```json\n(.*?)^```", page, re.M | re.S):
+        (tmp_path / name).write_text(rows)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 10
+    lines = [shlex.split(line)[1:] for line in commands(page) if line.startswith("fsdp-qlora ")]
+    assert {words[0] for words in lines} == {"train", "generate", "evaluate", "merge"}
+    for words in lines:
+        words += flags(num_epochs=1) if words[0] == "train" else []
+        words += flags(max_new_tokens=2) if words[0] == "generate" else []
+        if words[0] in ("generate", "evaluate"):
+            words += flags(nproc_per_node=1)
+        assert beside.main(words) == 0, words
+    assert (tmp_path / "output/adapter_model.safetensors").exists()
+    assert (tmp_path / "merged/model.safetensors").exists()
+
+
+def test_papers_are_those_that_the_library_cites() -> None:
+    page = (ROOT / "docs/papers.md").read_text()
+    cited = r"([A-Z][\w']+)(?: et al\.)?\s+((?:19|20)\d\d)\b"
+    rows = re.findall(rf"^\|.*?\| {cited}.*\| `([\w/]+\.py)` \|$", page, re.MULTILINE)
+    assert len(rows) > 30
+    sources = {path: path.read_text() for path in (ROOT / "fsdp_qlora").rglob("*.py")}
+    for author, year, file in rows:
+        found = re.findall(cited, sources[ROOT / "fsdp_qlora" / file])
+        assert (author, year) in found, (author, year, file)
+    papers = {
+        (author, year)
+        for text in sources.values()
+        for author, year in re.findall(r"([A-Z][\w']+) et al\.\s+((?:19|20)\d\d)\b", text)
+    }
+    assert papers - {(author, year) for author, year, _ in rows} == set()
+
+
 @pytest.mark.slow
 def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
@@ -409,7 +451,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_paragraphs_are_filled_and_none_begins_a_list_by_accident() -> None:
     """A number with a period at the start of a line begins a list."""
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for path in DOCUMENTS:
         in_code = False
         before = ""
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -454,7 +496,8 @@ def test_every_link_file_and_flag_of_a_document_exists(path: Path) -> None:
     folders = r"(?:scripts|configs|benchmarks|examples|fsdp_qlora|tests|docs)/"
     named = set(re.findall(rf"(?<![\w/.~-]){folders}[\w./]*\w", text))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-    if path.name != "CONTRIBUTING.md":
+    # for developers, and with options that were removed
+    if path.name not in ("CONTRIBUTING.md", "AGENTS.md", "log.md"):
         lines = [line for line in text.splitlines() if not line.startswith(("pip ", "ruff "))]
         given = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", "\n".join(lines)))
         assert sorted(given - option_types().keys() - OLDER.keys() - OTHER_FLAGS) == []
