@@ -63,8 +63,11 @@ def test_forms_for_problems_ask_for_env_and_doctor() -> None:
 
 def test_one_version_is_named_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    newest = re.search(r"^## \[(\d[\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(
+        r"^## \[(\d[\d.]+)\] - ([\w-]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert newest and newest[1] == citation["version"] == __version__
+    assert newest[2] in (str(citation.get("date-released")), "unreleased")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [author["name"] for author in project["authors"]] == [
         author["name"] for author in citation["authors"]
