@@ -43,11 +43,11 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
 
     def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, loss: TokenLoss) -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
-        whole = WholeVocabulary(len(weight), new_rows)
-        if whole.new_rows and not shared:
-            whole.new_rows.write_into(weight)
+        if new_rows and not shared:
+            new_rows.write_into(weight)
         bias: Any = self.bias
-        own_head = Head(weight, bias, form, shared or whole)
+        vocabulary = shared or WholeVocabulary(len(weight), new_rows)
+        own_head = Head(weight, bias, form, vocabulary)
         # A reference's or a teacher's states follow the policy's.
         has_others = len(hidden) > len(targets)
         states = hidden.split(len(targets)) if has_others else (hidden,)

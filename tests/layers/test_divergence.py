@@ -3,16 +3,22 @@ its gradients.
 """
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
+from fsdp_qlora.model.adapters.token_rows import NewTokens, TokenRows
 from fsdp_qlora.training import head_loss
+from fsdp_qlora.training.attach_loss import attach_head_loss
+from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.divergence import Divergence
 from fsdp_qlora.training.head_loss import chunked_loss
-from fsdp_qlora.training.token_loss import Head, LogitForm, whole_head
+from fsdp_qlora.training.token_loss import Head, LogitForm, TokenLoss, whole_head
 from fsdp_qlora.training.top_tokens import TopTokens
 from tests.layers.test_head_loss import (
     HIDDEN,
@@ -23,6 +29,7 @@ from tests.layers.test_head_loss import (
     targets_of_tokens,
 )
 
+Models = Callable[..., Path]
 FORMS = [LogitForm(), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 K = 8
 WANTED = TopTokens(K, VOCABULARY)
@@ -145,3 +152,41 @@ def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(
             chunked_loss(hidden.requires_grad_(), head, targets_of_tokens(), loss)
         chunks = [elements for elements in made.elements if elements > tokens * VOCABULARY // 4]
         assert max(chunks) <= 2 * tokens * VOCABULARY < TOKENS * VOCABULARY
+
+
+@pytest.mark.parametrize("name", ["sum", "of each token", "divergence"])
+def test_new_tokens_of_an_unshared_head_train_with_every_loss(name: str, models: Models) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        models("llama", tie_word_embeddings=False), dtype=torch.float32
+    ).requires_grad_(False)
+    head = model.get_output_embeddings()
+    new = [3, 250]
+    rows = TokenRows(NewTokens(tuple(new)), head.weight[new] + 0.5)
+    head.add_module("token_adapter", rows)
+    input_ids = torch.arange(1, 9)[None]
+    places = torch.arange(7)
+    targets = input_ids[0, 1:]
+    teacher = torch.randn(7, 320, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    ids = teacher.topk(K).indices
+    losses: dict[str, TokenLoss] = {
+        "sum": CrossEntropy(),
+        "of each token": CrossEntropy(by_token=True),
+        "divergence": Divergence(0.0, ids=ids, logps=grouped(teacher, ids)),
+    }
+    found = attach_head_loss(model, LogitForm())(
+        {"input_ids": input_ids}, places, targets, losses[name]
+    )
+    (found[0] if found.dim() else found).sum().backward()
+
+    weight = head.weight.detach().clone()
+    weight[new] = rows.trainable_tokens_delta.detach()
+    weight.requires_grad_()
+    student = F.linear(model.base_model(input_ids)[0][0, :7], weight).log_softmax(-1)
+    if name == "divergence":
+        expected = divergence(grouped(student, ids), grouped(teacher, ids), 0.0).sum()
+    else:
+        expected = -student.gather(1, targets[:, None]).sum()
+    expected.backward()
+    gradient = rows.trainable_tokens_delta.grad
+    assert gradient is not None and weight.grad is not None
+    torch.testing.assert_close(gradient, weight.grad[new], rtol=1e-4, atol=1e-6)
