@@ -19,7 +19,6 @@ from fsdp_qlora.commands.run_config import (
     trained_model_options,
 )
 from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL
-from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed, set_torch_variables
 from fsdp_qlora.utils.errors import UserError
@@ -210,7 +209,7 @@ def evaluate(args: argparse.Namespace) -> int | None:
         from fsdp_qlora.run.session import open_session
         from fsdp_qlora.training.generation.tasks import Tasks
 
-        if OBJECTIVES[config.objective].has_reference:
+        if config.objective_row.has_reference:
             raise UserError(
                 f"--objective {config.objective} compares with the start of a run, so evaluate "
                 "cannot measure it. Give the run --eval_dataset."

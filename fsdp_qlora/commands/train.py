@@ -175,7 +175,11 @@ def refuse_names(config: TrainConfig) -> None:
         if is_known or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
         source = sources.find_source(name)
-        if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
+        if (
+            path.is_file()
+            and path.stat().st_size <= _MOST_BYTES
+            and config.objective_row.kind_of_rows(config) == TEXTS
+        ):
             # As many rows as the run itself looks at to find their columns.
             num_rows = min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9)
             entries = source.entries(num_rows, used=requested.used)

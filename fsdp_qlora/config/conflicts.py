@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
@@ -164,12 +164,14 @@ def _regex_error(pattern: str) -> str | None:
 
 
 def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
-    chosen = OBJECTIVES[c.objective]
+    chosen = c.objective_row
+    decided = chosen.decided(c)
+    decided_by_default = DEFAULTS.objective_row.decided(DEFAULTS)._asdict()
     options_of_any = dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
     for name in _changed(c, *options_of_any):
         # The record of a run has beta and loss_type as the objective decided them. They are no
         # change where they are what the default objective decides.
-        is_decided = getattr(c, name) == DEFAULTS.objective_settings.get(name)
+        is_decided = getattr(c, name) == decided_by_default.get(name)
         if name not in chosen.options and not is_decided:
             takers = [other for other, row in OBJECTIVES.items() if name in row.options]
             yield (
@@ -183,15 +185,16 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
-    if c.distills and c.objective_settings["beta"] > 1:
+    if chosen.distills and decided.beta > 1:
         yield (
             f"--beta must be between 0 (forward KL divergence) and 1 (reverse) for --objective "
             f"{c.objective}."
         )
-    if c.precompute_reference and (not c.has_reference or c.distills):
+    has_reference_model = chosen.reference(c) is not Reference.NONE and not chosen.distills
+    if c.precompute_reference and not has_reference_model:
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     of_teacher = _changed(c, "teacher_adapter", "teacher_url", "top_k")
-    if of_teacher and c.distills and not c.teacher:
+    if of_teacher and chosen.distills and not c.teacher:
         verb = "work" if len(of_teacher) > 1 else "works"
         yield f"{_flags(of_teacher)} only {verb} with --teacher NAME."
     is_rated = c.rating_threshold is not None
@@ -206,7 +209,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other. "
             "Leave the format at auto, or give both."
         )
-    if c.row_kind != TEXTS:
+    if chosen.kind_of_rows(c) != TEXTS:
         yield from _answer_conflicts(c)
 
 
@@ -220,13 +223,15 @@ def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used "
             f"with {refused}."
         )
-    if c.keeps_start and c.kind.adapter == "dora":
+    objective = c.objective_row
+    if objective.reference_beside(c) is Reference.START and c.kind.adapter == "dora":
         yield (
             f"--objective {c.objective} compares with the adapter that training starts from, and "
             "only LoRA keeps a copy of it. Merge the adapter into the base first, or take an "
             "objective without a reference (cpo, simpo, orpo)."
         )
-    if c.teaches_itself and (c.batching == "padded" or c.context_parallel_size != 1):
+    joins_texts = objective.kind_of_rows(c).has_teacher
+    if joins_texts and (c.batching == "padded" or c.context_parallel_size != 1):
         yield (
             f"--objective {c.objective} joins two texts: leave out --batching padded and "
             "--context_parallel_size."
@@ -236,9 +241,9 @@ def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
-    if not c.row_kind.is_sampled:
+    if not c.objective_row.kind_of_rows(c).is_sampled:
         return
-    if not (c.rewards or c.distills):
+    if not (c.rewards or c.objective_row.distills):
         yield (
             f"--objective {c.objective} needs --rewards: functions that score the completions, "
             "such as exact_match."

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from fsdp_qlora.config.train_types import TrainType
 
 if TYPE_CHECKING:
     import torch
+
+
+_FULL_LR = 1e-5  # the default of lr where all weights train
 
 
 class RowKind(NamedTuple):
@@ -146,29 +152,116 @@ class TokenInputs(NamedTuple):
     advantages: torch.Tensor
 
 
+class Reference(Enum):
+    """The model that the policy is compared with."""
+
+    NONE = "none"
+    BASE = "base"
+    """The policy without its adapter."""
+    START = "start"
+    """The policy with the adapter that training starts from, which is kept once more."""
+
+
+class ObjectiveOptions(Protocol):
+    """The options that decide, with the objective, what a run needs; `TrainConfig` has them."""
+
+    @property
+    def kind(self) -> TrainType: ...
+    @property
+    def adapter(self) -> str | None: ...
+    @property
+    def init_lora_weights(self) -> str: ...
+    @property
+    def teacher(self) -> str | None: ...
+    @property
+    def precompute_reference(self) -> bool: ...
+    @property
+    def rewards(self) -> Sequence[str]: ...
+    @property
+    def num_generations(self) -> int: ...
+    @property
+    def beta(self) -> float | None: ...
+    @property
+    def loss_type(self) -> str: ...
+    @property
+    def lr(self) -> float | None: ...
+
+
+class DecidedOptions(NamedTuple):
+    """Options whose default the objective decides, as they are used."""
+
+    lr: float
+    beta: float
+    loss_type: str
+
+
 @dataclass(frozen=True)
 class Objective:
-    """One row of the table.
-
-    row_kind: what a row is. loss: of each row, [R], from the inputs and the settings; None for the
-    mean over target tokens. has_reference: whether it compares with the model that training starts
-    from, if beta is not 0. score: of an answer, whose product with beta is its reward in the
-    metrics. options: those that it reads. sft_weight, beta: if no option says another. loss_types:
-    that it takes, the first if no option says another. token_loss: instead of a loss of rows one of
-    each token, [N], and its metrics.
-    """
+    """One row of the table. What a run needs for its objective, it asks of this row."""
 
     row_kind: RowKind
+    """A row, unless another model teaches: see `kind_of_rows`."""
     loss: Callable[[LossInputs, LossSettings], torch.Tensor] | None = None
+    """The loss of each row, [R]; None for the mean over target tokens."""
     has_reference: bool = False
+    """Whether it compares with the model that training starts from, unless beta is 0."""
     score: Callable[[LogProbs], torch.Tensor] = LogProbs.ratio
+    """The score of an answer, whose product with beta is its reward in the metrics."""
     options: tuple[str, ...] = ()
+    """The options that it reads."""
     sft_weight: float = 0.0
+    """The default of `sft_weight`."""
     beta: float = 0.1
+    """The default of `beta`."""
     loss_types: tuple[str, ...] = tuple(LOSS_TYPES)
+    """The values of `loss_type`, the default first."""
+    adapter_lr: float = 1e-5
+    """The default of `lr` where an adapter or new blocks train. Preferences and rewards need
+    smaller steps than texts.
+    """
     token_loss: (
         Callable[[TokenInputs, LossSettings], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None
     ) = None
+    """Instead of a loss of rows, one of each token, [N], and its metrics."""
+
+    @property
+    def distills(self) -> bool:
+        """Whether it learns from a teacher."""
+        return "teacher" in self.options
+
+    def kind_of_rows(self, options: ObjectiveOptions) -> RowKind:
+        """The kind of rows that it learns from."""
+        if not options.teacher:
+            return self.row_kind
+        # Another model as the teacher reads the student's prompt: rows have no second document.
+        return PROMPTS if self.row_kind.is_sampled else TEXTS
+
+    def answers_per_prompt(self, options: ObjectiveOptions) -> int:
+        """Completions of a prompt in a step."""
+        return options.num_generations if options.rewards else 1
+
+    def decided(self, options: ObjectiveOptions) -> DecidedOptions:
+        """The options whose default it decides."""
+        lr = options.lr
+        if lr is None:
+            lr = _FULL_LR if options.kind.trains == "all" else self.adapter_lr
+        beta = self.beta if options.beta is None else options.beta
+        loss_type = self.loss_types[0] if options.loss_type == "auto" else options.loss_type
+        return DecidedOptions(lr, beta, loss_type)
+
+    def reference(self, options: ObjectiveOptions) -> Reference:
+        """The model to compare with, or the base that teaches itself."""
+        if not self.has_reference or options.teacher:
+            return Reference.NONE
+        if not self.distills and not self.decided(options).beta > 0:
+            return Reference.NONE
+        # An adapter with B = 0 adds nothing, so that the base is the start.
+        starts_from_base = options.adapter is None and options.init_lora_weights == "true"
+        return Reference.BASE if starts_from_base else Reference.START
+
+    def reference_beside(self, options: ObjectiveOptions) -> Reference:
+        """The reference that passes through the model beside the policy."""
+        return Reference.NONE if options.precompute_reference else self.reference(options)
 
 
 # --- losses of pairs, by --objective ---
@@ -285,7 +378,7 @@ _OF_ONLINE_TEACHER = (
 )
 
 OBJECTIVES: dict[str, Objective] = {
-    "sft": Objective(TEXTS, options=("neftune_alpha",)),
+    "sft": Objective(TEXTS, options=("neftune_alpha",), adapter_lr=2e-4),
     "dpo": Objective(PAIRS, margin_loss, has_reference=True, options=_OF_MARGIN),
     "ipo": Objective(PAIRS, ipo, has_reference=True, options=("beta", "sft_weight")),
     "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "kto_weights")),
@@ -308,6 +401,10 @@ OBJECTIVES: dict[str, Objective] = {
         loss_types=("dapo", "grpo", "dr_grpo"),
         token_loss=clipped_ratio,
     ),
-    "distill": Objective(TAUGHT, has_reference=True, options=_OF_TEACHER, beta=0.0),
-    "distill_on_policy": Objective(ASKED, has_reference=True, options=_OF_ONLINE_TEACHER, beta=0.0),
+    "distill": Objective(
+        TAUGHT, has_reference=True, options=_OF_TEACHER, beta=0.0, adapter_lr=2e-4
+    ),
+    "distill_on_policy": Objective(
+        ASKED, has_reference=True, options=_OF_ONLINE_TEACHER, beta=0.0, adapter_lr=2e-4
+    ),
 }

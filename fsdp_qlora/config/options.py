@@ -17,7 +17,7 @@ from fsdp_qlora.config.marks import (
     Limit,
     Mark,
 )
-from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS, RowKind
+from fsdp_qlora.config.objectives import OBJECTIVES, Objective
 from fsdp_qlora.config.run_options import RunOptions
 from fsdp_qlora.config.train_types import QUANT_TYPES, TRAIN_TYPES, TrainType
 
@@ -41,28 +41,9 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         return kind
 
     @property
-    def has_reference_beside(self) -> bool:
-        """Whether a reference passes through the model beside the policy."""
-        return self.has_reference and not self.precompute_reference
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the objective compares with the model that training starts from."""
-        if not OBJECTIVES[self.objective].has_reference or self.teacher:
-            return False
-        return self.distills or self.objective_settings["beta"] > 0
-
-    @property
-    def distills(self) -> bool:
-        """Whether the objective learns from a teacher."""
-        return "teacher" in OBJECTIVES[self.objective].options
-
-    @property
-    def objective_settings(self) -> dict[str, Any]:
-        """The options whose default the objective decides, as they are used."""
-        row = OBJECTIVES[self.objective]
-        loss_type = row.loss_types[0] if self.loss_type == "auto" else self.loss_type
-        return {"beta": row.beta if self.beta is None else self.beta, "loss_type": loss_type}
+    def objective_row(self) -> Objective:
+        """The row of OBJECTIVES that `objective` names."""
+        return OBJECTIVES[self.objective]
 
     @property
     def hang_seconds(self) -> float:
@@ -74,14 +55,6 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
     def context_size(self) -> int:
         """Ranks that share each micro-batch, 1 as long as auto has not decided."""
         return 1 if self.context_parallel_size == "auto" else self.context_parallel_size
-
-    @property
-    def keeps_start(self) -> bool:
-        """Whether the first adapter is kept once more, as a reference other than the base."""
-        # An adapter with B = 0 adds nothing, so that a reference without it is the start.
-        return self.has_reference_beside and (
-            self.adapter is not None or self.init_lora_weights != "true"
-        )
 
     @property
     def start_from(self) -> str:
@@ -96,39 +69,9 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         return self.dry_run is not False
 
     @property
-    def learning_rate(self) -> float:
-        """`lr`, or what suits the train type and the objective where it is not given."""
-        if self.lr is not None:
-            return self.lr
-        # Preferences and rewards need smaller steps than texts, whichever weights train.
-        learns_texts = self.objective == "sft" or self.distills
-        if self.kind.trains == "all" or not learns_texts:
-            return 1e-5
-        return 2e-4
-
-    @property
     def longest_row(self) -> int:
         """The tokens of `context_length`; while it is auto, its maximum."""
         return MOST_OF_AUTO if isinstance(self.context_length, str) else self.context_length
-
-    @property
-    def row_kind(self) -> RowKind:
-        """The kind of rows that the objective learns from."""
-        row_kind = OBJECTIVES[self.objective].row_kind
-        if not self.teacher:
-            return row_kind
-        # Another model as the teacher reads the student's prompt: rows have no second document.
-        return PROMPTS if row_kind.is_sampled else TEXTS
-
-    @property
-    def teaches_itself(self) -> bool:
-        """Whether the base, with a prompt of its own, is the teacher."""
-        return self.row_kind.has_teacher
-
-    @property
-    def answers_per_prompt(self) -> int:
-        """Completions of a prompt in a step."""
-        return self.num_generations if self.rewards else 1
 
     def pick(self, cls: type[Group], *, prefix: str = "", **others: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.

@@ -103,7 +103,7 @@ def resolved_options(config: TrainConfig) -> dict[str, Any]:
     For files, logs and other machines: secrets are taken out. A dry run has the options of the run
     that it plans.
     """
-    used = {"lr": config.learning_rate} | config.objective_settings | {"dry_run": False}
+    used = config.objective_row.decided(config)._asdict() | {"dry_run": False}
     return redact_values(stored_values(vars(config)) | used)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_qlora.config.objectives import Reference
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
@@ -117,7 +118,8 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
 
 def longest_allowed(config: TrainConfig) -> Lengths:
     """A micro-batch of as many and as long rows as the options allow."""
-    return Lengths([config.longest_row] * config.batch_size * config.row_kind.num_learned)
+    num_learned = config.objective_row.kind_of_rows(config).num_learned
+    return Lengths([config.longest_row] * config.batch_size * num_learned)
 
 
 def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
@@ -217,6 +219,7 @@ def _placed(
     machine = plan.machine
     recomputing = _recomputing(config, len(plan.meta.parts.blocks))
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
+    reference = config.objective_row.reference_beside(config)
     step = Step(
         precision=plan.precision,
         optimizer=config.optimizer,
@@ -228,7 +231,7 @@ def _placed(
         offloads_activations=config.recompute == "offload",
         buffer_bytes=bytes_of_variable(BUFFER),
         on_gpu=machine.device.type == "cuda",
-        passes=1 + config.has_reference_beside,
+        passes=1 if reference is Reference.NONE else 2,
         image_values=lengths.image_values,
     )
     return PlacedModel(

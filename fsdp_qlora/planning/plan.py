@@ -16,6 +16,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora.config.marks import of_quantizer
+from fsdp_qlora.config.objectives import Reference
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TRAIN_TYPES
@@ -446,11 +447,13 @@ def layer_options(
         packed: the format of weight files that are trained on as they are.
     """
     train_type = config.kind
+    reference = config.objective_row.reference_beside(config)
     return LayerOptions(
         lora=config.pick(
             LoraOptions,
             prefix="lora_",
             init=config.init_lora_weights,
+            keeps_start=reference is Reference.START,
             rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
             alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
         ),

@@ -40,7 +40,12 @@ def with_kept_context(config: TrainConfig, decisions: Decisions) -> TrainConfig:
 
 def pick_data(config: TrainConfig, image_processor: ImageProcessor | None = None) -> DataOptions:
     """The options of the rows as they are given. image_processor: the model's, if it has one."""
-    return config.pick(DataOptions, text=config.pick(TextOptions, image_processor=image_processor))
+    text = config.pick(
+        TextOptions,
+        row_kind=config.objective_row.kind_of_rows(config),
+        image_processor=image_processor,
+    )
+    return config.pick(DataOptions, text=text)
 
 
 def read_planned_rows(

@@ -49,6 +49,7 @@ def make_schedule(
 ) -> Schedule:
     """The steps of the run."""
     is_answered = bool(data.prompts)
+    objective = config.objective_row
     if data.have_images and config.context_size > 1:
         raise UserError(
             "--context_parallel_size divides rows without padding, and rows with images are padded."
@@ -61,8 +62,8 @@ def make_schedule(
         or config.batch_size * config.gradient_accumulation_steps * data_size,
         batching="padded" if data.have_images else config.batching,
         mixture=data.mixture,
-        context_length=config.longest_row * config.row_kind.num_documents,
-        num_generations=config.answers_per_prompt if is_answered else 1,
+        context_length=config.longest_row * objective.kind_of_rows(config).num_documents,
+        num_generations=objective.answers_per_prompt(config) if is_answered else 1,
         num_iterations=config.num_iterations if is_answered else 1,
     )
     return _of_answers(schedule) if is_answered else schedule
@@ -108,7 +109,9 @@ class RunRows:
         self.data = data
         self.schedule = schedule
         self.lengths = np.minimum(data.lengths, schedule.context_length)
-        self._shares_prompts = config.row_kind == PAIRS and can_share(documents)
+        self._shares_prompts = config.objective_row.kind_of_rows(config) == PAIRS and can_share(
+            documents
+        )
 
     def planned(self) -> PlannedRows:
         """Sum up the rows."""

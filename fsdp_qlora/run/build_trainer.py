@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import PAIRS, LossSettings
+from fsdp_qlora.config.objectives import PAIRS, LossSettings, Reference
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
@@ -69,22 +69,24 @@ def build_trainer(
     """
     control = control or Control()
     forward = build_forward(config, plan, ranks, control, of_targets)
+    decided = config.objective_row.decided(config)
     optimizer = ShardedOptimizer(
         forward.model,
         config.optimizer,
-        lr=config.learning_rate,
+        lr=decided.lr,
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
     options = config.pick(
         TrainerOptions,
+        learning_rate=decided.lr,
         warmup_steps=plan.warmup_steps,
         total_steps=plan.schedule.total_steps,
         max_grad_norm=config.grad_norm or math.inf,
         num_replicas=plan.placed.layout.num_replicas,
         sync_every_micro_batch=not plan.placed.placement.accumulates,
     )
-    settings = config.pick(LossSettings, **config.objective_settings)
+    settings = config.pick(LossSettings, beta=decided.beta, loss_type=decided.loss_type)
     return Trainer(
         forward,
         optimizer,
@@ -112,7 +114,9 @@ def build_forward(
     context = join_context(ranks, plan.placed.layout.context_size)
     if context.size > 1:
         check_context(probed, context)
-    shares = config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed)
+    objective = config.objective_row
+    row_kind = objective.kind_of_rows(config)
+    shares = row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed)
     collator = Collator(
         schedule,
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be
@@ -122,18 +126,19 @@ def build_forward(
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
         shares_prompts=shares,
-        has_teacher=config.teaches_itself,
+        has_teacher=row_kind.has_teacher,
         of_targets=of_targets,
         image_processor=plan.data.image_processor,
         model_arguments=inspect.signature(type(model).forward).parameters,
     )
+    has_reference = objective.reference_beside(config) is not Reference.NONE
     forward = ForwardPass(
         model,
         ranks,
         collator,
         plan.model.precision,
         attention=None if schedule.padding else plan.model.documents,
-        reference=ReferencePass(model) if config.has_reference_beside else None,
+        reference=ReferencePass(model) if has_reference else None,
         temperature=config.temperature,
         context=context,
         heartbeat=control.heartbeat,
@@ -180,7 +185,7 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
     reason = probe_packing(probed)
     apart = ", ".join(layers_apart(probed.model))
-    if config.teaches_itself and (reason or apart):
+    if config.objective_row.kind_of_rows(config).has_teacher and (reason or apart):
         raise UserError(
             f"--objective {config.objective}: in this model a teacher's tokens cannot follow the "
             f"student's: {reason or apart}."

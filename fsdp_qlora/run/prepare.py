@@ -79,7 +79,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     config = with_kept_context(config, decisions)
     model = plan_model(config, machine, store)
     # Distributions of student and teacher are compared in chunks of tokens.
-    if config.distills:
+    if config.objective_row.distills:
         refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_planned_rows(config, model, decisions)

@@ -15,6 +15,7 @@ import pytest
 from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences
 from fsdp_qlora.commands.run_config import make_train_config, parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, of_quantizer
+from fsdp_qlora.config.objectives import Objective, Reference
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, advise
 from fsdp_qlora.config.text import option_help, resolved_options, resolved_yaml
@@ -196,14 +197,29 @@ def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
             resolved_options(parse_train_config(["--config", yaml_file(resolved_yaml(config))]))
             == stored
         )
-    assert (
-        not TrainConfig(objective="grpo").has_reference
-        and TrainConfig(objective="grpo", beta=0.04).has_reference
-    )
-    assert (
-        TrainConfig(objective="dpo").has_reference
-        and not TrainConfig(objective="simpo").has_reference
-    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        ({"objective": "sft"}, Reference.NONE),
+        ({"objective": "simpo"}, Reference.NONE),
+        ({"objective": "dpo"}, Reference.BASE),
+        ({"objective": "dpo", "adapter": "folder"}, Reference.START),
+        ({"objective": "dpo", "init_lora_weights": "loftq"}, Reference.START),
+        ({"objective": "grpo"}, Reference.NONE),
+        ({"objective": "grpo", "beta": 0.04}, Reference.BASE),
+        ({"objective": "distill"}, Reference.BASE),
+        ({"objective": "distill", "teacher": "another"}, Reference.NONE),
+    ],
+)
+def test_an_objective_says_which_model_it_compares_with(
+    options: dict[str, Any], reference: Reference
+) -> None:
+    config = TrainConfig(**options)
+    assert config.objective_row.reference(config) is reference
+    config = dataclasses.replace(config, precompute_reference=True)
+    assert config.objective_row.reference_beside(config) is Reference.NONE
 
 
 @pytest.mark.parametrize("word", ["off", "no", "False", "off:replace"])
@@ -216,7 +232,7 @@ def test_a_run_that_is_not_resumed_is_said_in_words_of_yaml(word, yaml_file):
 )
 def test_the_learning_rate_follows_the_train_type_and_is_recorded(train_type, rate, yaml_file):
     config = parse_train_config(["--train_type", train_type])
-    assert config.learning_rate == rate
+    assert config.objective_row.decided(config).lr == rate
     assert parse_train_config(["--config", yaml_file(resolved_yaml(config))]).lr == rate
 
 
@@ -225,7 +241,8 @@ def test_the_resolved_options_are_accepted_back(yaml_file):
     config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json"])
     text = resolved_yaml(config)
     assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
-    config = dataclasses.replace(config, **config.objective_settings)  # as the text has them
+    decided = config.objective_row.decided(config)
+    config = dataclasses.replace(config, **decided._asdict())  # as the text has them
     assert parse_train_config(["--config", yaml_file(text)]) == config
     of_2024 = text.replace("nproc_per_node: -1\n", "world_size: 2\n")
     assert parse_train_config(["--config", yaml_file(of_2024)]).nproc_per_node == 2
@@ -575,10 +592,11 @@ def test_every_option_is_read():
                     for kind in TRAIN_TYPES.values()
                     for name in names_marked(of_quantizer(kind.quantizer))
                 }
-    # The properties that combine options read them as `self`.
-    for node in ast.walk(ast.parse(inspect.getsource(TrainConfig))):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            read.add(node.attr)
+    # The properties that combine options read them as `self`, an objective as `options`.
+    for cls, name in ((TrainConfig, "self"), (Objective, "options")):
+        for node in ast.walk(ast.parse(inspect.getsource(cls))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name:
+                read.add(node.attr)
     assert sorted(set(NAMES) - read) == []
 
 

@@ -160,7 +160,9 @@ def test_dry_run_prints_the_options_as_a_config_file(
     asked = parse_train_config(
         ["--config", str(run_yaml), *flags(device="cpu", verbose=True, **options)]
     )
-    assert printed == replace(asked, **asked.objective_settings)  # as the text has them
+    # As the text has them.
+    decided = asked.objective_row.decided(asked)
+    assert printed == replace(asked, **decided._asdict())
 
 
 # --- the run

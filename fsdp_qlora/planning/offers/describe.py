@@ -100,14 +100,15 @@ def _generation_lines(run: PlannedRun) -> list[str]:
     """
     config = run.config
     gpus = run.gpus
-    if not config.row_kind.is_sampled or config.rollout_url:
+    if not config.objective_row.kind_of_rows(config).is_sampled or config.rollout_url:
         return []
     answers = run.rows * gpus.num_gpus
     free = int(gpus.bytes) - sum(run.beside_torch.values())
     generation = plan_generation(
         run.placed, answers, config.longest_row, config.max_completion_length, free, gpus.gpu
     )
-    line = generation.describe(answers // config.answers_per_prompt, config.answers_per_prompt, 0)
+    per_prompt = config.objective_row.answers_per_prompt(config)
+    line = generation.describe(answers // per_prompt, per_prompt, 0)
     return textwrap.wrap(f"{line}; in addition to the time above", 80, subsequent_indent="  ")
 
 
