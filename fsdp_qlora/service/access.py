@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.service.connections import ClientAddress
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, staged_file
 from fsdp_qlora.utils.text import shown
@@ -40,6 +39,8 @@ KEY_FILE = "api_key"
 NO_KEY = "none"
 
 Message = MutableMapping[str, Any]
+ClientAddress = tuple[str, int] | None
+"""Host and port of a client, as in the scope of ASGI."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]

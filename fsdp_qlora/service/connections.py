@@ -9,12 +9,11 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from fsdp_qlora.service.access import ClientAddress
+
 HEAD_SECONDS = 10.0  # for the head of a request to come
 _MOST_FILES = 65_536  # open at a time, if the system allows so many
 _MOST_STRANGERS = 512  # connections without an allowed request
-
-ClientAddress = tuple[str, int] | None
-"""Host and port of a client, as in the scope of ASGI."""
 
 
 class Connections:
