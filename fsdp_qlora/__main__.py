@@ -166,11 +166,11 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     quiet_libraries()
     # --batch-size and --batch_size are the same option.
     spelled = [_FLAG.sub(lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
-    own, others = _split(spelled, parser.flags)
-    _refuse_unknown(name, parser.flags, others)
-    args, unexpected = parser.parse_known_args(own)
+    command_words, training_words = _split(spelled, parser.flags)
+    _refuse_unknown(name, parser.flags, training_words)
+    args, unexpected = parser.parse_known_args(command_words)
     args.words = words
-    args.training_options = unexpected + others
+    args.training_options = unexpected + training_words
     args.commands = list(COMMANDS)
     if unexpected and name not in _TAKE_TRAINING_OPTIONS:
         raise UserError(f"Unexpected argument {unexpected[0]!r}. See --help.")

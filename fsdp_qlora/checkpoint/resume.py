@@ -320,11 +320,11 @@ def _continue(run: RunFolder) -> Start:
     was_finished = status.get("state") == "finished"
     # To begin again would overwrite days of work whose disk is only not mounted.
     if start is None and (status.get("saved_step", -1) >= 0 or was_finished):
-        done = "the run has finished"
+        evidence = "the run has finished"
         if not was_finished:
-            done = f"step {status['saved_step']} was saved"
+            evidence = f"step {status['saved_step']} was saved"
         raise UserError(
-            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? "
+            f"{root} holds no checkpoint, but {STATUS} says that {evidence}. Is its disk mounted? "
             f"Restore the checkpoints, {OR_START_OVER}"
         )
     if start is None and run.request.origin is not None:

@@ -144,12 +144,12 @@ def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
     """["q_proj=8"] -> [("q_proj", "8")]; without `=` the value is empty."""
-    found = []
+    result = []
     for item in items:
         # at the last one: a name may be a regular expression, which may have = itself
         name, equals, value = item.rpartition("=")
-        found.append((name, value) if equals else (item, ""))
-    return found
+        result.append((name, value) if equals else (item, ""))
+    return result
 
 
 def named_tokens(words: Iterable[str]) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ def with_template_kwargs(content: AnyContent, kwargs: Mapping[str, Any]) -> AnyC
         return content
     if isinstance(content, PreferenceRow):
         return dataclasses.replace(
-            content, answers=[with_template_kwargs(each, kwargs) for each in content.answers]
+            content, answers=[with_template_kwargs(answer, kwargs) for answer in content.answers]
         )
     if isinstance(content, Rendered):
         return dataclasses.replace(content, notes=(*content.notes, NO_CHAT))

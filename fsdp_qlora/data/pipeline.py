@@ -130,13 +130,13 @@ def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]
     At least half as many are kept, or all if they are fewer.
     """
     count = 0
-    kept = list[Entry]()
+    sample = list[Entry]()
     distance = 1
     for count, item in enumerate(items, start=1):
         if (count - 1) % distance == 0:
-            kept.append(item)
-        if len(kept) > most:
+            sample.append(item)
+        if len(sample) > most:
             # Every second one goes, so the distance doubles: one pass, without knowing the number.
-            kept = kept[::2]
+            sample = sample[::2]
             distance = 2 * distance
-    return count, kept
+    return count, sample

@@ -77,7 +77,7 @@ class PromptRows:
         """Read the prompt of a row; see `KindOfRows`."""
         assert self._template_columns is not None
         reading = self._text.requested.find_prompt(row)
-        content, said = reading.prompt(row)
+        content, completion = reading.prompt(row)
         for_teacher = None
         if self._has_teacher or (self._may_have_teacher and any(map(row.get, COLUMNS["teacher"]))):
             for_teacher, _ = reading.prompt(row, for_teacher=True)
@@ -85,7 +85,7 @@ class PromptRows:
         content = with_template_kwargs(content, template_kwargs)
         if for_teacher is not None:
             for_teacher = with_template_kwargs(for_teacher, template_kwargs)
-        answer = _right_answer(row, said)
+        answer = _right_answer(row, completion)
         return ReadPrompt(row, reading.dataset_format, content, for_teacher, answer)
 
     def tokenize(

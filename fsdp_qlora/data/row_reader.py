@@ -56,8 +56,8 @@ def read_contents(
     """
     columns: dict[str, None] = {}
     num_columns = None
-    left = iter(entries)
-    while batch := list(islice(left, ROWS_PER_BATCH)):
+    remaining = iter(entries)
+    while batch := list(islice(remaining, ROWS_PER_BATCH)):
         rows = _number(batch, source, report)
         columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if rows and len(columns) != num_columns:

@@ -392,19 +392,21 @@ def read_dataset(
             token that the model does not have.
     """
     if parse_name(dataset).name == sources.DUMMY:
-        found = _dummy_rows(tokenizer, options)
+        dataset_rows = _dummy_rows(tokenizer, options)
     else:
         with _template_workers() as workers:
             text = DatasetText(tokenizer, options, workers)
-            found = DatasetPipeline(dataset, text, source).all_rows()
-    check_report(found.report, allowed=options.max_bad_rows, context_length=options.longest_row)
+            dataset_rows = DatasetPipeline(dataset, text, source).all_rows()
+    check_report(
+        dataset_rows.report, allowed=options.max_bad_rows, context_length=options.longest_row
+    )
     samples = options.dataset_samples
-    num_rows = found.report.num_rows
+    num_rows = dataset_rows.report.num_rows
     if samples is not None and num_rows < samples:
         log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
-    rows = rows_of_prompts(found.prompts) if found.prompts else found.rows
+    rows = rows_of_prompts(dataset_rows.prompts) if dataset_rows.prompts else dataset_rows.rows
     tokenization.check_vocabulary(rows, vocab_size)
-    return found
+    return dataset_rows
 
 
 def _dummy_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DatasetRows:

@@ -96,14 +96,14 @@ def _check_objective(
 ) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
     kind = FORMATS[reading.dataset_format].row_kind
-    wanted = options.row_kind
+    needed = options.row_kind
     can_teach = kind == TEXTS and FORMATS[reading.dataset_format].asks
     has_prompt = any(row.keys() & {*COLUMNS["teacher"]} for row in first_rows)
-    if kind == wanted or (options.has_teacher and can_teach and has_prompt):
+    if kind == needed or (options.has_teacher and can_teach and has_prompt):
         return
-    if wanted != TEXTS:
+    if needed != TEXTS:
         raise UserError(
-            f"{origin}: --objective {options.objective} needs {wanted.described}, and no column "
+            f"{origin}: --objective {options.objective} needs {needed.described}, and no column "
             "with a known name has them. Name the columns with --columns."
         )
     alone = ""

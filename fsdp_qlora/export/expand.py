@@ -238,16 +238,16 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
         random = torch.randn(parameter.shape, dtype=parameter.dtype)
         is_zero = name.removeprefix(f"{leaf}.0.") in zeros
         values[name] = torch.zeros_like(random) if is_zero else random * 0.02
-    seen: list[Any] = []
+    states: list[Any] = []
     block.register_forward_hook(
-        lambda module, args, kwargs, output: seen.extend(
+        lambda module, args, kwargs, output: states.extend(
             [args[0] if args else kwargs["hidden_states"], output]
         ),
         with_kwargs=True,
     )
     hidden = torch.randn(1, 3, model.get_input_embeddings().embedding_dim, dtype=torch.bfloat16)
     torch.func.functional_call(parent, values, kwargs={"inputs_embeds": hidden, "use_cache": False})
-    inputs, output = seen
+    inputs, output = states
     output = output[0] if isinstance(output, tuple) else output
     # x + 0 is x to the bit, in every dtype.
     if not torch.equal(inputs, output):

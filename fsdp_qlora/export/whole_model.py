@@ -79,11 +79,11 @@ def save_model(
     ]
     forms, fused = _layout(model, gathered, dtype)
     assert base is None or forms.keys() <= base.files.keys()
-    kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
+    unchanged = {name: base.form(name) for name in base.files if name not in forms} if base else {}
     result = _Writer(output_dir, is_rank_0=values.keeps)
-    files = PackedFiles(result.staging, forms | kept)
+    files = PackedFiles(result.staging, forms | unchanged)
     result.write(files.create)
-    for name in kept:
+    for name in unchanged:
         if base and result.writes:
             original = base.read_flat(name, 0, base.shape(name).numel())
             result.write(partial(files.write, name, 0, original))

@@ -152,11 +152,11 @@ def measure_blocks(
         )
         # From the inputs and outputs of each block's matrices.
         row_bytes = precision.compute_dtype.itemsize * described["position_ids"].shape[1]
-        kept = [
+        block_bytes = [
             row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
             for block in parts.blocks
         ]
-        return [BlockBytes(count, 2 * count, 2 * count, count) for count in kept]
+        return [BlockBytes(count, 2 * count, 2 * count, count) for count in block_bytes]
 
 
 class _Measured(Exception):

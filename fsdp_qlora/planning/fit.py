@@ -234,8 +234,8 @@ def fit_recompute(
     without, room = attempt(0)
     keeping = int(least(min(may_keep[0], room >= 2 * block_bytes)))
     for is_last in (False, False, True) if keeping else ():
-        held, room = attempt(keeping)
-        per_block = max((held - without) / keeping, 1.0)
+        kept_bytes, room = attempt(keeping)
+        per_block = max((kept_bytes - without) / keeping, 1.0)
         # more than in this attempt
         memory = {count: (count - keeping) * per_block for count in may_keep}
         before = keeping

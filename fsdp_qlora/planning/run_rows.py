@@ -274,10 +274,10 @@ def _bytes_of_answer(config: PretrainedConfig, tokens: int, most_new: int, items
     inner = max(shape.inner for shape in shapes)
 
     def caches(tokens: int) -> list[int]:
-        seen = [min(shape.window or tokens, tokens) * shape.has_keys for shape in shapes]
+        lengths = [min(shape.window or tokens, tokens) * shape.has_keys for shape in shapes]
         return [
             2 * itemsize * n * shape.groups * shape.head_dim
-            for n, shape in zip(seen, shapes, strict=True)
+            for n, shape in zip(lengths, shapes, strict=True)
         ]
 
     at_prompt = sum(caches(prompt)) + prompt * (

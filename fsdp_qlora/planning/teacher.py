@@ -62,10 +62,12 @@ def refuse_whole_logits(plan: ModelPlan) -> None:
         raise UserError(f"Distillation compares distributions in chunks of tokens, but {reason}.")
 
 
-def _refuse_other_settings(config: TrainConfig, student: ModelPlan, kept: TeacherFolder) -> None:
+def _refuse_other_settings(config: TrainConfig, student: ModelPlan, folder: TeacherFolder) -> None:
     """Raise UserError if the files of a teacher's folder are for another temperature or student."""
     vocabulary = student.meta.model.get_input_embeddings().num_embeddings
-    differences = [*kept.differences({"temperature": config.temperature, "vocabulary": vocabulary})]
+    differences = [
+        *folder.differences({"temperature": config.temperature, "vocabulary": vocabulary})
+    ]
     if differences:
         raise UserError(
             f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run "

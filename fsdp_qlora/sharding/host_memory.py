@@ -139,22 +139,22 @@ class InputStore:
         # The block before has run by now, or at least its work is queued: its input may go.
         if newest is not None:
             newest.release_device_copy()
-        kept = _Kept(self, tensor.detach(), before)
+        saved = _Kept(self, tensor.detach(), before)
         # Weak: autograd alone keeps inputs alive, and frees each after its block's backward pass.
-        self._newest = weakref.ref(kept)
-        return kept
+        self._newest = weakref.ref(saved)
+        return saved
 
-    def unpack(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
+    def unpack(self, saved: "torch.Tensor | _Kept") -> torch.Tensor:
         """The tensor, for the compute stream. Also prefetches the previous block's input."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        tensor = kept.prefetch()
-        kept.side.compute_waits(kept.copied)
+        if isinstance(saved, torch.Tensor):
+            return saved
+        tensor = saved.prefetch()
+        saved.side.compute_waits(saved.copied)
         # The previous block's input, which is needed when this block's backward pass is done.
-        before = kept.before() if kept.before is not None else None
+        before = saved.before() if saved.before is not None else None
         if before is not None:
             before.prefetch()
-        kept.on_device = None  # autograd holds it now
+        saved.on_device = None  # autograd holds it now
         return tensor
 
     def host_memory(self, size: int) -> torch.Tensor:

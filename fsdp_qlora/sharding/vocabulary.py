@@ -117,8 +117,8 @@ def _lookups_of(model: PreTrainedModel) -> "list[Lookup]":
 def lookup_of(model: PreTrainedModel) -> "Lookup | None":
     """The model's lookup of tokens on other ranks, if its embedding is shared."""
     embedding = model.get_input_embeddings()
-    found = [lookup for lookup in _lookups_of(model) if lookup.module is embedding]
-    return found[0] if found else None
+    lookups = [lookup for lookup in _lookups_of(model) if lookup.module is embedding]
+    return lookups[0] if lookups else None
 
 
 def shared_head_of(model: PreTrainedModel) -> "SharedHead | None":
@@ -459,10 +459,10 @@ class SharedHead(_RowExchange):
     # The exchanges of `chunked_loss`. It calls them for chunks of as many tokens on each rank, so
     # that all ranks make the same calls, whatever their own numbers of tokens.
 
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, local: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, concatenated: [N, ..] -> [R * N, ..]."""
-        result = own.new_empty(self.size * len(own), *own.shape[1:])
-        all_gather(result, own.contiguous(), group=self.group)
+        result = local.new_empty(self.size * len(local), *local.shape[1:])
+        all_gather(result, local.contiguous(), group=self.group)
         return result
 
     def local_chunk(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -480,7 +480,7 @@ class SharedHead(_RowExchange):
         return values
 
     def reduce_scatter_grad(
-        self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor
+        self, grad: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Add up the gradients of this rank's hidden states that all ranks have computed.
 
@@ -488,4 +488,4 @@ class SharedHead(_RowExchange):
         """
         # Each rank knows the part of a gradient that its own columns of the logits give, for the
         # tokens of all: a sum over ranks is the sum over V.
-        reduce_scatter(own, grad @ weight, group=self.group)
+        reduce_scatter(out, grad @ weight, group=self.group)

@@ -41,8 +41,8 @@ class WholeVocabulary:
 
     local_chunk = largest = summed = all_gather
 
-    def reduce_scatter_grad(self, grad: Tensor, weight: Tensor, own: Tensor) -> None:
-        torch.mm(grad, weight, out=own)
+    def reduce_scatter_grad(self, grad: Tensor, weight: Tensor, out: Tensor) -> None:
+        torch.mm(grad, weight, out=out)
 
 
 Vocabulary = SharedHead | WholeVocabulary

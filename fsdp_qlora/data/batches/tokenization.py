@@ -178,11 +178,11 @@ def _render(
     """(number, text or tokens) of the rows that can be used. The others are in the report."""
     rendered: list[tuple[int, Rendered]] = []
     rendered_rows = renderer.render_all([content for _, content in rows])
-    for (row_number, _), made in zip(rows, rendered_rows, strict=True):
-        if isinstance(made, BadRow):
-            report.reject(row_number, str(made))
+    for (row_number, _), result in zip(rows, rendered_rows, strict=True):
+        if isinstance(result, BadRow):
+            report.reject(row_number, str(result))
         else:
-            rendered += [(row_number, row) for row in made]
+            rendered += [(row_number, row) for row in result]
     return rendered
 
 
@@ -319,11 +319,11 @@ def encode(
             if reason or (num_cut and of_image[context_length:].any()):
                 learned[:] = False  # a part of an image says nothing
         for start in starts:
-            kept = slice(start, start + context_length)
+            window = slice(start, start + context_length)
             yield EncodedRow(
                 row_number,
-                np.array(ids[kept], dtype=np.int32),
-                learned[kept].copy(),  # a view would keep the whole document
+                np.array(ids[window], dtype=np.int32),
+                learned[window].copy(),  # a view would keep the whole document
                 num_cut,
                 notes=() if start else row.notes + notes,
                 desired=row.desired,

@@ -88,13 +88,13 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
     for file in files:
         by_split.setdefault(_split_below(file), []).append(file)
     if split is not None:
-        wanted = SPLITS.get(split, split)
-        if wanted not in by_split:
+        split_name = SPLITS.get(split, split)
+        if split_name not in by_split:
             names = ", ".join(sorted(filter(None, by_split))) or "none"
             raise UserError(
                 f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {names}."
             )
-        return by_split[wanted]
+        return by_split[split_name]
     held_out = sorted(filter(None, by_split.keys() - {"train"}))
     # Files whose names say no split are for training, if others are held out.
     chosen = by_split.get("train") or by_split.get(None)

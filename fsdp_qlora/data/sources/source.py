@@ -129,34 +129,34 @@ def find_source(dataset: str | DatasetName) -> Source:
         UserError: there is no such name, file, folder, configuration or split, or the hub cannot be
             reached.
     """
-    wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
-    name = wanted.name
+    parsed = parse_name(dataset) if isinstance(dataset, str) else dataset
+    name = parsed.name
     if "://" in name:
         raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
     if name == DEMO or (name not in DATASETS and _looks_local(name)):
-        if wanted.config is not None:
+        if parsed.config is not None:
             raise UserError(
                 f"dataset: {name} is a path, and only datasets of the hub have configurations."
             )
-        source = local_source(_existing(name), wanted.split)
+        source = local_source(_existing(name), parsed.split)
     elif name in DATASETS:
         named = parse_name(DATASETS[name])
         # The rows that a short name leaves out are of its own split; another split is used whole.
         split = named.split or "train"
         start = named.start
-        if wanted.split:
-            split = wanted.split
+        if parsed.split:
+            split = parsed.split
             start = 0
         source = hub_source(
-            named.name, config=wanted.config, split=split, shuffled=name in SHUFFLED
+            named.name, config=parsed.config, split=split, shuffled=name in SHUFFLED
         ).slice(start, None)
     elif is_hub_name(name):
-        source = hub_source(name, config=wanted.config, split=wanted.split or "train")
+        source = hub_source(name, config=parsed.config, split=parsed.split or "train")
     else:
         close = difflib.get_close_matches(name, [*DATASETS, DEMO, DUMMY], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
-    return source.slice(wanted.start, wanted.stop)
+    return source.slice(parsed.start, parsed.stop)
 
 
 def _existing(name: str) -> Path:

@@ -88,7 +88,7 @@ def turns(value: object, column: str) -> list[dict[str, Any]]:
         raise BadRow(f"{column} is not a list of turns")
     if not value:
         raise BadRow(f"empty {column}")
-    return [said for turn in value for said in _said(turn)]
+    return [message for turn in value for message in _said(turn)]
 
 
 def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -146,16 +146,16 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
         raise BadRow(f"{where}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
     message: dict[str, Any] = {"role": ROLES[called.lower()]}
     is_answer = message["role"] == "assistant"
-    said = parts.split(
+    content_parts = parts.split(
         _result(content) if message["role"] == "tool" else content, where, is_answer=is_answer
     )
-    calls = _all_calls(turn, said, turn_number)
+    calls = _all_calls(turn, content_parts, turn_number)
     if calls:
         message["tool_calls"] = calls
-    thoughts = _thoughts(turn, said, where) if is_answer else {}
-    if said.content is not None:
-        message["content"] = images.read(said.content, turn_number, can_show=not is_answer)
-    elif said.thought:
+    thoughts = _thoughts(turn, content_parts, where) if is_answer else {}
+    if content_parts.content is not None:
+        message["content"] = images.read(content_parts.content, turn_number, can_show=not is_answer)
+    elif content_parts.thought:
         message["content"] = ""
     elif "tool_calls" not in message:
         raise BadRow(f"{where}: its content is null")
@@ -171,7 +171,7 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
     return message
 
 
-def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str, str]:
+def _thoughts(turn: Mapping[str, Any], content_parts: parts.Said, where: str) -> dict[str, str]:
     """The reasoning of an answer, from fields of its own or from parts of the content.
 
     Raises BadRow.
@@ -179,13 +179,13 @@ def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str
     # A bool is no text but a mark, as in Gemini's parts.
     given = {name: turn[name] for name in REASONING if not isinstance(turn.get(name), bool | None)}
     thoughts = {name: parts.words_of(value, where) for name, value in given.items()}
-    if not said.thought or said.thought in thoughts.values():
+    if not content_parts.thought or content_parts.thought in thoughts.values():
         return thoughts
     if any(thoughts.values()):
         raise BadRow(
             f"{where}: its reasoning in {', '.join(thoughts)} differs from the one in its content"
         )
-    return {REASONING[0]: said.thought}
+    return {REASONING[0]: content_parts.thought}
 
 
 def _result(content: object) -> object:
@@ -217,11 +217,13 @@ def _weight(turn: Mapping[str, Any], turn_number: int) -> float | None:
     return None
 
 
-def _all_calls(turn: Mapping[str, Any], said: parts.Said, turn_number: int) -> list[dict[str, Any]]:
+def _all_calls(
+    turn: Mapping[str, Any], content_parts: parts.Said, turn_number: int
+) -> list[dict[str, Any]]:
     """The calls of tools, from fields of their own or from parts of the content. Raises BadRow."""
     calls = turn.get("tool_calls") or turn.get("function_call")
     called = _calls(calls, turn_number) if calls else []
-    among_parts = _calls(list(said.calls), turn_number)
+    among_parts = _calls(list(content_parts.calls), turn_number)
     # The same calls may be in both, with ids in one of them alone.
     functions, functions_among_parts = (
         [call["function"] for call in calls] for calls in (called, among_parts)

@@ -104,10 +104,10 @@ class Format:
         return {column: name for name, column in chosen.items()}
 
 
-def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
+def _matches(names: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
     """Wanted column -> the dataset's of that name, or the only one with other case or blanks."""
     matches: dict[str, str | None] = {}
-    for name in wanted:
+    for name in names:
         close = [column for column in columns if column.strip().lower() == name]
         if name in columns:
             matches[name] = name

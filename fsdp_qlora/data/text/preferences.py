@@ -41,8 +41,8 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
 
     The completion's are learned.
     """
-    said = (row.get("prompt"), row.get("completion"))
-    if chats.needs_template(row) or any(isinstance(value, list | Mapping) for value in said):
+    values = (row.get("prompt"), row.get("completion"))
+    if chats.needs_template(row) or any(isinstance(value, list | Mapping) for value in values):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
     refuse_media(prompt.text, "prompt")
@@ -304,10 +304,12 @@ def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[An
     back = max(Counter(row.row_number for row in rows).values(), default=1)
     pairs = []
     for i, row in enumerate(rows):  # the row before the first is the last
-        kept = slice(starts[i])
-        taken = slice(starts[i - back], None)
+        prompt_part = slice(starts[i])
+        answer_part = slice(starts[i - back], None)
         before = rows[i - back]
-        ids = np.concatenate([row.ids[kept], before.ids[taken]])[:context_length]
-        learned = np.concatenate([row.learned[kept], before.learned[taken]])[:context_length]
+        ids = np.concatenate([row.ids[prompt_part], before.ids[answer_part]])[:context_length]
+        learned = np.concatenate([row.learned[prompt_part], before.learned[answer_part]])[
+            :context_length
+        ]
         pairs.append(row._replace(**join_sides((row.ids, ids), (row.learned, learned))))
     return pairs

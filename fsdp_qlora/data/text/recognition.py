@@ -139,9 +139,11 @@ class RequestedFormat(NamedTuple):
             raise UserError(f"{unasked} dpo.")
         if self.name == "label" and any(_fitting("rating", self.renames, columns)):
             raise UserError(f"{unasked} kto.")
-        wanted = FORMATS.get(self.name)
+        row_format = FORMATS.get(self.name)
         works = partial(reads, first_rows, dataset_format=self.name)
-        needed = f" The format {self.name} needs {', '.join(wanted.columns)}." if wanted else ""
+        needed = (
+            f" The format {self.name} needs {', '.join(row_format.columns)}." if row_format else ""
+        )
         raise UserError(
             f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} "
             f"{advise(first_rows, works)}"

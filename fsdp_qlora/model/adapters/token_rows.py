@@ -112,12 +112,12 @@ class TokenRows(nn.Module):
 
 def with_token_rows(model: nn.Module) -> dict[str, tuple[Any, TokenRows]]:
     """Path -> the embedding, or a head that does not share its weight, and its new rows."""
-    found: dict[str, tuple[Any, TokenRows]] = {}
+    rows_by_path: dict[str, tuple[Any, TokenRows]] = {}
     for path, module in model.named_modules():
         rows = _token_rows_of(module)
         if rows is not None:
-            found[path] = (module, rows)
-    return found
+            rows_by_path[path] = (module, rows)
+    return rows_by_path
 
 
 def _token_rows_of(module: nn.Module | None) -> TokenRows | None:
