@@ -38,6 +38,9 @@ PROTOBUF = "application/x-protobuf"
 KEY_FILE = "api_key"
 NO_KEY = "none"
 
+ClientAddress = tuple[str, int] | None
+"""Host and port of a client, as in the scope of ASGI."""
+
 Message = MutableMapping[str, Any]
 ClientAddress = tuple[str, int] | None
 """Host and port of a client, as in the scope of ASGI."""
