@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths, TokenizedRows
-from fsdp_qlora.data.batches.taught import OfTargets
+from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import release_cached_memory
@@ -121,13 +121,13 @@ def build_run(
     *,
     lengths: Sequence[int] | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
-    of_targets: OfTargets | None = None,
+    target_values: TargetValues | None = None,
 ) -> Run:
     """Load a model and build its trainer as train.py does; all rows belong to one step.
 
     Args:
         lengths: tokens of the rows that memory is planned for; None for the most that the options
-        allow. on_phase: called with a name after each phase. of_targets: as of the collator.
+        allow. on_phase: called with a name after each phase. target_values: as of the collator.
     """
     configure_kernels()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
@@ -156,7 +156,7 @@ def build_run(
     return Run(
         config,
         plan,
-        build_trainer(config, plan, ranks, of_targets=of_targets),
+        build_trainer(config, plan, ranks, target_values=target_values),
         model_parts.count_parameters(model_parts.ModelParts(model)),
         account,
         built.documents or model.config._attn_implementation,

@@ -68,8 +68,7 @@ from benchmarks.common import (
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import StepRows
-from fsdp_qlora.data.batches.target_values import number_targets
-from fsdp_qlora.data.batches.taught import OfTargets
+from fsdp_qlora.data.batches.target_values import TargetValues, number_targets
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.dora import DoraLinear
@@ -343,7 +342,7 @@ def our_run(
     config: LlamaConfig,
     data: TokenizedRows,
     args: argparse.Namespace,
-    of_targets: OfTargets | None = None,
+    target_values: TargetValues | None = None,
     **given: Any,
 ) -> Run:
     options = TrainConfig(
@@ -360,7 +359,7 @@ def our_run(
         wd=0.0,
         seed=SEED,
     )
-    return build_run(options, config, WeightFiles(folder), data, RANKS, of_targets=of_targets)
+    return build_run(options, config, WeightFiles(folder), data, RANKS, target_values=target_values)
 
 
 def load_reference(folder: Path, *, quantized: bool = True) -> nn.Module:

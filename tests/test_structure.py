@@ -322,8 +322,6 @@ NOT_PLAIN_ENGLISH = re.compile(
 OLD_ENGLISH = (
     "fsdp_qlora.service.",
     "fsdp_qlora.training.head_loss",
-    "fsdp_qlora.data.batches.rows",
-    "fsdp_qlora.data.batches.taught",
 )
 
 

@@ -45,9 +45,15 @@ PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo")
 LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
 PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo", is_sampled=True)
 _PROMPT = "a teacher_prompt or a teacher_system"
-TAUGHT = RowKind("taught", 2, 1, f"texts with {_PROMPT}", "distill", has_teacher=True)
-ASKED = RowKind(
-    "asked", 2, 1, f"prompts with {_PROMPT}", "distill_on_policy", is_sampled=True, has_teacher=True
+TEACHER_ROWS = RowKind("teacher_rows", 2, 1, f"texts with {_PROMPT}", "distill", has_teacher=True)
+TEACHER_PROMPTS = RowKind(
+    "teacher_prompts",
+    2,
+    1,
+    f"prompts with {_PROMPT}",
+    "distill_on_policy",
+    is_sampled=True,
+    has_teacher=True,
 )
 
 
@@ -402,9 +408,9 @@ OBJECTIVES: dict[str, Objective] = {
         token_loss=clipped_ratio,
     ),
     "distill": Objective(
-        TAUGHT, has_reference=True, options=_OF_TEACHER, beta=0.0, adapter_lr=2e-4
+        TEACHER_ROWS, has_reference=True, options=_OF_TEACHER, beta=0.0, adapter_lr=2e-4
     ),
     "distill_on_policy": Objective(
-        ASKED, has_reference=True, options=_OF_ONLINE_TEACHER, beta=0.0, adapter_lr=2e-4
+        TEACHER_PROMPTS, has_reference=True, options=_OF_ONLINE_TEACHER, beta=0.0, adapter_lr=2e-4
     ),
 }

@@ -87,7 +87,7 @@ def _reader(row_format: Format, options: TextOptions) -> Callable[[Row], Content
     if options.rating_threshold is not None:
         read = partial(read, threshold=options.rating_threshold)
     if options.has_teacher:
-        return partial(preferences.read_taught, asked=row_format.asks[0], read=read)
+        return partial(preferences.read_with_teacher, asked=row_format.asks[0], read=read)
     return read
 
 

@@ -10,7 +10,7 @@ from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
-from fsdp_qlora.data.batches.taught import bytes_per_token
+from fsdp_qlora.data.batches.teacher_cache import bytes_per_token
 from fsdp_qlora.data.batches.teacher_folder import TeacherFolder
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.adapters.peft_folder import read_adapter

@@ -20,7 +20,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
-from fsdp_qlora.data.batches.taught import OfTargets
+from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
@@ -61,14 +61,14 @@ def build_trainer(
     plan: Plan,
     ranks: Ranks,
     control: Control | None = None,
-    of_targets: OfTargets | None = None,
+    target_values: TargetValues | None = None,
 ) -> Trainer:
     """The trainer of a loaded model, with its optimizer.
 
-    Called on every rank. of_targets: as in `Collator`.
+    Called on every rank. target_values: as in `Collator`.
     """
     control = control or Control()
-    forward = build_forward(config, plan, ranks, control, of_targets)
+    forward = build_forward(config, plan, ranks, control, target_values)
     decided = config.objective_row.decided(config)
     optimizer = ShardedOptimizer(
         forward.model,
@@ -101,7 +101,7 @@ def build_forward(
     plan: Plan,
     ranks: Ranks,
     control: Control,
-    of_targets: OfTargets | None = None,
+    target_values: TargetValues | None = None,
 ) -> ForwardPass:
     """The forward pass of a loaded model, which tries a few tokens. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
@@ -127,7 +127,7 @@ def build_forward(
         sharing_ranks=sharing_ranks(model),
         shares_prompts=shares,
         has_teacher=row_kind.has_teacher,
-        of_targets=of_targets,
+        target_values=target_values,
         image_processor=plan.data.image_processor,
         model_arguments=inspect.signature(type(model).forward).parameters,
     )
@@ -242,7 +242,7 @@ def open_source(
     stops = Stops(plan.model.tokenizer, trainer.model, setup.stop_text)
     # Answers of an earlier version of the adapter are weighed by how likely that one found them.
     looks_back = config.num_iterations > 1 or config.rollout_url
-    of_targets = trainer.collator.of_targets
+    target_values = trainer.collator.target_values
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
@@ -254,7 +254,7 @@ def open_source(
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
         next_check=0 if config.rollout_url else None,
-        teacher=of_targets if isinstance(of_targets, ServerTeacher) else None,
+        teacher=target_values if isinstance(target_values, ServerTeacher) else None,
     )
 
 

@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.taught import (
+from fsdp_qlora.data.batches.target_values import TargetValues
+from fsdp_qlora.data.batches.teacher_cache import (
+    CACHE_FOLDER,
     Arrays,
-    OfTargets,
-    TaughtRows,
+    TeacherCache,
     Unusable,
     bytes_per_token,
     rounded,
@@ -51,7 +52,7 @@ from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 
 log = logging.getLogger("fsdp_qlora")
 
-File = tuple[TaughtRows, int]
+File = tuple[TeacherCache, int]
 """A file of a table, by its number."""
 
 
@@ -74,12 +75,12 @@ def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> No
             )
         teacher_base(run.config, run.plan.teacher, session).fetch()
     session.start_group(run.plan.placed.layout)
-    taught_by_teacher(run.config, run.plan, ranks, Control(), output)
+    teacher_targets(run.config, run.plan, ranks, Control(), output)
 
 
-def taught_by_teacher(
+def teacher_targets(
     config: TrainConfig, plan: Plan, ranks: Ranks, control: Control, output: Path | None = None
-) -> OfTargets | None:
+) -> TargetValues | None:
     """Return the teacher's top tokens: read from files, computed, or requested from its server.
 
     None without a separate teacher. Called on every rank, with the teacher's files on this machine.
@@ -101,21 +102,21 @@ def taught_by_teacher(
     given = Path(config.teacher).expanduser()
     folder = TeacherFolder.read(given, "teacher")
     if folder:
-        tables = _taught_rows(plan, given, folder, vocabulary)
+        caches = _teacher_caches(plan, given, folder, vocabulary)
         # The folder must have all files: its teacher is not here to make one again.
-        _missing([*tables.values()], ranks, config.teacher)
-        _say_read(tables)
+        _missing([*caches.values()], ranks, config.teacher)
+        _say_read(caches)
     elif plan.teacher:
         in_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
         top_tokens = dataclasses.replace(top_tokens, k=min(top_tokens.k, in_teacher))
-        root = output or cache_folder() / "taught"
+        root = output or cache_folder() / CACHE_FOLDER
         teacher_options = teacher_config(config)
         # The key has hashes of all weights, which rank 0 computes for all.
         own_key = _key(teacher_options, plan, vocabulary) if ranks.is_rank_0 else ""
         [key, *_] = all_gather_strings(own_key, ranks.device)
         folder = TeacherFolder(key, top_tokens.k, config.teacher)
-        tables = _taught_rows(plan, root, folder, vocabulary)
-        missing = _begin(tables, root, folder, ranks, output)
+        caches = _teacher_caches(plan, root, folder, vocabulary)
+        missing = _begin(caches, root, folder, ranks, output)
         if missing:
             forward = _load(teacher_options, plan, ranks, control)
             _compute(missing, forward, top_tokens, ranks)
@@ -123,30 +124,30 @@ def taught_by_teacher(
             gc.collect()  # modules and hooks know each other
             release_cached_memory(ranks.device)
         else:
-            _say_read(tables)
+            _say_read(caches)
     else:
         return None
-    return lambda table, rows: tables[table.digest].of_targets(table, rows)
+    return lambda table, rows: caches[table.digest].target_values(table, rows)
 
 
-def _taught_rows(
+def _teacher_caches(
     plan: Plan, root: Path, folder: TeacherFolder, vocabulary: int
-) -> dict[str, TaughtRows]:
+) -> dict[str, TeacherCache]:
     """The teacher's files for each table of a run's rows, by the table's digest."""
     return {
-        table.digest: TaughtRows(table, root, folder.key, folder.k, vocabulary)
+        table.digest: TeacherCache(table, root, folder.key, folder.k, vocabulary)
         for table in (plan.data.train, plan.data.evaluation)
         if len(table)
     }
 
 
-def _say_read(tables: Mapping[str, TaughtRows]) -> None:
-    [first, *_] = tables.values()
+def _say_read(caches: Mapping[str, TeacherCache]) -> None:
+    [first, *_] = caches.values()
     log.info("The teacher's probabilities are read from %s", first.folder)
 
 
 def _begin(
-    tables: Mapping[str, TaughtRows],
+    caches: Mapping[str, TeacherCache],
     root: Path,
     folder: TeacherFolder,
     ranks: Ranks,
@@ -160,7 +161,7 @@ def _begin(
     if output:
         with raise_on_all_ranks(UserError, ranks.device):
             _refuse_another(output, folder)
-    missing = _missing([*tables.values()], ranks, None)
+    missing = _missing([*caches.values()], ranks, None)
     with raise_on_all_ranks(UserError, ranks.device):
         # Each machine has its own disk, and its files are written by one of its ranks.
         if ranks.local_rank == 0:
@@ -177,9 +178,9 @@ def _compute(
 
     So an interrupted pass continues at the file where it stopped.
     """
-    for taught, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
-        arrays = top_tokens_of_rows(forward, taught.table, taught.files[number], top_tokens)
-        _keep(taught, number, rounded(arrays, top_tokens.k), ranks)
+    for cache, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
+        arrays = top_tokens_of_rows(forward, cache.table, cache.files[number], top_tokens)
+        _keep(cache, number, rounded(arrays, top_tokens.k), ranks)
 
 
 def _key(teacher_options: TrainConfig, plan: Plan, vocabulary: int) -> str:
@@ -214,7 +215,7 @@ def _refuse_another(output: Path, new: TeacherFolder) -> None:
         )
 
 
-def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> list[File]:
+def _missing(caches: Sequence[TeacherCache], ranks: Ranks, given: str | None) -> list[File]:
     """The files that a machine lacks; the same on every rank.
 
     Args:
@@ -222,9 +223,9 @@ def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> l
     Raises:
         UserError: it lacks some, or one of them cannot be learned from; the same on every rank.
     """
-    files = [(taught, number) for taught in tables for number in range(len(taught.files))]
+    files = [(cache, number) for cache in caches for number in range(len(cache.files))]
     with raise_on_all_ranks(UserError, ranks.device):
-        lacks = [not _read(taught, number, given) for taught, number in files]
+        lacks = [not _read(cache, number, given) for cache, number in files]
     # A file that one machine lacks is made again on all: the pass is a collective of all ranks.
     is_missing = gather_numbers(lacks, ranks.device).any(dim=0).tolist() if lacks else []
     missing = list(compress(files, is_missing))
@@ -238,12 +239,12 @@ def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> l
     return missing
 
 
-def _read(taught: TaughtRows, number: int, given: str | None) -> bool:
+def _read(cache: TeacherCache, number: int, given: str | None) -> bool:
     """Read a file; an unusable file counts as missing if the teacher can compute it again."""
     try:
-        return taught.read(number)
+        return cache.read(number)
     except Unusable as error:
-        path = taught.path(number)
+        path = cache.path(number)
         if given:
             raise UserError(
                 f"--teacher {given}: {path} cannot be learned from: {error}. Copy the folder once "
@@ -257,9 +258,7 @@ def _read(taught: TaughtRows, number: int, given: str | None) -> bool:
 
 def _check_room(root: Path, missing: Sequence[File]) -> None:
     """Raise UserError if files do not fit on the disk."""
-    needed = sum(
-        taught.num_targets(number) * bytes_per_token(taught.k) for taught, number in missing
-    )
+    needed = sum(cache.num_targets(number) * bytes_per_token(cache.k) for cache, number in missing)
     free = free_disk(root)
     if needed > free:
         raise UserError(
@@ -283,7 +282,7 @@ def _enter(output: Path, folder: TeacherFolder) -> None:
         folder.write(output)
 
 
-def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None:
+def _keep(cache: TeacherCache, number: int, arrays: Arrays, ranks: Ranks) -> None:
     """Write a file on each machine, and read it on every rank.
 
     Raises:
@@ -291,7 +290,7 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
             The same on every rank.
     """
     try:
-        taught.check(number, arrays)
+        cache.check(number, arrays)
     except Unusable as error:
         raise TrainingError(
             f"The teacher's probabilities cannot be learned from: {error}. Try --precision bf16 or "
@@ -300,24 +299,24 @@ def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None
     with raise_on_all_ranks(UserError, ranks.device):
         if ranks.local_rank == 0:
             try:
-                taught.write(number, arrays)
+                cache.write(number, arrays)
             except (OSError, SafetensorError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
-                size = format_bytes(len(arrays[0]) * bytes_per_token(taught.k))
+                size = format_bytes(len(arrays[0]) * bytes_per_token(cache.k))
                 raise UserError(
-                    _no_room(taught.folder, f"{reason}, with {size} to write")
+                    _no_room(cache.folder, f"{reason}, with {size} to write")
                 ) from error
     # Read back at once, as the student will: a bad disk is found before hours have gone by.
     with raise_on_all_ranks(UserError, ranks.device):
         try:
-            is_there = taught.read(number)
+            is_there = cache.read(number)
         except Unusable as error:
             raise UserError(
-                f"{taught.path(number)} was just written, and is damaged: {error}."
+                f"{cache.path(number)} was just written, and is damaged: {error}."
             ) from error
         if not is_there:
             raise UserError(
-                f"{taught.path(number)} was just written, and is not there. Give all "
+                f"{cache.path(number)} was just written, and is not there. Give all "
                 "ranks the same disk."
             )
 

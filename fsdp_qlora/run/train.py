@@ -34,7 +34,7 @@ from fsdp_qlora.run.load_model import result_form, warn_left_out
 from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, show_samples
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.run.supervision import RunSupervisor
-from fsdp_qlora.run.teach import taught_by_teacher
+from fsdp_qlora.run.teach import teacher_targets
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped
@@ -120,9 +120,9 @@ def train_and_export(
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with supervisor.loading():
         # Before the student is loaded: the two need not fit beside each other.
-        of_targets = taught_by_teacher(config, plan, ranks, supervisor.control)
+        target_values = teacher_targets(config, plan, ranks, supervisor.control)
         mesh = base.load().mesh
-        trainer = build_trainer(config, plan, ranks, supervisor.control, of_targets)
+        trainer = build_trainer(config, plan, ranks, supervisor.control, target_values)
         if config.precompute_reference:
             plan = precompute_reference(config, plan, trainer, identity["facts"])
     state = TrainState(

@@ -102,7 +102,7 @@ class TrainRequest:
             "datum": datum[:, None].repeat(width, axis=1),
         }
 
-    def of_targets(self, rows: Numbers) -> dict[str, torch.Tensor]:
+    def target_values(self, rows: Numbers) -> dict[str, torch.Tensor]:
         """The values of some rows' targets, [N, K].
 
         If they have none, those of one target that counts nothing.

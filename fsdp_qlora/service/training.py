@@ -27,7 +27,7 @@ class RequestTargets:
 
     def __call__(self, table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
         """The inputs of the rows' losses; none for rows that are only scored."""
-        return self.request.of_targets(rows) if self.request is not None else {}
+        return self.request.target_values(rows) if self.request is not None else {}
 
 
 @dataclass(eq=False)

@@ -229,7 +229,7 @@ def top_tokens_of_rows(
     """
     first = int(table.num_targets[: rows[0]].sum())
     count = int(table.num_targets[rows].sum())
-    collator = dataclasses.replace(forward.collator, of_targets=number_targets)
+    collator = dataclasses.replace(forward.collator, target_values=number_targets)
     batches = collator.lay_out_evaluation(table, rows)
     empty = np.zeros((count, top_tokens.num_values), np.float32)
     return _by_target(forward, batches, top_tokens, empty, first)
@@ -254,7 +254,7 @@ def values_of_tokens(forward: ForwardPass, table: TokenizedRows, loss: TokenLoss
 
     Called on every rank, with the same rows.
     """
-    collator = dataclasses.replace(forward.collator, of_targets=number_tokens)
+    collator = dataclasses.replace(forward.collator, target_values=number_tokens)
     # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds
     # differently.
     batches = collator.lay_out_step(table, np.arange(len(table)))

@@ -319,8 +319,8 @@ KINDS: dict[str, type[TokenMean]] = {
     "pairs": Pairs,
     "labels": Labels,
     "prompts": Policy,
-    "taught": Distillation,
-    "asked": Distillation,
+    "teacher_rows": Distillation,
+    "teacher_prompts": Distillation,
 }
 
 

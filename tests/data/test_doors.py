@@ -129,7 +129,7 @@ OTHERWISE = {
     """,
     OWN: """
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
-        data.batches.taught:TaughtRows._mapped observability.metric_log:copy_records
+        data.batches.teacher_cache:TeacherCache._mapped observability.metric_log:copy_records
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
         distributed.supervision.watchdog:Watchdog._end_hanging
         observability.metric_log:JsonlSink.__init__ utils.files:flush

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.data.batches.taught import _digest
+from fsdp_qlora.data.batches.teacher_cache import _digest
 
 Tensors = dict[str, torch.Tensor]
 

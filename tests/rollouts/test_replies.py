@@ -64,7 +64,7 @@ def test_the_likeliest_tokens_and_the_rest_are_read(teacher, server):
     # more than asked; 12 is the teacher's alone
     unknown = {"12": logp(QUARTER), "5": logp(HALF), "9": logp(-9999.0)}
     tells(server, [None, TOLD, TOLD, unknown])
-    teacher.ask([PROMPT], [COMPLETION], 0)
+    teacher.request([PROMPT], [COMPLETION], 0)
     never = torch.tensor(1e-30).log().item()
     expected = [[7, 5, HALF, QUARTER, QUARTER], [5, -1, HALF, never, HALF]]
     torch.testing.assert_close(teacher._values, torch.tensor(expected))
@@ -98,7 +98,7 @@ def test_the_likeliest_tokens_and_the_rest_are_read(teacher, server):
 def test_what_a_teachers_server_cannot_mean_is_refused(teacher, server, found, said):
     tells(server, found)
     with pytest.raises(RolloutError) as caught:
-        teacher.ask([PROMPT], [COMPLETION], 0)
+        teacher.request([PROMPT], [COMPLETION], 0)
     message = str(caught.value)
     assert (
         said in message

@@ -17,7 +17,7 @@ import torch
 from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pad_rows, with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Round, Schedule
-from fsdp_qlora.data.batches.taught import OfTargets
+from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 
 _AHEAD = 2  # micro-batches whose images a thread reads before their use
@@ -32,7 +32,7 @@ class Collator:
         sharing_ranks: those that share the vocabulary with this one, and itself.
         shares_prompts: the model computes the common prefix of a pair once.
         has_teacher: a row's second document is its teacher's.
-        of_targets: gives `target_values` of other rows than sampled ones.
+        target_values: gives values of targets that the rows do not have themselves.
         image_processor: for rows with images.
         model_arguments: of the model's forward pass.
     """
@@ -44,7 +44,7 @@ class Collator:
     sharing_ranks: Sequence[int] = ()
     shares_prompts: bool = False
     has_teacher: bool = False
-    of_targets: OfTargets | None = None
+    target_values: TargetValues | None = None
     image_processor: ImageProcessor | None = None
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -86,10 +86,10 @@ class Collator:
             data_rank: self._sequences(rows[data_rank], table)
             for data_rank in {rank // size for rank in ranks}
         }
-        if self.of_targets:
+        if self.target_values:
             # Before `part`, which splits the values with the targets that they are of.
             batch = whole[self.data_rank]
-            values = dict(batch.target_values) | self.of_targets(table, rows[self.data_rank])
+            values = dict(batch.target_values) | self.target_values(table, rows[self.data_rank])
             whole[self.data_rank] = dataclasses.replace(batch, target_values=values)
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
         batch = batches[self.rank]

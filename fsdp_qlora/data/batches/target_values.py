@@ -8,18 +8,25 @@ N is the number of a micro-batch's targets. Values that a micro-batch has:
 - Rows whose turns have weights: `weights`, float32 [N]. Written by micro_batch.py, read by the loss
   of `objective.TokenMean`.
 - Rows with a teacher's probabilities: `teacher_ids`, int64 [N, k], and `teacher_logps`, float32
-  [N, k + 1]. Written by the collator's `of_targets` (a teacher's files, or its server), read by the
+  [N, k + 1]. Written by the collator's `target_values` (a teacher's files or server), read by the
   loss of `objective.Distillation`.
 - Targets whose values are collected into an array: `numbers`, int64 [N]. Written by the collator's
-  `of_targets`, if it is `number_targets` or `number_tokens`; read by training/forward.py.
+  `target_values`, if it is `number_targets` or `number_tokens`; read by training/forward.py.
 - A client's rows: what its loss reads (service/losses.py), `target_tokens`, `datum` and `places`,
-  [N, K]. Written by service/messages.py, read by service/training.py.
+  [N, K]. Written by service/train_request.py, read by service/training.py.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
+
+TargetValues = Callable[[TokenizedRows, np.ndarray], dict[str, torch.Tensor]]
+"""Rows, and the indices of some of them -> values of their targets by name, in order. Rows without
+a target have the values of one that counts nothing.
+"""
 
 
 def target_indices(table: TokenizedRows, rows: Numbers) -> np.ndarray:

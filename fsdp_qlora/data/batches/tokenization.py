@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, TAUGHT, TEXTS, RowKind
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEACHER_ROWS, TEXTS, RowKind
 from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
 from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
 from fsdp_qlora.data.batches.rows import Column, TokenizedRows
@@ -80,7 +80,7 @@ def tokenize_batch(
     report.is_filled |= any(row.kind == "template" for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
     lengths = [len(row.ids) + row.num_cut for row in encoded]
-    join = {PAIRS: _pair, TAUGHT: _taught}.get(row_kind)
+    join = {PAIRS: _pair, TEACHER_ROWS: _with_teacher}.get(row_kind)
     if join:
         encoded = [join(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
         lengths = [*map(max, lengths[::2], lengths[1::2])]
@@ -103,7 +103,7 @@ def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
     return chosen._replace(reason=chosen.reason or rejected.reason, **two)
 
 
-def _taught(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
+def _with_teacher(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
     """The same answer to two prompts as one row of two documents.
 
     The answer is learned as far as the context has room for it in both.

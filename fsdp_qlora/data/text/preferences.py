@@ -81,7 +81,7 @@ def read_pair(row: Row) -> PreferenceRow:
     return PreferenceRow([_answer(row, name, prompt, side) for side in sides])
 
 
-def read_taught(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
+def read_with_teacher(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
     """A row as the student sees it, and `for_teacher`. Raises BadRow."""
     return PreferenceRow([read(row), read(for_teacher(row, asked))])
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import value_text
-from fsdp_qlora.data.batches.taught import bytes_per_token
+from fsdp_qlora.data.batches.teacher_cache import bytes_per_token
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.model_parts import count_parameters
 from fsdp_qlora.planning.known_models import trained_name

@@ -24,7 +24,7 @@ _WEIGHED = (
     "`logprobs: 0` with a number for each token in choices[0].logprobs.token_logprobs, as vLLM "
     "does: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora"
 )
-_TAUGHT = (
+_TEACHER = (
     "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` "
     "with the top tokens of each place in choices[0].prompt_logprobs, as vLLM does: "
     "vllm serve MODEL --max-logprobs {}"
@@ -97,7 +97,7 @@ class Reply:
                 raise Unusable(_WEIGHED.format(f"{_shown(logp)} for one"))
         return logps
 
-    def likeliest(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
+    def top_tokens(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
         """A teacher's top tokens in the place of each token from `first` of `count`.
 
         Each has k ids, k log-probabilities, and the log-probability of all other tokens.
@@ -111,12 +111,12 @@ class Reply:
             logps_of_tokens = self.get("choices", 0, "prompt_logprobs", kind=list)
             if len(logps_of_tokens) != count:
                 raise Unusable(f"{len(logps_of_tokens)} for {count} tokens")
-            return [_likeliest_of(logps, k, vocab_size) for logps in logps_of_tokens[first:]]
+            return [_top_tokens_of(logps, k, vocab_size) for logps in logps_of_tokens[first:]]
         except Unusable as error:
-            raise Unusable(_TAUGHT.format(str(error).removeprefix("answers "), k, k)) from error
+            raise Unusable(_TEACHER.format(str(error).removeprefix("answers "), k, k)) from error
 
 
-def _likeliest_of(logps: Any, k: int, vocab_size: int) -> list[float]:
+def _top_tokens_of(logps: Any, k: int, vocab_size: int) -> list[float]:
     """Ids, log-probabilities and the log-probability of all others, from the answer for one place.
 
     The answer may name more tokens than asked: vLLM adds the prompt's own token.

@@ -22,24 +22,6 @@ from fsdp_qlora.utils.records import parse_record
 
 log = logging.getLogger("fsdp_qlora")
 
-# The keys of a line, in their order.
-_NAMES = (
-    "step",
-    "version",
-    "row",
-    "prompt",
-    "completion",
-    "finish",
-    "reward",
-    "rewards",
-    "advantage",
-    "prompt_ids",
-    "token_ids",
-    "sampled_logps",
-    "old_logps",
-    "teacher_prompt_ids",
-)
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -68,14 +50,25 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         """The line's object. In the file the completion is a text, and its parts have own keys."""
-        record = dict(vars(self))
-        record["completion"] = self.text
-        record["finish"] = self.completion.finish
-        record["token_ids"] = self.completion.token_ids
-        record["sampled_logps"] = self.completion.logps
+        record = {
+            "step": self.step,
+            "version": self.version,
+            "row": self.row,
+            "prompt": self.prompt,
+            "completion": self.text,
+            "finish": self.completion.finish,
+            "reward": self.reward,
+            "rewards": self.rewards,
+            "advantage": self.advantage,
+            "prompt_ids": self.prompt_ids,
+            "token_ids": self.completion.token_ids,
+            "sampled_logps": self.completion.logps,
+            "old_logps": self.old_logps,
+            "teacher_prompt_ids": self.teacher_prompt_ids,
+        }
         # A reward of null says that no function applies.
         return {
-            name: record[name] for name in _NAMES if record[name] is not None or name == "reward"
+            name: value for name, value in record.items() if value is not None or name == "reward"
         }
 
     @classmethod

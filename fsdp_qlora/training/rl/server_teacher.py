@@ -33,7 +33,7 @@ class ServerTeacher:
         self._values = torch.zeros(1, 2 * self.k + 1)
 
     def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The teacher's tokens of rows, in the form of `TaughtRows.of_targets`.
+        """The teacher's tokens of rows, in the form of `TeacherCache.target_values`.
 
         For the completions that were asked about last; other rows get any values.
         """
@@ -43,10 +43,10 @@ class ServerTeacher:
         ids, logps = self._values[numbers].tensor_split([self.k], dim=1)
         return {"teacher_ids": ids.long(), "teacher_logps": logps}
 
-    def ask(
+    def request(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], version: int
     ) -> None:
-        """Ask about the tokens of completions. Called on every rank, with all of them.
+        """Request the top tokens for completions. Called on every rank, with all of them.
 
         Raises:
             RunStopped: on every rank.
@@ -79,5 +79,5 @@ class ServerTeacher:
         longest = MOST_BYTES + BYTES_PER_TOKEN * (self.k + 1) * len(ids)
         with self.server.reading():
             reply = Reply(COMPLETIONS, self.server.ask(COMPLETIONS, request, longest))
-            likeliest = reply.likeliest(len(prompt), len(ids), self.k, self.vocab_size)
-            return np.array(likeliest, np.float32)
+            top_tokens = reply.top_tokens(len(prompt), len(ids), self.k, self.vocab_size)
+            return np.array(top_tokens, np.float32)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
 from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.run_data import RunData
@@ -35,68 +35,12 @@ from fsdp_qlora.training.rl.advantages import advantages, metrics_of, weighted_s
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.rollout_file import Rollout, append_rollouts, mark_of, truncate_rollouts
+from fsdp_qlora.training.rl.rollout_rows import rows_of_rollouts, rows_with_teacher
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.training.rl.waiting import run_on_rank_0
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 
 log = logging.getLogger("fsdp_qlora")
-
-
-def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
-    """The rows of a step."""
-    prompts = [rollout.prompt_ids for rollout in rollouts]
-    completions = [rollout.completion for rollout in rollouts]
-    table = join_completions(
-        prompts,
-        [completion.token_ids for completion in completions],
-        [rollout.row for rollout in rollouts],
-    )
-    advantages_of_rows = np.array([rollout.advantage for rollout in rollouts], np.float32)
-    table = table.with_columns("row", advantages=advantages_of_rows)
-    # All rollouts of a generation have log-probabilities, or none.
-    if rollouts[0].old_logps is not None:
-        old_logps = [rollout.old_logps for rollout in rollouts]
-        table = table.with_columns("token", old_logps=_by_token(prompts, old_logps))
-    if completions[0].logps is not None:
-        sampled_logps = [completion.logps for completion in completions]
-        table = table.with_columns("token", sampled_logps=_by_token(prompts, sampled_logps))
-    return table
-
-
-def _by_token(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
-    """Spread values of completions' tokens over all tokens, [tokens]; prompts' tokens get 0."""
-    parts = []
-    for prompt, values_of_row in zip(prompts, values, strict=True):
-        numbers = np.array(values_of_row, np.float32)
-        parts.append(np.pad(numbers, (len(prompt), 0)))
-    return np.concatenate(parts)
-
-
-def taught_table(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> TokenizedRows:
-    """The rows of a step that learns from a teacher: a server, or the model itself.
-
-    For the model itself, a row has a second document: the completion behind the teacher's prompt.
-    """
-    completions = [rollout.completion.token_ids for rollout in rollouts]
-    teacher_prompts = [rollout.teacher_prompt_ids or rollout.prompt_ids for rollout in rollouts]
-    if teacher:
-        teacher.ask(teacher_prompts, completions, rollouts[0].version)
-        return table_of(rollouts)
-    prompts_of_documents = []
-    completions_of_documents = []
-    for rollout, teacher_prompt in zip(rollouts, teacher_prompts, strict=True):
-        prompts_of_documents += [rollout.prompt_ids, teacher_prompt]
-        completions_of_documents += [rollout.completion.token_ids] * 2
-    rows = [rollout.row for rollout in rollouts]
-    documents = join_completions(prompts_of_documents, completions_of_documents, np.repeat(rows, 2))
-    return dataclasses.replace(
-        documents,
-        # Two documents become a row, which is split where the second one begins.
-        offsets=documents.offsets[::2],
-        row_numbers=documents.row_numbers[::2],
-        splits=np.diff(documents.offsets)[::2],
-        learns="first_document",
-    )
 
 
 @dataclass(eq=False)
@@ -165,9 +109,9 @@ class Rollouts:
                     f"step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
             if self.scorer.rewards:
-                table = table_of(rollouts)
+                table = rows_of_rollouts(rollouts)
             else:
-                table = taught_table(rollouts, self.teacher)
+                table = rows_with_teacher(rollouts, self.teacher)
             metrics = metrics_of(rollouts, schedule.num_generations)
             metrics["generation_seconds"] = time.perf_counter() - started
             metrics |= memory
@@ -271,7 +215,7 @@ class Rollouts:
         is_checked = self.next_check is not None and step >= self.next_check
         if not self.logprobs or not (is_checked or has_rewards):
             return rollouts
-        table = table_of(rollouts)
+        table = rows_of_rollouts(rollouts)
         logps = self.logprobs(table)
         if is_checked:
             # Each check costs a forward pass of the base, so they become rare.

@@ -113,7 +113,9 @@ def main(argv: list[str]) -> int:
     if args.distill == "teacher":
         forward = build_forward(options, run_plan, ranks, Control())
     else:
-        trainer = build_trainer(options, run_plan, ranks, of_targets=told if args.distill else None)
+        trainer = build_trainer(
+            options, run_plan, ranks, target_values=told if args.distill else None
+        )
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
     for step in range(3):

@@ -7,7 +7,7 @@ right: so their types, shapes and values are checked before anything is learned 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from safetensors.numpy import save_file
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.utils.files import check_is_file, staged_file
 
+# The folder of a teacher's files within the cache, as earlier versions called it: computing them
+# again takes as long as the teacher's pass.
+CACHE_FOLDER = "taught"
 ROWS_PER_FILE = 256
 _PIECE = 2**14  # tokens that are checked at a time: their values take 20 MiB at k = 64
 # Of a sum of probabilities. With 16 bits for each logarithm the error is half a thousandth of the
@@ -27,10 +30,6 @@ _ROUNDING = 0.02
 _DTYPES = {"ids": "I32", "logps": "F16"}  # in the words of safetensors
 
 Arrays = tuple[np.ndarray, np.ndarray]
-OfTargets = Callable[[TokenizedRows, np.ndarray], dict[str, torch.Tensor]]
-"""A table and some of its rows -> values of their targets, in order; of one that counts nothing if
-they have none.
-"""
 
 
 class Unusable(Exception):
@@ -47,11 +46,11 @@ def bytes_per_token(k: int) -> int:
 
 def rounded(found: np.ndarray, k: int) -> Arrays:
     """The arrays of a file. found: float32 [targets, 2 * k + 1], as `TopTokens` has them."""
-    with np.errstate(invalid="ignore"):  # of ids that are no numbers: `TaughtRows.check` says so
+    with np.errstate(invalid="ignore"):  # of ids that are no numbers: `TeacherCache.check` says so
         return found[:, :k].astype(np.int32), found[:, k:].astype(np.float16)
 
 
-class TaughtRows:
+class TeacherCache:
     """The files of a table.
 
     Args:
@@ -152,7 +151,7 @@ class TaughtRows:
         with staged_file(self.path(number)) as partial:
             save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
 
-    def of_targets(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def target_values(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """The values that `Divergence` reads, for the targets of some rows.
 
         They are teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k + 1].
