@@ -1,4 +1,4 @@
-"""What a rank gives to each gather, in bytes modulo 16: `python benchmarks/aligned_gathers.py`.
+"""Bytes that a rank gives to each gather, modulo 16: `python benchmarks/aligned_gathers.py`.
 
 NCCL copies 16 bytes at a time if this is 0, else one (pytorch#195450). Every model that the plan
 knows, with qlora on 2 to 8 ranks: its FSDP2 groups as they are, and without what fills them up. No

@@ -126,8 +126,9 @@ def build_run(
     """Load a model and build its trainer as train.py does; all rows belong to one step.
 
     Args:
-        lengths: tokens of the rows that memory is planned for; None for the most that the options
-        allow. on_phase: called with a name after each phase. target_values: as of the collator.
+        lengths: tokens of the rows that memory is planned for; None for the maximum that the
+        options allow. on_phase: called with a name after each phase. target_values: as of the
+        collator.
     """
     configure_kernels()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)

@@ -14,7 +14,7 @@ is the peak of tensors alive during a turn beyond those alive before, counted by
   bitsandbytes, and TRL's where installed;
 - dpo: a step of the same model on 4 pairs of rows of 128 tokens, 60% of them prompt, 2
   micro-batches of 2, against TRL's DPOTrainer;
-- distill: a step of the same model, in fp32, on the 64 likeliest tokens of a teacher of 12 layers,
+- distill: a step of the same model, in fp32, on the top 64 tokens of a teacher of 12 layers,
   which were found before, and the same with finding them, against TRL's GKDTrainer, whose teacher
   passes in each step.
 
@@ -108,7 +108,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--rounds", type=int, default=20, help="measured rounds, after two that warm up"
+        "--rounds", type=int, default=20, help="number of measured rounds, after two for warm-up"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="shapes too small to measure anything, for tests"
@@ -392,7 +392,7 @@ def load_reference(folder: Path, *, quantized: bool = True) -> nn.Module:
 
 
 def training_options(folder: Path, num_steps: int) -> dict[str, Any]:
-    """Of transformers' trainer and TRL's."""
+    """The options of transformers' and TRL's trainers."""
     return {
         "output_dir": str(folder / "trainer"),
         "per_device_train_batch_size": 4,
@@ -536,7 +536,7 @@ class StepByStep(TrainerCallback):  # type: ignore[misc]
         self._go.acquire()
 
     def __call__(self) -> float:
-        """From the beginning of a step to that of the next; returns its loss."""
+        """Run from the beginning of a step to the beginning of the next; returns its loss."""
         self._go.release()
         self._wait()
         return float([entry["loss"] for entry in self._history.log_history if "loss" in entry][-1])

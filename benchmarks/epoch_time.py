@@ -7,10 +7,10 @@ not.
 One process, fp32, one thread, interleaved: in each round everyone takes a whole epoch in turn. What
 counts is the CPU time of an epoch, the others' divided by ours in the same round: median and
 quartiles of the rounds after the first, which warms up. The model is a random llama of hidden size
-256 and 4 blocks with a 4-bit base and LoRA of rank 16 on all linear layers; of MODEL only the
-tokenizer is used, its ids modulo the vocabulary. Everyone learns the answers only. A micro-batch is
-8 rows; of TRL packed 8 rows of the context's length, and of ours packed the rows of two
-micro-batches, which is about as many tokens.
+256 and 4 blocks with a 4-bit base and LoRA of rank 16 on all linear layers; MODEL gives the
+tokenizer only, whose ids are taken modulo the vocabulary. Everyone learns the answers only. A
+micro-batch is 8 rows. TRL packed takes 8 rows of the context's length, and ours packed the rows of
+two micro-batches, which is about as many tokens.
 
 Exits with 1 if someone's mean loss is another's by more than 2%: not the same work.
 """
@@ -65,8 +65,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model_name", required=True, help="folder with a tokenizer")
     parser.add_argument("--dataset", required=True)
-    parser.add_argument("--rows", type=int, default=96, help="of the dataset; so many are an epoch")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
+    parser.add_argument("--rows", type=int, default=96, help="number of rows per epoch")
+    parser.add_argument("--rounds", type=int, default=3, help="number of measured rounds")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--context_length", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=256)

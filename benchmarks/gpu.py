@@ -1,5 +1,5 @@
-"""What one GPU shows of this program, without a checkpoint: `python benchmarks/gpu.py --report
-report.md`.
+"""Measures and tests this program on one GPU, without a checkpoint: `python benchmarks/gpu.py
+--report report.md`.
 
 Each part runs in a process of its own for a limited time, and one that fails or takes too long is
 an `error` in the JSON and does not stop the others. Some parts measure (gpu_parts.py,
@@ -103,24 +103,29 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         choices=[*SETS, *PARTS],
         default=list(SETS),
-        help="only these, in this order",
+        help="parts to run, in this order",
     )
     parser.add_argument(
         "--layers", type=int, default=0, help="decoder blocks, if not the shape's own number"
     )
-    parser.add_argument("--precision", default="auto", help="of the measured parts")
+    parser.add_argument("--precision", default="auto", help="precision of the measured parts")
     parser.add_argument(
-        "--memory_gib", type=float, default=24.0, help="of the card that some parts pretend to have"
+        "--memory_gib",
+        type=float,
+        default=24.0,
+        help="memory of the card that some parts pretend to have",
     )
-    parser.add_argument("--max_seconds", type=float, default=0.0, help="of all parts together")
+    parser.add_argument(
+        "--max_seconds", type=float, default=0.0, help="maximum seconds of all parts together"
+    )
     parser.add_argument(
         "--patience",
         type=float,
-        help="times the seconds of each part (default: 3, and 1 with --max_seconds)",
+        help="factor for the seconds of each part (default: 3, and 1 with --max_seconds)",
     )
     parser.add_argument("--output", default="", help="JSON file to write")
     parser.add_argument("--report", default="", help="Markdown file to write")
-    parser.add_argument("--log", default="", help="file for what the parts print")
+    parser.add_argument("--log", default="", help="file for the output of the parts")
     # by which the command calls itself
     parser.add_argument("--one_part", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

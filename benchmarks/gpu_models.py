@@ -135,8 +135,10 @@ def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """The whole 70B on one card: all but the adapters in host memory under that of a smaller card,
-    then resident under that of two.
+    """Run the whole 70B on one card.
+
+    First within a smaller card's memory, with all but the adapters in host memory, then resident
+    within the memory of two.
     """
     work = work_of(args, ranks, "70b", (Batch(1, 2048),), layers=args.layers, steps=2)
     found: dict[str, Any] = {"planned": {}, "load_seconds": {}, "losses": {}}

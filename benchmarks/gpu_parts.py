@@ -108,9 +108,7 @@ def ratio_of(figures: dict[str, float], name: str, other: str) -> float:
 def work_of(
     args: argparse.Namespace, ranks: Ranks, shape: str, batches: tuple[Batch, ...], **more: Any
 ) -> Steps:
-    """What to run: of few steps, since only their median counts;
-    a 64th of the tokens with --tiny.
-    """
+    """The steps to run: few, since only their median counts; a 64th of the tokens with --tiny."""
     if args.tiny:
         batches = tuple(Batch(batch.rows, max(batch.length // 64, 16)) for batch in batches)
         more |= {"layers": 2, "steps": 1}
@@ -163,7 +161,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 
 
 def median_seconds(train: Timed, rows: np.ndarray) -> float:
-    """Of a step; not a number if the card is too small for it."""
+    """The median seconds of a step; not a number if the card is too small for it."""
     with contextlib.suppress(torch.OutOfMemoryError):
         return statistics.median(train.steps(rows)["step_seconds"])
     give_up(train)
@@ -359,7 +357,7 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def beside_peers(found: dict[str, Any], batch: Batch) -> list[dict[str, Any]]:
-    """Our speed over that of the fastest peer that does the same work."""
+    """Our speed divided by the speed of the fastest peer that does the same work."""
     speeds = {
         name: batch.rows * batch.length / record["median_step_seconds"]
         for name, record in found["peers"].items()
@@ -447,8 +445,7 @@ def measure_box(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def ceilings(size: int) -> dict[str, Any]:
-    """What no program of this machine exceeds, and the error of NF4, with square matrices of so
-    many rows.
+    """The machine's upper limits, and the error of NF4, with square matrices of `size` rows.
 
     The rows of a product decide whether bitsandbytes multiplies with W decoded, or in one kernel
     that rounds W in another way: `fused_differs` is how far its products are from those with W
@@ -478,7 +475,7 @@ def ceilings(size: int) -> dict[str, Any]:
 
 
 def seconds_of(work: Callable[[], object], times: int = 5) -> float:
-    """Of the device for one of these, after a first one."""
+    """The device's seconds for one call, after a first one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work()
     synchronize(device)
@@ -490,7 +487,7 @@ def seconds_of(work: Callable[[], object], times: int = 5) -> float:
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
+    """The norm of the difference, divided by the norm of the expected values."""
     return ((found - expected).float().norm() / expected.float().norm()).item()
 
 

@@ -77,8 +77,9 @@ def _user() -> str:
 
 
 def count_tests(log: str) -> dict[str, Any]:
-    """What pytest -v has written: how many tests passed, failed .., and the line of each failure;
-    also of an unfinished run.
+    """Read the output of pytest -v, also of an unfinished run.
+
+    Returns how many tests passed, failed .., and the line of each failure.
     """
     found: dict[str, Any] = {"tests": Counter(outcome.lower() for outcome in _OUTCOME.findall(log))}
     return found | {"failures": _FAILURE.findall(log)}

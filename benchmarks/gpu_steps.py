@@ -105,7 +105,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What to run. layers: decoder blocks, 0 for the shape's own. seconds: of measured steps.
+    """The steps to run.
+
+    layers: decoder blocks, 0 for the shape's own. seconds: of measured steps.
 
     batches: memory is planned for the first one. attention: of the peers. Ours is the program's own
     choice, unless it is asked for flash_attention_2.
@@ -227,7 +229,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def expected_bytes(account: dict[str, CategoryBytes]) -> dict[str, float]:
-    """What must be on the device between steps, by category."""
+    """The bytes that must be on the device between steps, by category."""
     shards: dict[str, float] = {name: tensors.largest_shard for name, tensors in account.items()}
     return shards | {"optimizer state": shards["trainable"] * sum(OPTIMIZERS["adamw"].state)}
 
@@ -276,7 +278,7 @@ def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
 
 
 def _state_bytes(optimizer: ShardedOptimizer) -> int:
-    """Of this rank's optimizer."""
+    """The bytes of this rank's optimizer state."""
     states = optimizer.optimizer.state.values() if optimizer.optimizer else ()
     return sum(
         value.nbytes

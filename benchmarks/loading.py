@@ -44,7 +44,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the model")
     parser.add_argument(
-        "--layers", type=int, default=14, help="51M parameters each at hidden size 2048"
+        "--layers",
+        type=int,
+        default=14,
+        help="number of layers, of 51M parameters each at hidden size 2048",
     )
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument(
@@ -52,7 +55,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--repeats", type=int, default=1, help="of each kind of start; the medians are compared"
+        "--repeats",
+        type=int,
+        default=1,
+        help="repetitions of each kind of start; the medians are compared",
     )
     parser.add_argument(
         "--model", default="", help="folder of a model to load instead of a random one"
@@ -60,7 +66,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--folder",
         default="",
-        help="where the model and the cache are made; default a temporary one",
+        help="folder for the model and the cache (default: a temporary one)",
     )
     parser.add_argument("--output", default="", help="JSON file to write")
     # a process of the benchmark itself

@@ -53,7 +53,7 @@ MEASURED = """
 import json, re, sys
 from fsdp_qlora.__main__ import main
 status = main(sys.argv[1:])
-# rusage has that of the parent too.
+# rusage counts the parent too.
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())
 print(json.dumps({"status": status, "peak": int(peak[1]) * 1024}))
 """
@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shape", choices=SHAPES, default="1.4 GB")
     parser.add_argument(
-        "--folder", type=Path, help="where there is room (default: the system's temporary folder)"
+        "--folder",
+        type=Path,
+        help="folder with enough room (default: the system's temporary folder)",
     )
     parser.add_argument("--output", help="JSON file to write")
     args = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from fsdp_qlora.sharding.parallelize import fsdp_modules
 
 
 def rank_0_of(world_size: int) -> Ranks:
-    """Rank 0 of so many on this machine, on the first card."""
+    """Rank 0 of `world_size` ranks on this machine, on the first card."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return Ranks(
         rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, device=device
@@ -36,7 +36,7 @@ def start_alone(ranks: Ranks) -> None:
 
 
 def limit_memory(memory_gib: float) -> None:
-    """Let this process have no more of the card than a smaller one has; 0 is all."""
+    """Limit this process to the memory of a smaller card; 0 is all."""
     if memory_gib and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / total), 0)

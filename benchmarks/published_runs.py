@@ -6,8 +6,8 @@ all blocks. The share of its peak that a GPU achieves (`achieved` in fsdp_qlora/
 is fitted to its runs. Each row is planned with a share fitted to the other rows of its GPU alone;
 the only row of a GPU with the default.
 
-Runs of other programs are planned with the shares as they are. Their table is that of
-docs/memory.md; nothing is fitted to them but the host's time, to the two that FITTED names.
+Runs of other programs are planned with the shares as they are. Their table is in docs/memory.md;
+nothing is fitted to them but the host's time, to the two that FITTED names.
 """
 
 import json

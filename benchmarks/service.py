@@ -4,11 +4,11 @@ rows.
     python -m benchmarks.service --model_name MODEL --dataset ROWS --output
     benchmarks/results/service.json
 
-One rank on a CPU, fp32, LoRA of rank 16. The loop is that of the cookbook's sl_loop:
-forward_backward, optim_step, wait for both. The two take turns: in each round the run trains on all
-rows, then the loop does in steps as large. What counts are the tokens per CPU second of all steps
-after the first, of every process that takes part (the run's, or the service's and the loop's),
-which other programs on the machine disturb least; tokens per second are there too.
+One rank on a CPU, fp32, LoRA of rank 16. The loop is the cookbook's sl_loop: forward_backward,
+optim_step, wait for both. The two take turns: in each round the run trains on all rows, then the
+loop does in steps as large. What counts are the tokens per CPU second of all steps after the first,
+of every process that takes part (the run's, or the service's and the loop's), which other programs
+on the machine disturb least; tokens per second are there too.
 """
 
 import argparse
@@ -91,13 +91,13 @@ def options(args: argparse.Namespace) -> list[str]:
 
 
 def cpu_seconds(*processes: psutil.Process) -> float:
-    """Of processes and all that they have started."""
+    """The CPU seconds of processes and all that they have started."""
     every = [each for process in processes for each in (process, *process.children(recursive=True))]
     return sum(sum(each.cpu_times()[:2]) for each in {each.pid: each for each in every}.values())
 
 
 def speeds(tokens: list[int], seconds: float, cpu: float) -> dict[str, float]:
-    """Of steps, of whose time the first is left out."""
+    """The speeds of steps; the first is left out."""
     own = sum(tokens[1:])
     return {
         "tokens": sum(tokens),

@@ -5,11 +5,11 @@ says.
     file of results python benchmarks/standin_memory.py --plan                   # plans all rows of
     the file again, in a minute
 
-Runs on the stand-in for CUDA (stand_in/README.md), where memory that no one touches costs
-nothing and the caching allocator is torch's own, with expandable segments, as in a run. A case
-builds a model from its config, shards it as train.py does, reads no weights, tries its longest rows
-and does three steps of AdamW in bf16 on rows of 2,048 tokens, if it does not say otherwise. Of its
-ranks this is rank 0; the others are torch's fake process group.
+Runs on the stand-in for CUDA (stand_in/README.md), where memory that no one touches costs nothing
+and the caching allocator is torch's own, with expandable segments, as in a run. A case builds a
+model from its config, shards it as train.py does, reads no weights, tries its longest rows and does
+three steps of AdamW in bf16 on rows of 2,048 tokens, if it does not say otherwise. This process is
+rank 0; the others are torch's fake process group.
 
 `planned` are bytes by the plan (fsdp_qlora/planning), at its peak by what they are. `resident` is
 what is allocated between two steps.
@@ -254,10 +254,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument(
-        "--output", type=Path, default=RESULTS, help="what it has of other cases stays"
+        "--output",
+        type=Path,
+        default=RESULTS,
+        help="JSON file to update; results of other cases stay",
     )
     parser.add_argument(
-        "--plan", action="store_true", help="measure nothing: plan what the output has again"
+        "--plan", action="store_true", help="plan the cases of the output again, without measuring"
     )
     # by which the command calls itself
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
@@ -285,7 +288,7 @@ def main(argv: list[str]) -> int:
 
 
 def on_stand_in(*argv: str) -> dict[str, Any]:
-    """What the command prints there, name -> result."""
+    """The command's output there, name -> result."""
     from stand_in import environment
 
     if reason := environment.why_not():
@@ -329,7 +332,7 @@ def measure(**case: Any) -> dict[str, Any]:
 
 
 def predict(**case: Any) -> dict[str, Any]:
-    """What the plan says of one case; runs on the stand-in, whose torch is another."""
+    """The plan of one case; runs on the stand-in, whose torch is another."""
     memory = plan_of(**case)[1].memory
     at_peak = {**memory.resident, **memory.phases[memory.peak], "allocator": memory.overhead}
     return {"reserved": memory.reserved, "peak": memory.peak, "at_peak": at_peak}
@@ -391,9 +394,7 @@ def plan_of(
 
 
 def make_pairs(rows: Any) -> Any:
-    """Of rows of equal lengths each two become a pair of answers,
-    whose first half is the prompt.
-    """
+    """Make each two rows of equal lengths a pair of answers, whose first half is the prompt."""
     import numpy as np
 
     from fsdp_qlora.data.batches.rows import TokenizedRows
@@ -446,8 +447,8 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
 
 
 def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
-    """A model of so many blocks on one rank, and what runs a micro-batch whose gradients are
-    accumulated: the bytes that it returns were kept for its backward pass.
+    """A model of `num_blocks` blocks on one rank, and a function that runs a micro-batch whose
+    gradients are accumulated: the bytes that it returns were kept for its backward pass.
     """
     import torch
 

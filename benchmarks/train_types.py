@@ -132,17 +132,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model_name", required=True)
     parser.add_argument("--dataset", required=True)
-    parser.add_argument("--samples", type=int, default=76, help="rows that are used")
+    parser.add_argument("--samples", type=int, default=76, help="number of rows")
     parser.add_argument("--eval_fraction", type=float, default=16 / 76)
     parser.add_argument("--context_length", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=5e-4, help="of the adapters")
+    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of the adapters")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS), metavar="NAME")
-    parser.add_argument(
-        "--output", type=Path, help="JSON file; runs that it holds already are kept"
-    )
+    parser.add_argument("--output", type=Path, help="JSON file; runs in it are not repeated")
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     if arguments.output and arguments.output.exists():

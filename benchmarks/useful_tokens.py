@@ -29,8 +29,8 @@ LAYOUTS = ("padded", "padding_free", "packed")
 
 
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
-    """Of an epoch: rows' tokens per token computed, and per token that the ranks could compute in
-    that time.
+    """The rows' tokens of an epoch per computed token, and per token that the ranks could compute
+    in that time.
     """
     lengths = data.train.lengths
     dealt = [schedule.rounds(rows, lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
@@ -49,7 +49,7 @@ def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
 
 
 def targets_per_logit(schedule: Schedule, data: RunData) -> float:
-    """Of an epoch: targets per row of logits."""
+    """Targets per row of logits, in an epoch."""
     targets = rows_computed = 0
     for _, rows in schedule.rows_of_steps(data.train_rows):
         for piece in itertools.chain(*schedule.rounds(rows, data.train.lengths)):

@@ -107,10 +107,10 @@ def main() -> None:
     parser.add_argument("--model_name", required=True, help="the base that was fine-tuned")
     parser.add_argument("--output_dir", type=Path, required=True, help="output_dir of the run")
     parser.add_argument(
-        "--min_drop", type=float, default=0.3, help="nats the held-out loss must fall"
+        "--min_drop", type=float, default=0.3, help="minimum fall of the held-out loss, in nats"
     )
     parser.add_argument(
-        "--max_new_tokens", type=int, default=80, help="length of the generated answers"
+        "--max_new_tokens", type=int, default=80, help="maximum tokens of the generated answers"
     )
     arguments = parser.parse_args()
 

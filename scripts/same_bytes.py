@@ -218,7 +218,7 @@ class CacheFile(NamedTuple):
 
 
 def cache_files(cache: Path) -> dict[str, CacheFile]:
-    """Of every file but locks, which have no content."""
+    """Every file but locks, which have no content."""
     files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {
         str(path.relative_to(cache)): CacheFile(
@@ -253,9 +253,7 @@ class Runs:
         status: int = 0,
         **options: object,
     ) -> Path:
-        """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the
-        signal's.
-        """
+        """Run train.py of a tree; `status` is the one of rank 0, or -signal for a kill."""
         model = self.folder / ("expanded" if train_type.endswith("llama_pro") else "model")
         output_dir = self.folder / out
         rows = "rows"
@@ -468,10 +466,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rev", type=Path, help="the commit's tree")
     parser.add_argument("tree", type=Path, help="the working tree")
-    parser.add_argument("folder", type=Path, help="for everything that is written")
+    parser.add_argument("folder", type=Path, help="folder for all output")
     parser.add_argument("train_types", nargs="*")
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="relative; 0 demands the same bytes"
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help="maximum relative difference; 0 demands the same bytes",
     )
     arguments = parser.parse_args()
     from fsdp_qlora.config.train_types import TRAIN_TYPES

@@ -1,6 +1,4 @@
-"""What two runs of same_bytes.sh are compared by: the files that they saved, and metrics.jsonl
-without times.
-"""
+"""Compares two runs of same_bytes.sh by their files, and by metrics.jsonl without times."""
 
 import hashlib
 import json
@@ -24,8 +22,9 @@ class Failed(Exception):
 
 
 class Content(NamedTuple):
-    """Of a file, or of one tensor in it: what must be the same, and where to look how far it is
-    from that.
+    """A file, or one tensor in it.
+
+    It has what must be the same, and where to look how far it is from that.
     """
 
     digest: str
@@ -93,7 +92,7 @@ def compare(old: Path, new: Path, tolerance: float) -> Verdict:
 def compare_metrics(
     old: list[dict[str, Any]], new: list[dict[str, Any]]
 ) -> tuple[list[Difference], tuple[str, ...]]:
-    """What differs, and the keys that only the new records have."""
+    """The differences, and the keys that only the new records have."""
     differences = []
     if len(old) != len(new):
         counts = f"metrics.jsonl has {len(new)} records instead of {len(old)}"
@@ -159,8 +158,9 @@ def file_hash(path: Path) -> str:
 
 
 def json_hash(path: Path) -> str:
-    """Of the content; lists of names are sorted first, since PEFT keeps target_modules as a set
-    without an order.
+    """The hash of a JSON file's content.
+
+    Lists of names are sorted first, since PEFT keeps target_modules as a set without an order.
     """
 
     def in_order(node: Any) -> Any:
@@ -174,7 +174,7 @@ def json_hash(path: Path) -> str:
 
 
 def relative_difference(old: Content, new: Content) -> float:
-    """The largest of a file's tensors, or that of one tensor."""
+    """The largest relative difference of a file's tensors, or of one tensor."""
     if old.path.suffix != ".safetensors":
         return math.inf
     before = tensors(old.path)
