@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 # torch takes seconds to import, so a script that only needs the version does not load it.
-# torch takes seconds to import, so a script that only needs the version does not load it.
 _MODULES = {
     "train": "api",
     "TrainResult": "api",

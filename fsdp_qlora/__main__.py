@@ -130,7 +130,6 @@ def _choose(argv: list[str]) -> int:
     name, *words = argv
     command = COMMANDS[name]
     # `train` reads its words itself, since it has YAML files and groups of help (config/cli.py).
-    # `train` reads its words itself, since it has YAML files and groups of help (config/cli.py).
     if command.add_options is None:
         return int(command.run(words) or 0)
     return _run(name, command, words)

@@ -258,7 +258,6 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
             "out --teacher."
         )
     # Servers do not divide the logits of prompts by a temperature.
-    # Servers do not divide the logits of prompts by a temperature.
     if c.teacher_url and c.temperature != 1:
         yield "--teacher_url: servers give probabilities at temperature 1: leave out --temperature."
     if c.rollout_url and c.kind.adapter == "dora":
@@ -275,7 +274,6 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
-    # The noise is scaled by the length of the row, of which a rank has a part only.
     # The noise is scaled by the length of the row, of which a rank has a part only.
     if c.context_parallel_size != 1 and c.neftune_alpha:
         yield "--neftune_alpha needs whole rows on a rank: leave out --context_parallel_size."
@@ -331,7 +329,6 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
-    # Offloaded weights that train have their optimizer in host memory, where nothing is paged.
     # Offloaded weights that train have their optimizer in host memory, where nothing is paged.
     trains_more = c.modules_to_save or c.add_tokens or not c.kind.adapter
     leaves_some = c.use_cpu_offload not in ("auto", False) and trains_more

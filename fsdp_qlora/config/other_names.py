@@ -118,7 +118,6 @@ def is_older(setting: Setting) -> bool:
 # --- tables of other_programs.yaml ---
 
 # A table of names is data: it is read and extended without reading code.
-# A table of names is data: it is read and extended without reading code.
 _TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("other_programs.yaml").read_text(encoding="utf-8")
 )

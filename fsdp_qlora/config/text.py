@@ -162,7 +162,6 @@ def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
     listed = [_tokens_of_file(word) if word.endswith(".txt") else [word] for word in words]
     tokens = tuple(dict.fromkeys(itertools.chain(*listed)))
     # A token that is named twice may not start from two different descriptions.
-    # A token that is named twice may not start from two different descriptions.
     described: dict[str, str] = {}
     for word in tokens:
         token, _, description = word.partition(": ")
@@ -177,7 +176,6 @@ def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
 
 def _tokens_of_file(name: str) -> list[str]:
     try:
-        # Editors on Windows begin files with a byte order mark, which would become a token.
         # Editors on Windows begin files with a byte order mark, which would become a token.
         lines = read_named(Path(name)).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

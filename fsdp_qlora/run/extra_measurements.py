@@ -52,7 +52,6 @@ def open_extra_measurements(
         options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
         measure_tasks = partial(setup.tasks.measure, model, tokenizer, precision, ranks, **options)
     # Speed and reserved memory are planned for GPUs only.
-    # Speed and reserved memory are planned for GPUs only.
     if ranks.device.type == "cuda":
         measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
     return ExtraMeasurements(samples, measure_tasks, measured)

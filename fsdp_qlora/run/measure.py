@@ -41,11 +41,9 @@ def measure(
             sets[name] = read_evaluation(config, folder, dataset, placed)
 
     # Rows are read before weights are fetched: a wrong dataset is refused at once.
-    # Rows are read before weights are fetched: a wrong dataset is refused at once.
     placed = load_trained(config, session, folder, read)
     results = {}
     for name, data in sets.items():
-        # auto decides a length for each dataset.
         # auto decides a length for each dataset.
         config = dataclasses.replace(config, context_length=data.context_length)
         schedule = make_schedule(config, data, placed.layout.data_size)

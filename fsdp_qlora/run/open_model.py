@@ -64,7 +64,6 @@ def load_trained(
     placed = open_base(plan_base, session).placed
     plan = placed.model
     # It may name more tokens that end an answer than the tokenizer does.
-    # It may name more tokens that end an answer than the tokenizer does.
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)

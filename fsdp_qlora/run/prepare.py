@@ -75,7 +75,6 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     refuse_sinks(config.log_to)
     setup = open_setup(config.pick(SetupOptions), is_rank_0=ranks.is_rank_0)
     # A run that continues keeps the context length that auto chose at its beginning.
-    # A run that continues keeps the context length that auto chose at its beginning.
     decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
     config = with_kept_context(config, decisions)
     model = plan_model(config, machine, store)
@@ -106,7 +105,6 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
         longest=most_positions(model_config),
     )
     sides = ("student", "teacher") if config.objective == "distill" else ()
-    # NO_COLOR turns colours off: https://no-color.org.
     # NO_COLOR turns colours off: https://no-color.org.
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     num_samples = int(str(config.dry_run).partition("=")[2] or _SAMPLES)

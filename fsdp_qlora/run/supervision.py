@@ -158,7 +158,6 @@ class RunSupervisor:
         )
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
         # From here on a signal asks all ranks to stop after a step; before, it ends the start.
-        # From here on a signal asks all ranks to stop after a step; before, it ends the start.
         self.control.signals.is_starting = False
         # `reporting` is the inner block: others hear of a failure before anything is closed.
         with contextlib.ExitStack() as closed_last, reporting:
@@ -185,7 +184,6 @@ class RunSupervisor:
     def restore(self, state: TrainState) -> Progress:
         """Load the checkpoint to start from, if there is one; returns its progress."""
         if self.start.folder:
-            # Rank 0 has verified the files. What another rank cannot read is its machine's fault.
             # Rank 0 has verified the files. What another rank cannot read is its machine's fault.
             try:
                 state.load(Path(self.start.folder), self.start.tensors)
@@ -223,7 +221,6 @@ class StepRecorder:
         self.config = supervisor.config
         self.control = supervisor.control
         self.facts = supervisor.facts
-        # The ranks exchange this flag in each step: a checkpoint is whole when no rank writes.
         # The ranks exchange this flag in each step: a checkpoint is whole when no rank writes.
         self.control.is_writing = lambda: saver.is_writing
 

@@ -190,7 +190,6 @@ def _key(teacher_options: TrainConfig, plan: Plan, vocabulary: int) -> str:
     if teacher_options.adapter:
         adapter = read_adapter(Path(teacher_options.adapter).expanduser()).weights
     # The same weights in another quantization give other probabilities.
-    # The same weights in another quantization give other probabilities.
     quantizer = teacher_options.kind.quantizer
     quantization = {"quantizer": quantizer} | quantizer_options(teacher_options, quantizer)
     return key_of(

@@ -56,7 +56,6 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
         Crashed: an unexpected error, already printed.
     """
     # First, since cuBLAS reads its workspace size once, when a GPU is first used.
-    # First, since cuBLAS reads its workspace size once, when a GPU is first used.
     if config.deterministic:
         make_deterministic()
     ranks = enter_rank(config)
@@ -90,7 +89,6 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
             check_services(config, folder.path)
         prepared = prepare_run(config, ranks, session.store)
         plan = prepared.plan
-        # All that can be refused without weights is refused before they are downloaded.
         # All that can be refused without weights is refused before they are downloaded.
         folder.check_contents(known_facts(plan), plan.model.folder)
         check_resources(prepared.config, plan.placed)
@@ -148,7 +146,6 @@ def train_and_export(
         progress = supervisor.restore(state)
         try:
             with recorder.watching():
-                # Only a GPU is probed; on a CPU --recompute auto means all.
                 # Only a GPU is probed; on a CPU --recompute auto means all.
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
