@@ -42,8 +42,6 @@ ClientAddress = tuple[str, int] | None
 """Host and port of a client, as in the scope of ASGI."""
 
 Message = MutableMapping[str, Any]
-ClientAddress = tuple[str, int] | None
-"""Host and port of a client, as in the scope of ASGI."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
