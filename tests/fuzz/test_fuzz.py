@@ -34,7 +34,7 @@ from fsdp_qlora.distributed.process_group import start_process_group, stop_proce
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
-from fsdp_qlora.sharding.loading.quant_cache import CachedWeights
+from fsdp_qlora.sharding.loading.quant_cache import open_entry
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped
@@ -359,7 +359,8 @@ def test_caches_of_quantized_weights(finished, models, tmp_path):
     def case(rng: random.Random, place: Path) -> None:
         shutil.copytree(entry, place / entry.name)
         damage_a_file(rng, place / entry.name)
-        cached = CachedWeights(place / entry.name, original)
+        cached = open_entry(place / entry.name)
+        cached.borrow(original)
         for name in cached.files:
             cached.read_flat(name, 0, cached.shape(name).numel())
 

@@ -18,12 +18,13 @@ from fsdp_qlora.checkpoint.resume import RunFolder
 from fsdp_qlora.checkpoint.run_folder import StartRequest
 from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
+from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, open_entry
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import files, run_files
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.utils.files import write_json
 from fsdp_qlora.utils.result_files import publish_files, record_result
+from fsdp_qlora.utils.verified_files import Damaged
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
 
@@ -174,8 +175,8 @@ def test_deeply_nested_json_is_refused_and_renames_nothing(run, tmp_path):
         path.write_text("[" * 100_000)
     before = sorted(tmp_path.rglob("*"))
     assert "its run.json cannot be read" in str(finds(tmp_path / "box", mirror=mirror))
-    with pytest.raises(DamagedEntry, match=r"recursion|Stack overflow"):
-        CachedWeights(cache, None)  # type: ignore[arg-type]
+    with pytest.raises(Damaged, match=r"recursion|Stack overflow"):
+        open_entry(cache)
     with pytest.raises(UserError, match=r"index\.json is not a safetensors index"):
         WeightFiles(cache)
     assert sorted(tmp_path.rglob("*")) == before

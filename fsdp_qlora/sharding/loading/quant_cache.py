@@ -15,13 +15,11 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.process_group import (
@@ -38,12 +36,17 @@ from fsdp_qlora.utils.files import (
     cache_folder,
     file_identity,
     publish_folder,
-    read_named,
-    write_hashed_json,
 )
 from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.safetensors_files import PackedFiles
 from fsdp_qlora.utils.text import format_bytes
+from fsdp_qlora.utils.verified_files import (
+    ChunkChecksums,
+    Damaged,
+    read_description,
+    try_lock,
+    write_description,
+)
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -63,36 +66,6 @@ def cache_root(option: str) -> Path | None:
     if option == "off":
         return None
     return cache_folder() / "quantized" if option == "auto" else Path(option).expanduser()
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """Read an entry's description. Raises ValueError if it has changed since it was written."""
-    description = json.loads(read_named(folder / CHECKSUMS))
-    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(
-        description
-    ):
-        raise ValueError(f"{folder / CHECKSUMS} has changed")
-    return description
-
-
-def description_hash(description: Mapping[str, Any]) -> str:
-    """The hash that verifies an entry's description, whose checksums verify the tensors."""
-    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
-
-
-def try_lock(target: Path) -> FileLock | None:
-    """Lock an entry. Returns None if another process has the lock."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{target}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return None
-    return lock
-
-
-class DamagedEntry(UserError):
-    """An entry of the cache has changed since it was written."""
 
 
 def cache_key(
@@ -139,64 +112,35 @@ def device_kernels(device: torch.device) -> str:
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 
-class CachedWeights(WeightFiles):
-    """The quantized weights of an entry, verified as they are read; others from the model's files.
+def open_entry(folder: Path) -> WeightFiles:
+    """The quantized weights of an entry, which are verified as they are read.
 
-    Every method may raise DamagedEntry.
+    Raises Damaged. Reading a tensor may raise it, too.
     """
-
-    def __init__(self, folder: Path, original: WeightFiles) -> None:
-        try:
-            self.checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
-            super().__init__(folder, in_bytes=True)
-            if self.checksums.keys() != self.files.keys():
-                raise ValueError("its tensors and its checksums do not match")
-        except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedEntry(str(error)) from error
-        # The entry's tensors come first: bitsandbytes' have the names of the weights in the model.
-        self._entries = original._entries | self._entries
-        self._tensors = original._tensors | self._tensors
-        self.files = original.files | self.files
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements [start, stop) of a tensor, whose checksums are verified.
-
-        The entry's own tensors are bytes; others, of the model's files, have no checksums here.
-        """
-        if name not in self.checksums:
-            return super().read_flat(name, start, stop)
-        size = self.checksums[name]["chunk"]
-        expected = self.checksums[name]["crc32"]
-        # Whole chunks, since a checksum is of all bytes of one.
-        first = start // size
-        begin = first * size
-        end = min(-(-stop // size) * size, self.shape(name).numel())
-        try:
-            content = super().read_flat(name, begin, end)
-        except UserError as error:
-            raise DamagedEntry(str(error)) from error
-        # strict=False: `expected` goes on behind this part.
-        for at, actual, checksum in zip(
-            range(begin, end, size), _crc32(content, size), expected[first:], strict=False
-        ):
-            if actual != checksum:
-                last = min(at + size, end)
-                raise DamagedEntry(
-                    f"{self.files[name]}: bytes {at} to {last} of {name} have changed"
-                )
-        return content[start - begin : stop - begin]
+    try:
+        tensors = read_description(folder / CHECKSUMS)["tensors"]
+        checksums = {name: ChunkChecksums(**fields) for name, fields in tensors.items()}
+        entry = WeightFiles(folder, in_bytes=True, checksums=checksums)
+        if checksums.keys() != entry.files.keys():
+            raise ValueError("its tensors and its checksums do not match")
+    except (
+        UserError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise Damaged(str(error)) from error
+    return entry
 
 
-def _crc32(content: torch.Tensor, size: int) -> list[int]:
-    """The checksum of each `size` bytes."""
-    return [zlib.crc32(chunk.numpy()) for chunk in content.split(size)]
-
-
-def _checksums(files: WeightFiles, name: str) -> dict[str, Any]:
+def _checksums(files: WeightFiles, name: str) -> ChunkChecksums:
     """The checksums of a tensor's chunks, which are whole pages."""
     total = files.shape(name).numel()
     size = max(1, -(-total // (_CHUNKS * _PAGE))) * _PAGE
-    return {"chunk": size, "crc32": _crc32(files.read_flat(name, 0, total), size)}
+    return ChunkChecksums.of(files.read_flat(name, 0, total), size)
 
 
 class Unavailable(Exception):
@@ -235,7 +179,8 @@ def write_entry(
         with _together(target.parent, mesh):
             written = WeightFiles(folder, in_bytes=True)
             checksums = {
-                name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]
+                name: _checksums(written, name)._asdict()
+                for name in sorted(forms)[rank :: shard_size(mesh)]
             }
         device = torch.device(mesh.device_type)
         group = mesh["shard"].get_group()
@@ -251,9 +196,7 @@ def write_entry(
             if rank == 0:
                 # Tensors have been flushed, and the description comes last: a folder with it is
                 # whole. A kill before the rename leaves a `.writing` that nobody reads.
-                write_hashed_json(
-                    folder / CHECKSUMS, description | {"sha256": description_hash(description)}
-                )
+                write_description(folder / CHECKSUMS, description)
                 publish_folder(folder, target)
     return files.num_bytes
 
@@ -368,11 +311,14 @@ def _load_entry(
 ) -> bool:
     """Fill the model from an entry. If it is damaged on any rank, remove it and return False."""
     try:
-        with raise_on_all_ranks(DamagedEntry, ranks.device):
-            cached = CachedWeights(folder, weights.files)
-            sources = dict(weights.sources) | {name: name for name in cached.checksums}
-            load_weights(weights=Weights(cached, sources, packed=True))
-    except DamagedEntry as error:
+        with raise_on_all_ranks(Damaged, ranks.device):
+            entry = open_entry(folder)
+            # The entry's tensors come first: bitsandbytes' have the names of the weights in the
+            # model.
+            sources = dict(weights.sources) | {name: name for name in entry.files}
+            entry.borrow(weights.files)
+            load_weights(weights=Weights(entry, sources, packed=True))
+    except Damaged as error:
         log.warning(
             "The quantized cache %s is damaged (%s). It is rebuilt from the model's own weights.",
             folder,

@@ -28,6 +28,7 @@ from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
 from fsdp_qlora.utils.safetensors_files import DTYPES, INDEX, TensorForm, bytes_of, weight_files
 from fsdp_qlora.utils.text import printable, shown
+from fsdp_qlora.utils.verified_files import ChunkChecksums, Damaged
 
 _DOWNLOAD_AGAIN = (
     "Download it again; a git clone without git-lfs holds only pointers to the weights."
@@ -55,6 +56,21 @@ class _Joined(NamedTuple):
     shape: torch.Size
 
 
+class _Borrowed(NamedTuple):
+    """A tensor of other files."""
+
+    files: "WeightFiles"
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.files.dtype(self.name)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.files.shape(self.name)
+
+
 class WeightFiles:
     """The safetensors files of a model folder, single or indexed.
 
@@ -67,6 +83,7 @@ class WeightFiles:
             layers give them.
         in_bytes: present every tensor as bytes, not only those of packed weights.
         file: use only this file of the folder.
+        checksums: of tensors in bytes, which are verified as they are read.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
         bytes_read: number of bytes of tensors that this process has read.
@@ -83,8 +100,10 @@ class WeightFiles:
         packed: PublishedFormat | None = None,
         in_bytes: bool = False,
         file: str | None = None,
+        checksums: Mapping[str, ChunkChecksums] = MappingProxyType({}),
     ) -> None:
         self.folder = folder
+        self._checksums = checksums
         self.bytes_read = 0
         self._lock = threading.Lock()
         entries = _read_header(folder / file) if file else self._index()
@@ -97,7 +116,9 @@ class WeightFiles:
             decoded, unknown = keep_weights(packed, entries)
         else:
             decoded, unknown = decode_weights(stored, entries)
-        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = dict(self._entries)
+        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined | _Borrowed] = dict(
+            self._entries
+        )
         self._tensors |= decoded
         files = {name: entry.file for name, entry in self._entries.items()}
         files |= {name: files[tensor.parts[0]] for name, tensor in decoded.items()}
@@ -170,6 +191,12 @@ class WeightFiles:
         self._tensors[name] = tensor
         self.files[name] = self.files[tensor.parts[0]]
 
+    def borrow(self, other: "WeightFiles") -> None:
+        """Present the tensors of other files, too; where both have a name, the own tensor."""
+        for name in other.files.keys() - self.files.keys():
+            self._tensors[name] = _Borrowed(other, name)
+        self.files = other.files | self.files
+
     def shape(self, name: str) -> torch.Size:
         return self._tensors[name].shape
 
@@ -187,6 +214,8 @@ class WeightFiles:
             for part in tensor.parts:
                 joined |= self.origins(part.name)
             return joined
+        if isinstance(tensor, _Borrowed):
+            return tensor.files.origins(tensor.name)
         origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
         return {origin: self._entries[origin].file for origin in origins}
 
@@ -204,7 +233,15 @@ class WeightFiles:
         """Read elements [start, stop) of the row-major flattened tensor, in the file's dtype.
 
         They are on the CPU. Several threads may read at the same time.
+
+        Raises:
+            Damaged: a checksum of the tensor differs, or its file cannot be read.
         """
+        borrowed = self._tensors[name]
+        if isinstance(borrowed, _Borrowed):
+            return borrowed.files.read_flat(name, start, stop)
+        if name in self._checksums:
+            return self._read_verified(name, start, stop)
         part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
@@ -234,6 +271,17 @@ class WeightFiles:
             yield from tensor.encode(self._read_stored, start, values)
         else:
             yield name, start, values
+
+    def _read_verified(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read bytes [start, stop) of a tensor that has checksums."""
+        checksums = self._checksums[name]
+        begin, end = checksums.whole_chunks(start, stop, self.shape(name).numel())
+        try:
+            content = self._read_stored(name, begin, end)
+        except UserError as error:
+            raise Damaged(str(error)) from error
+        checksums.check(content, begin, file=self.files[name], name=name)
+        return content[start - begin : stop - begin]
 
     def _read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements [start, stop) of a tensor in the files without decoding them."""
