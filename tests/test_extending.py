@@ -2,10 +2,13 @@
 lists exist.
 """
 
+import json
 import re
 from typing import Annotated, Any, Literal
 
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from fsdp_qlora.data.text import formats, recognition
@@ -41,6 +44,7 @@ def places(section: str) -> dict[str, list[str]]:
 def test_every_place_in_the_lists_exists_and_holds_its_names():
     assert list(SECTIONS) == [
         "quantizer",
+        "published format",
         "train type",
         "preference objective",
         "reward function",
@@ -78,6 +82,23 @@ def add_the_examples() -> None:
     cli._HINTS.update(option_types())
 
 
+def store_in_int8(folder):
+    """Change a model's weights to the guide's published format."""
+    file = folder / "model.safetensors"
+    stored = {}
+    for name, value in load_file(file).items():
+        if name.endswith("_proj.weight"):
+            scale = value.float().abs().amax(1) / 127
+            stored[f"{name}_scale"] = scale
+            value = (value.float() / scale[:, None]).round().to(torch.int8)
+        stored[name] = value
+    save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "int8_by_row"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def train_with_the_examples(argv: list[str]) -> int:
     import train
 
@@ -88,7 +109,7 @@ def train_with_the_examples(argv: list[str]) -> int:
 def test_one_of_each_is_added_in_its_places_and_trains(tmp_path):
     output = tmp_path / "output"
     argv = flags(
-        model_name=make_model(tmp_path / "model"),
+        model_name=store_in_int8(make_model(tmp_path / "model")),
         dataset=write_rows(tmp_path / "riddles.jsonl", RIDDLES),
         dataset_format="riddle",
         train_type="float8_lora",
@@ -109,6 +130,7 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path):
     assert [(int(step), float(loss)) for step, loss in lines] == list(enumerate(losses, 1))
 
     assert "Riddle: river 0 Solution: -> " in said
+    assert "The model is stored in INT8: its weights are decoded to bf16 as they are read" in said
     assert "is bit-identical to its weight quantized whole" in said
     assert len(list((tmp_path / "cache").rglob("checksums.json"))) == 1
     with safe_open(output / "adapter_model.safetensors", "pt") as adapter:

@@ -194,7 +194,7 @@ class Float4Tensor(DecodedTensor):
         part: Part | None = self._global_scale
         return None if part is None else read(part.source, 0, 1)
 
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+    def decode_units(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         first = begin * self.unit
         last = end * self.unit
         size = self._layer.group_size

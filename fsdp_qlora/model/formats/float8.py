@@ -183,7 +183,7 @@ class Float8Tensor(DecodedTensor):
         self._block = block
         self._has_one = weight.scale.shape.numel() == 1
 
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+    def decode_units(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         # The last unit may have fewer rows.
         last = min(end * self.unit, self.shape.numel())
         values = read(self._codes.source, begin * self.unit, last)

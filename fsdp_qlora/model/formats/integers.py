@@ -237,7 +237,7 @@ class IntegerTensor(DecodedTensor):
             read = functools.cache(read)
         return super().read_flat(read, start, stop)
 
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+    def decode_units(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         codes = self._rows(read, self._codes, begin, end)
         scale = self._rows(read, self._scale, begin, end)
         groups = self._groups(read, scale.shape[1])

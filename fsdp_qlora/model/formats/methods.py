@@ -168,7 +168,7 @@ def _of_scheme(scheme: Scheme) -> PublishedFormat:
 
 
 # quant_method -> the function that reads its configuration
-METHODS: Mapping[str, Callable[[Settings], PublishedFormat]] = {
+METHODS: dict[str, Callable[[Settings], PublishedFormat]] = {
     "bitsandbytes": read_bitsandbytes,
     "mxfp4": read_gpt_oss,
     "fp8": read_fp8,

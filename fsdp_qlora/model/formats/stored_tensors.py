@@ -101,11 +101,11 @@ class DecodedTensor:
             offset = begin * self.unit
             first = max(start, offset)
             last = min(stop, end * self.unit)
-            values = self._decode(read, begin, end).reshape(-1)
+            values = self.decode_units(read, begin, end).reshape(-1)
             decoded[first - start : last - start] = values[first - offset : last - offset]
         return decoded
 
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+    def decode_units(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         """Decode units [begin, end)."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class Float32Tensor(DecodedTensor):
         unit = torch.float32.itemsize // rounded.dtype.itemsize
         super().__init__([part.source], rounded.shape, rounded.dtype, unit=unit)
 
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+    def decode_units(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         return read(self.parts[0], begin, end).float().view(self.dtype)
 
 

@@ -205,7 +205,7 @@ class _Converted(DecodedTensor):
         self._forms = forms
         self._convert = convert
 
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+    def decode_units(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         whole = {
             part: read(part, 0, math.prod(form.shape)).view(form.shape)
             for part, form in self._forms.items()
