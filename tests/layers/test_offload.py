@@ -3,10 +3,15 @@ meanwhile.
 """
 
 import copy
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from fsdp_qlora.model.architecture.decoder import find_blocks
@@ -79,6 +84,14 @@ def gradients(model: nn.Module, lengths: tuple[int, ...] = (5, 9, 7)) -> list[to
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+def put_into_arena(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Let frozen parameters lie side by side in host memory."""
+    places = split_arena([parameter.nbytes for parameter in parameters], pinned=False)
+    for parameter, place in zip(parameters, places, strict=True):
+        parameter.data = place.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
+    return parameters
+
+
 @pytest.mark.quick
 def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(monkeypatch):
     torch.manual_seed(0)
@@ -103,56 +116,55 @@ def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(monkeypatch):
     assert all(map(torch.equal, gradients(model), expected))
 
 
+class HostCopies(TorchDispatchMode):
+    """Notes copies of parts of these tensors: which one, and how many are alive at a time."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        starts = [tensor.data_ptr() for tensor in tensors]
+        self.places = [range(a, a + each.nbytes) for a, each in zip(starts, tensors, strict=True)]
+        self.copied: list[int] = []
+        self.most_alive = 0
+        self._alive: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            found = [i for i, place in enumerate(self.places) if args[1].data_ptr() in place]
+            self.copied += found
+            self._alive += [weakref.ref(args[0])] * len(found)
+            self.most_alive = max(self.most_alive, sum(each() is not None for each in self._alive))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("recomputed", [BLOCKS, 1, 0])
-def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed, monkeypatch):
+def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed):
     torch.manual_seed(0)
     model = Model()
     model.config = LlamaConfig()  # type: ignore[assignment]
     expected = gradients(copy.deepcopy(model))
     wrap_blocks(model, num_blocks=recomputed, offload=False)
     modules = ModelParts(model).in_order  # type: ignore[arg-type]
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    places = split_arena([parameter.numel() * 4 for parameter in frozen], pinned=False)
-    for parameter, place in zip(frozen, places, strict=True):
-        parameter.data = place.view(torch.float32).view(parameter.shape).copy_(parameter.data)
-    on_host = [parameter.data_ptr() for parameter in frozen]
-    streams = []
-    copied = []
-    most = 0
-    made = weight_stream._WeightStream.__init__
-    prefetch = weight_stream._Part.prefetch
-
-    def make(self: weight_stream._WeightStream, *args: object) -> None:
-        made(self, *args)  # type: ignore[arg-type]
-        streams.append(self)
-
-    def note(self: weight_stream._Part, choices: int | None = None) -> None:
-        nonlocal most
-        if self.on_device is None:
-            copied.append(streams[0].parts.index(self))
-        prefetch(self, choices)
-        most = max(most, sum(part.on_device is not None for part in streams[0].parts))
-
-    monkeypatch.setattr(weight_stream._WeightStream, "__init__", make)
-    monkeypatch.setattr(weight_stream._Part, "prefetch", note)
+    frozen = put_into_arena([each for each in model.parameters() if not each.requires_grad])
+    weights = [parameter for parameter in frozen if parameter.dim() == 2]  # biases lie behind them
+    on_host = [parameter.data for parameter in weights]
     weight_stream.stream_weights(model, modules, torch.device("cpu"))  # type: ignore[arg-type]
-    for _ in range(2):
-        found = gradients(model)
-        assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
-    assert most == 2
+    with HostCopies(on_host) as copies:
+        for _ in range(2):
+            found = gradients(model)
+            assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
+    assert copies.most_alive == 2
     # In the second round: the evaluation, then three times forward and backward. What is at work
     # where the direction turns is not copied again.
     last = BLOCKS + 1
     one_pass = [*range(2, last + 1), *range(last - 2, -1, -1)]
-    start = len(copied) - 3 * len(one_pass)
-    assert copied[start:] == 3 * one_pass
-    model.eval()
-    for parameter, place in zip(frozen, on_host, strict=True):
-        is_here = parameter.data_ptr() != place
-        assert is_here == any(
-            part.is_used and parameter in set(part.parameters) for part in streams[0].parts
-        )
+    of_weights = [module % last for module in one_pass]  # the last module, the head, has those of 0
+    assert copies.copied[-3 * len(one_pass) :] == 3 * of_weights
+    # The first block, whose backward pass was last, uses its copy; all others are on the host.
+    is_here = [
+        each.data_ptr() != host.data_ptr() for each, host in zip(weights, on_host, strict=True)
+    ]
+    assert is_here == [number == 1 for number in range(last)]
 
 
 @pytest.mark.quick
@@ -164,30 +176,22 @@ def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch):
         expected = model(input_ids=token).logits
         all_expected = model(input_ids=PROBE).logits
     for block in blocks:
-        frozen = [parameter for parameter in block.parameters() if not parameter.requires_grad]
-        places = split_arena([parameter.nbytes for parameter in frozen], pinned=False)
-        for parameter, place in zip(frozen, places, strict=True):
-            parameter.data = place.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
-    bring = weight_stream._Part.load_to_gpu
-    brought = []
-
-    def note(self: weight_stream._Part, layer: QuantizedExperts, experts: list[int]) -> None:
-        bring(self, layer, experts)
-        brought.append(None if self.loaded is None else sorted(self.loaded[layer]))
-
-    monkeypatch.setattr(weight_stream._Part, "load_to_gpu", note)
+        put_into_arena([each for each in block.parameters() if not each.requires_grad])
+    layers = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    codes = [layer.weight.data for layer in layers]
     weight_stream.stream_weights(model, blocks, torch.device("cpu"))  # type: ignore[arg-type]
     empty_like = torch.empty_like
     monkeypatch.setattr(
         torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(127)
     )
     with torch.no_grad():
-        assert torch.equal(model(input_ids=token).logits, expected)
-        assert len(brought) == 2 * len(blocks) and all(
-            each is not None and len(each) == 2 for each in brought
-        )
-        brought.clear()
+        with HostCopies(codes) as copies:
+            assert torch.equal(model(input_ids=token).logits, expected)
+        # two experts of each layer
+        assert len(layers) == 2 * len(blocks)
+        assert Counter(copies.copied) == dict.fromkeys(range(len(layers)), 2)
         assert torch.equal(model(input_ids=PROBE).logits, all_expected)
-    # Their gradients, and so all that is copied, as when many tokens come.
-    model(input_ids=token).logits.sum().backward()
-    assert brought and set(brought) == {None}
+    # Their gradients, and so all that is copied, as when many tokens come: a block at once.
+    with HostCopies(codes) as copies:
+        model(input_ids=token).logits.sum().backward()
+    assert not copies.copied

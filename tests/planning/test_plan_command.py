@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from benchmarks import published_runs
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.run_folder import RUN_KEYS
-from fsdp_qlora.commands import plan
+from fsdp_qlora.commands import plan as plan_command
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
@@ -50,48 +51,50 @@ def test_gpu_names_are_matched_in_common_spellings(written, name):
     assert find_gpu(written) is GPUS[name]
 
 
-def test_nccl_buffers_are_counted_by_communicator_and_nvswitch():
-    # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 12 MiB; as much for each pair
-    # of ranks that exchange tokens and each of 2, or at most 4 or 16, channels; 16 or 24 of 2 MiB
-    # per GPU for NVLS.
-    one = {False: 4 * 24, True: 32 * 24}
-    nvls = {90: 32, 100: 48}
-    for name, linked in (
-        ("RTX 4090", False),
-        ("H100 PCIe", False),
-        ("A100 80GB", True),
-        ("H100 SXM", True),
-    ):
-        gpu = GPUS[name]
-        for strategy, ranks, per_node, context, sizes, pairs in (
-            ("full_shard", 1, 1, 1, [], 0),
-            ("full_shard", 2, 2, 1, [2], 1),
-            ("full_shard", 8, 8, 1, [8], 7),
-            ("ddp", 8, 8, 1, [8], 0),
-            ("hybrid_full_shard", 8, 8, 1, [8], 7),
-            ("full_shard", 16, 8, 1, [8], 7),
-            ("hybrid_full_shard", 16, 8, 1, [8, 8, 1], 7),
-            ("hybrid_shard_grad_op", 2, 1, 1, [1], 0),
-            ("full_shard", 8, 8, 8, [8], 7),
-            ("ddp", 8, 8, 8, [8], 7),
-            ("full_shard", 8, 8, 2, [8, 2], 7 + 1),
-            ("hybrid_full_shard", 16, 8, 4, [8, 8, 1, 4], 7 + 3),
-        ):
-            layout = Layout(ranks, per_node, strategy, context)
-            found = gpu.beside_torch(layout)
-            channels = (16 if context > 1 else 4) if linked else 2
-            buffers = len(sizes) * one[linked] + pairs * channels * 12
-            assert found.get("NCCL's buffers", 0) == buffers * 2**20, layout
-            multicast = (
-                nvls.get(gpu.capability, 0) * sum(size for size in sizes if size > 1) * linked
-            )
-            assert found.get("NCCL's multicast buffers", 0) == multicast * 2**20, layout
-            settings = layout.nccl_settings
-            assert int(settings["NCCL_MAX_P2P_NCHANNELS"]) == (16 if context > 1 else 4)
-            assert ("NCCL_LAUNCH_ORDER_IMPLICIT" in settings) == (len(sizes) > 1)
-    hybrid = GPUS["B200"].beside_torch(Layout(16, 8, "hybrid_full_shard"))
-    more = sum(hybrid.values()) - sum(GpuSet(GPUS["B200"], 16, per_node=8).beside_torch().values())
-    assert more == (2 * one[True] + 8 * nvls[100]) * 2**20
+# (strategy, ranks, ranks of a machine, ranks that share rows) -> MiB of a GPU, by the figures of
+# NCCL's source in docs/memory.md: its buffers on PCIe and on NVLink, and those of multicast with
+# NVSwitch on Hopper and on Blackwell.
+NCCL_MIB = {
+    ("full_shard", 1, 1, 1): (0, 0, 0, 0),
+    ("full_shard", 2, 2, 1): (120, 816, 64, 96),
+    ("full_shard", 8, 8, 1): (264, 1104, 256, 384),
+    ("ddp", 8, 8, 1): (96, 768, 256, 384),
+    ("hybrid_full_shard", 8, 8, 1): (264, 1104, 256, 384),
+    ("full_shard", 16, 8, 1): (264, 1104, 256, 384),
+    ("hybrid_full_shard", 16, 8, 1): (456, 2640, 512, 768),
+    ("hybrid_shard_grad_op", 2, 1, 1): (96, 768, 0, 0),
+    ("full_shard", 8, 8, 8): (264, 2112, 256, 384),
+    ("ddp", 8, 8, 8): (264, 2112, 256, 384),
+    ("full_shard", 8, 8, 2): (384, 3072, 320, 480),
+    ("hybrid_full_shard", 16, 8, 4): (624, 4992, 640, 960),
+}
+
+
+@pytest.mark.parametrize("case", NCCL_MIB)
+def test_nccl_buffers_are_counted_by_communicator_and_nvswitch(case):
+    strategy, ranks, per_node, context = case
+    pcie, nvlink, hopper, blackwell = NCCL_MIB[case]
+    layout = Layout(ranks, per_node, strategy, context)
+    for name, expected in {
+        "RTX 4090": (pcie, 0),
+        "H100 PCIe": (pcie, 0),
+        "A100 80GB": (nvlink, 0),
+        "H100 SXM": (nvlink, hopper),
+        "B200": (nvlink, blackwell),
+    }.items():
+        found = GPUS[name].beside_torch(layout)
+        uses = ("NCCL's buffers", "NCCL's multicast buffers")
+        assert tuple(found.get(use, 0) / 2**20 for use in uses) == expected, name
+    settings = layout.nccl_settings
+    assert settings["NCCL_MAX_P2P_NCHANNELS"] == ("16" if context > 1 else "4")
+    has_several = (strategy.startswith("hybrid") and ranks == 16) or context == 2
+    assert ("NCCL_LAUNCH_ORDER_IMPLICIT" in settings) == has_several
+
+
+def test_buffers_of_gpus_are_those_of_full_shard_by_default():
+    gpu = GPUS["B200"]
+    layout = Layout(16, 8, "full_shard")
+    assert GpuSet(gpu, 16, per_node=8).beside_torch() == gpu.beside_torch(layout)
 
 
 @pytest.mark.parametrize(
@@ -145,37 +148,46 @@ def test_a_mixture_of_any_size_is_built_without_memory_for_it():
     build_meta_model(huge, **how, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def _plan(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> tuple[int, str]:
-    status = main(["plan", *flags(**{"context_length": 512, **options}), *argv])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The exit status of a plan, and what it says."""
+
+    def call(*argv: str, **options: Any) -> tuple[int, str]:
+        status = main(["plan", *flags(**{"context_length": 512, **options}), *argv])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return call
 
 
-def _json(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> Any:
-    main(["plan", "--json", *flags(**{"context_length": 512, **options}), *argv])
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What a plan says in JSON."""
+
+    def call(*argv: str, **options: Any) -> Any:
+        main(["plan", "--json", *flags(**{"context_length": 512, **options}), *argv])
+        return json.loads(capsys.readouterr().out)
+
+    return call
 
 
-def test_memory_is_planned_for_the_context_that_the_rows_decide(models, capsys, tmp_path):
+def test_memory_is_planned_for_the_context_that_the_rows_decide(models, planned, tmp_path):
     rows = [{"prompt": "red", "completion": "blue" * (1 + number % 40)} for number in range(200)]
     options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
     argv = ("--gpu", "RTX 3060")
-    found = _json(capsys, *argv, **options, context_length="auto")
+    found = planned(*argv, **options, context_length="auto")
     [number] = re.findall(r"--context_length (\d+)", found["command"])
-    assert int(number) in (64, 128) and found == _json(
-        capsys, *argv, **options, context_length=number
-    )
+    assert int(number) in (64, 128) and found == planned(*argv, **options, context_length=number)
     # No rows decide, and auto takes at most what the model can, and 4,096.
     for name, most in ((models(), 256), ("qwen3-0.6b", 4096)):
-        found = _json(capsys, *argv, model_name=name, context_length="auto")
-        assert found == _json(capsys, *argv, model_name=name, context_length=most)
+        found = planned(*argv, model_name=name, context_length="auto")
+        assert found == planned(*argv, model_name=name, context_length=most)
 
 
-def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys):
-    small = _json(capsys, "--gpu", "RTX 4090", model_name="qwen3-8b", context_length=1024)
+def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(planned):
+    small = planned("--gpu", "RTX 4090", model_name="qwen3-8b", context_length=1024)
     assert small["fits"] and small["host_bytes"] < 2**30
-    large = _json(
-        capsys,
+    large = planned(
         "--gpu",
         "RTX 3090",
         "--num_gpus",
@@ -187,8 +199,7 @@ def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys):
     assert "--use_cpu_offload true" in large["command"]
     # The 2024 program: 178 tokens/s with two rows of this length.
     assert 100 < large["tokens_per_second"] < 300
-    with_a_price = _json(
-        capsys,
+    with_a_price = planned(
         "--gpu",
         "RTX 4090",
         "--price_per_hour",
@@ -200,9 +211,9 @@ def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys):
     assert with_a_price["cost_usd"] == pytest.approx(0.5 * with_a_price["hours"], abs=0.01)
 
 
-def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys):
+def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(plan):
     options = {"model_name": "llama-2-70b", "use_cpu_offload": False, "context_length": 2048}
-    status, said = _plan(capsys, "--explain", "--gpu", "RTX 3090", "--num_gpus", "2", **options)
+    status, said = plan("--explain", "--gpu", "RTX 3090", "--num_gpus", "2", **options)
     assert status == 1 and "does not fit" in said and "it would fit with:" in said
     assert "quantized weights" in said and "the driver and ECC" in said
     # 80 blocks; rank 16 on 7 layers of widths 8192, 1024 and 28672; 16 bytes a weight, two ranks.
@@ -216,7 +227,7 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys):
 
 
 def test_a_plan_shows_progress_beside_its_output(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "_SILENT_SECONDS", 0, raising=False)
+    monkeypatch.setattr(plan_command, "_SILENT_SECONDS", 0)
     main(["plan", "--gpu", "H100", "--model_name", "qwen3-0.6b"])
     captured = capsys.readouterr()
     assert "Measuring blocks" in captured.err and "Measuring" not in captured.out
@@ -237,7 +248,7 @@ def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new():
     assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
-def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(models, capsys, tmp_path):
+def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(models, plan, planned, tmp_path):
     texts = [" ".join(WORDS[:number]) for number in (1, 2, 3, 4, 5, 6, 7, 16)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -251,27 +262,25 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(models, capsys, tmp_
         "dataset_format": "text",
     }
     gpu = ("--gpu", "RTX 3060")
-    found = _json(capsys, *gpu, **options)
-    [first, *_] = _json(capsys, *gpu, "--auto", **options)
+    found = planned(*gpu, **options)
+    [first, *_] = planned(*gpu, "--auto", **options)
     assert found["tokens"] == first["tokens"] == 3 * sum(lengths)
     # The longest row is memory's, the mean one time's.
-    whole = _json(capsys, *gpu, **options | {"dataset": "alpaca_sample"})
-    alike = _json(
-        capsys, *gpu, **options | {"dataset": "alpaca_sample", "context_length": max(lengths)}
-    )
+    whole = planned(*gpu, **options | {"dataset": "alpaca_sample"})
+    alike = planned(*gpu, **options | {"dataset": "alpaca_sample", "context_length": max(lengths)})
     assert found["phases"] == alike["phases"] and found["needed_bytes"] < whole["needed_bytes"]
     assert found["tokens_per_second"] < alike["tokens_per_second"] and whole["tokens"] == 10_000_000
-    assert _json(capsys, *gpu, "--million_tokens", "2", **options)["tokens"] == 2_000_000
-    of_steps = _json(capsys, *gpu, **options, max_steps=4)["tokens"]
+    assert planned(*gpu, "--million_tokens", "2", **options)["tokens"] == 2_000_000
+    of_steps = planned(*gpu, **options, max_steps=4)["tokens"]
     assert of_steps == pytest.approx(4 * sum(lengths) / len(lengths), abs=1)
-    _, said = _plan(capsys, *gpu, **options)
+    _, said = plan(*gpu, **options)
     [line] = [line for line in said.splitlines() if line.startswith("The dataset")]
     tokens = format_count(3 * sum(lengths))
     assert line == f"The dataset: 8 rows of at most {max(lengths)} tokens, {tokens} in all epochs."
     assert f" hours for {tokens} tokens\n" in said
     (tmp_path / "any_name.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     for name in ("qwen3-0.6b", tmp_path / "any_name.json"):
-        _, said = _plan(capsys, *gpu, **options | {"model_name": name})
+        _, said = plan(*gpu, **options | {"model_name": name})
         assert "Planned without the rows of --dataset: " in said and "10.0M tokens" in said
 
 
@@ -299,7 +308,7 @@ def test_a_reference_takes_the_time_of_one_more_forward_pass():
     assert 1.2 < speeds[0] / speeds[1] < 1.5
 
 
-def test_a_teachers_pass_is_planned_beside_its_student(capsys):
+def test_a_teachers_pass_is_planned_beside_its_student(plan, planned):
     """As docs/distillation.md says.
 
     Training it would take over twice as long as its forward pass.
@@ -312,7 +321,7 @@ def test_a_teachers_pass_is_planned_beside_its_student(capsys):
         "teacher": "qwen2.5-72b",
         **options,
     }
-    status, said = _plan(capsys, *cards, **distilled)
+    status, said = plan(*cards, **distilled)
     found = re.search(
         r"about (\S+) hours .* before training, (\S+) GiB of each GPU, (\S+) of the host; 3.59 GiB",
         " ".join(said.split()),
@@ -320,9 +329,7 @@ def test_a_teachers_pass_is_planned_beside_its_student(capsys):
     assert status == 0 and found and found[1] == "5.1"
     # it depends on torch
     assert [float(found[2]), float(found[3])] == pytest.approx([5.4, 39.5], rel=0.01)
-    trained = _json(
-        capsys, *cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options
-    )
+    trained = planned(*cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options)
     assert (
         float(found[1]) * 2 < trained["hours"]
         and "5.1" in (ROOT / "docs/distillation.md").read_text()
@@ -342,14 +349,14 @@ def test_planned_step_time_includes_the_hosts_kernel_launches():
     ] == pytest.approx(times[0] * 2 / 3)
 
 
-def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys):
+def test_auto_gives_settings_with_the_same_global_batch_fastest_first(plan, planned):
     options = {
         "model_name": "qwen3-0.6b",
         "batch_size": 4,
         "gradient_accumulation_steps": 2,
         "context_length": 4096,
     }
-    found = _json(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
+    found = planned("--auto", "--gpu_memory_gib", "5.5", **options)
     speeds = [each["tokens_per_second"] for each in found]
     assert (
         len(found) == 3
@@ -362,11 +369,10 @@ def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys):
             int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1))
             == 8
         )
-    _, said = _plan(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
+    _, said = plan("--auto", "--gpu_memory_gib", "5.5", **options)
     assert "the fastest that fit:" in said and "faster, but without a margin:" in said
     # What is given is kept, and more than this card has is not chosen.
-    kept = _json(
-        capsys,
+    kept = planned(
         "--auto",
         "--gpu_memory_gib",
         "5.5",
@@ -380,11 +386,11 @@ def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys):
     )
 
 
-def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(capsys):
+def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(plan, planned):
     options = {"model_name": "qwen3-8b", "context_length": 78475, "lora_rank": 32}
-    status, said = _plan(capsys, "--gpu", "RTX 4090", **options)
+    status, said = plan("--gpu", "RTX 4090", **options)
     assert status == 1 and "long rows: MLPs in 10 pieces of tokens" in said
-    [best, *_] = _json(capsys, "--auto", "--gpu", "RTX 4090", **options)
+    [best, *_] = planned("--auto", "--gpu", "RTX 4090", **options)
     for command in (said, best["command"]):
         assert "--recompute offload" in command and "--use_cpu_offload false" in command
     # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB.
@@ -395,13 +401,13 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(capsys):
     )
 
 
-def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys, caplog):
+def test_a_plan_says_how_many_ranks_must_share_a_long_row(plan, planned, caplog):
     gpus = ("--gpu", "RTX 3090", "--num_gpus", "2")
     options = {"model_name": "qwen3-8b", "context_length": 196608}
-    status, said = _plan(capsys, *gpus, **options)
+    status, said = plan(*gpus, **options)
     assert status == 1 and "--context_parallel_size 2" in said and "--recompute offload" in said
     options |= {"recompute": "offload", "use_cpu_offload": False, "gradient_accumulation_steps": 3}
-    status, said = _plan(capsys, *gpus, context_parallel_size="auto", **options)
+    status, said = plan(*gpus, context_parallel_size="auto", **options)
     # Of a block, in 16 bits: queries and outputs of 32 heads, keys and values of 8, of which half
     # stay.
     sent = 2 * 98304 * (32 + 8) * 128 * 2 / 2
@@ -412,9 +418,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys, caplog):
     )
     assert "--gradient_accumulation_steps 6 " in said and "--context_parallel_size 2" in said
     assert "rows per step" not in said
-    _, said = _plan(
-        capsys, *gpus, context_parallel_size="auto", **options | {"context_length": 512}
-    )
+    _, said = plan(*gpus, context_parallel_size="auto", **options | {"context_length": 512})
     assert "share rows" not in said and "--context_parallel_size 1" not in said
     for length, size in ((512, 1), (49152, 2)):
         config = TrainConfig(
@@ -431,9 +435,9 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys, caplog):
         planner.planned(context_parallel_size=4)
 
 
-def test_auto_increases_the_batch_if_none_is_requested(capsys):
+def test_auto_increases_the_batch_if_none_is_requested(plan, planned):
     def found(**options: Any) -> tuple[float, int]:
-        [first, *_] = _json(capsys, "--auto", *gpus, model_name="qwen2.5-72b", **options)
+        [first, *_] = planned("--auto", *gpus, model_name="qwen2.5-72b", **options)
         chosen = dict(itertools.pairwise(first["command"].split()))
         rows = int(chosen.get("--batch_size", 1)) * int(
             chosen.get("--gradient_accumulation_steps", 1)
@@ -448,12 +452,10 @@ def test_auto_increases_the_batch_if_none_is_requested(capsys):
     # The weights come over the link once in a micro-batch: more rows are the faster the slower it
     # is.
     assert 3 * asked < speed and asked < accumulated < speed
-    _, said = _plan(capsys, "--auto", *gpus, model_name="qwen2.5-72b")
+    _, said = plan("--auto", *gpus, model_name="qwen2.5-72b")
     assert f"2 x {rows} rows per step" in said
     # More rows are not proposed where they do not fit.
-    _, said = _plan(
-        capsys, "--auto", "--gpu", "RTX 3060", model_name="llama-2-70b", use_cpu_offload=False
-    )
+    _, said = plan("--auto", "--gpu", "RTX 3060", model_name="llama-2-70b", use_cpu_offload=False)
     assert "1 x 1 rows per step" in said and "1 x 2 rows per step" not in said
 
 
@@ -495,17 +497,17 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_settings_chosen_by_auto_have_the_same_plan_without_auto(objective, capsys):
+def test_settings_chosen_by_auto_have_the_same_plan_without_auto(objective, planned):
     options = {
         "model_name": "qwen3-0.6b",
         "batch_size": 2,
         "context_length": 2048,
         "objective": objective,
     }
-    for found in _json(capsys, "--auto", "--gpu", "RTX 3060", **options):
+    for found in planned("--auto", "--gpu", "RTX 3060", **options):
         words = found["command"].split()[2:]
-        planned = json.loads(_plan(capsys, "--json", "--gpu", "RTX 3060", *words)[1])
-        assert planned | {"command": found["command"]} == found
+        again = planned("--gpu", "RTX 3060", *words)
+        assert again | {"command": found["command"]} == found
 
 
 @pytest.mark.parametrize(
