@@ -1,5 +1,6 @@
-"""wandb against a stand-in server: numbers arrive once, also in resumed runs, and no trouble stalls
-a run.
+"""wandb: an offline run keeps all numbers, and no trouble stalls a run.
+
+Each night against a stand-in server: numbers arrive once, also in resumed runs and after outages.
 """
 
 import json
@@ -21,8 +22,6 @@ from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
 from tests.helpers.metrics import metrics_of
 from tests.helpers.run import ROOT
-
-pytestmark = pytest.mark.slow
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 HANG_SECONDS = 600  # protects these tests against a hang; nothing is measured
@@ -90,16 +89,22 @@ def log_steps(log: MetricLog, steps: range, eval_steps: tuple[int, ...] = ()) ->
             )
 
 
-def assert_complete(run: Run, output_dir: Path) -> None:
-    """Every number of metrics.jsonl is in the server's history once, in the row of its step, and
-    nothing else.
-    """
-    expected: dict[int, dict[str, float]] = {}
+def rows_of(output_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> its row in wandb: the numbers of metrics.jsonl."""
+    rows: dict[int, dict[str, float]] = {}
     for record in metrics_of(output_dir):
         is_evaluation = "eval_loss" in record
         for name, number in numbers_in(record).items():
             name = f"eval_{name.removeprefix('eval_')}" if is_evaluation else name
-            expected.setdefault(record["step"], {})[name] = number
+            rows.setdefault(record["step"], {})[name] = number
+    return rows
+
+
+def assert_complete(run: Run, output_dir: Path) -> None:
+    """Every number of metrics.jsonl is in the server's history once, in the row of its step, and
+    nothing else.
+    """
+    expected = rows_of(output_dir)
     rows = [{name: number for name, number in row.items() if name[0] != "_"} for row in run.rows]
     assert [row["_step"] for row in run.rows] == sorted(expected)
     assert rows == [expected[step] for step in sorted(expected)]
@@ -114,6 +119,27 @@ def sync(line: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+NO_KEY = " (no API key: `wandb login` or WANDB_API_KEY sets one)"
+
+
+@pytest.mark.parametrize(("mode", "says"), [(None, NO_KEY), ("offline", "")])
+def test_an_offline_run_says_why_and_keeps_every_number(mode, says, tmp_path, lines, monkeypatch):
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    with open_log(tmp_path) as log:
+        log_steps(log, range(1, 4), eval_steps=(2,))
+    assert f"wandb: offline{says}" in lines[0]
+    [file] = Path(lines[0].split("sync ")[1]).glob("*.wandb")
+    content = file.read_bytes()
+    named = [pair for row in rows_of(tmp_path).values() for pair in row.items()]
+    assert len(named) > 12
+    for name, number in named:
+        text = f"{number:.17g}".encode() if number % 1 == 0 else json.dumps(number).encode()
+        # protobuf: the key, and behind it the JSON of the value, with its length
+        assert name.encode() + b"\x82\x01" + bytes([len(text)]) + text in content, name
+
+
+@pytest.mark.nightly
 def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(server, tmp_path, lines):
     with open_log(tmp_path) as log:
         log.evaluation({"step": 0, "epoch": 0.0, "eval_loss": 4.0, "num_target_tokens": 50})
@@ -134,6 +160,7 @@ def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(server, tmp_p
 
 # The checkpoint to resume from is of step 4, and was saved before its evaluation where that has to
 # be done again.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("num_lost", "eval_steps", "is_evaluated"),
     [(0, (2, 4), True), (3, (2, 4), False)],
@@ -186,15 +213,16 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
     assert_complete(server.run, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("why", "says"),
     [
-        ("no key", " (no API key: `wandb login` or WANDB_API_KEY sets one)"),
+        ("no key", NO_KEY),
         ("asked", ""),
-        pytest.param("no network", " (", marks=pytest.mark.nightly),
+        ("no network", " ("),
     ],
 )
-def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
+def test_a_later_online_start_sends_what_an_offline_run_has_kept(
     why, says, server, tmp_path, lines, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -216,6 +244,7 @@ def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
     assert_complete(server.run, tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_run_left_by_an_exception_is_marked_as_failed(server, tmp_path):
     with pytest.raises(KeyError), open_log(tmp_path):
         raise KeyError("a bug in training")
@@ -249,9 +278,7 @@ with open_log(Path({str(tmp_path)!r})) as log:
 
 
 @pytest.mark.parametrize("trouble", ["an error", "a hang"])
-def test_wandb_errors_are_reported_once_and_delay_no_step(
-    trouble, server, tmp_path, lines, monkeypatch
-):
+def test_wandb_errors_are_reported_once_and_delay_no_step(trouble, tmp_path, lines, monkeypatch):
     import wandb
 
     is_over = threading.Event()
@@ -263,6 +290,7 @@ def test_wandb_errors_are_reported_once_and_delay_no_step(
             raise ConnectionResetError("the wandb process is gone")
         is_over.wait()
 
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb.Run, "log", fail)
     if trouble == "a hang":
         monkeypatch.setattr(WandbSink, "finish_seconds", 0.5)
