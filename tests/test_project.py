@@ -25,7 +25,7 @@ from tests.helpers.run import ROOT, flags
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/run.sh"))
 
 
-def test_the_site_has_each_document_once() -> None:
+def test_the_site_has_each_document_once():
     pages = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     hook = (ROOT / "scripts/docs_site.py").read_text()
     copied = dict(re.findall(r'"([\w/]+\.md)": "([\w/]+\.md)"', hook))
@@ -36,7 +36,7 @@ def test_the_site_has_each_document_once() -> None:
     assert sorted(pages) == sorted([*documents, *copied.values()])
 
 
-def test_workflows_run_parts_that_there_are() -> None:
+def test_workflows_run_parts_that_there_are():
     parts = set(re.findall(r"^ +([\w| -]+)\) ", (ROOT / ".ci/run").read_text(), re.MULTILINE))
     known = {part.strip() for names in parts for part in names.split("|")}
     called = set()
@@ -51,7 +51,7 @@ def test_workflows_run_parts_that_there_are() -> None:
     assert called == known == {"static", "quick", "ranks", "chaos", "stand-in", "docs", "nightly"}
 
 
-def test_forms_for_problems_ask_for_env_and_doctor() -> None:
+def test_forms_for_problems_ask_for_env_and_doctor():
     forms = [
         yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")
     ]
@@ -61,7 +61,7 @@ def test_forms_for_problems_ask_for_env_and_doctor() -> None:
         assert {"env", "doctor"} <= asked <= COMMANDS.keys()
 
 
-def test_one_version_is_named_everywhere() -> None:
+def test_one_version_is_named_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(
         r"^## \[(\d[\d.]+)\] - ([\w-]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
@@ -75,7 +75,7 @@ def test_one_version_is_named_everywhere() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_log_of_an_example_is_that_of_its_command(name: str) -> None:
+def test_the_log_of_an_example_is_that_of_its_command(name):
     folder = ROOT / "examples" / name
     command = re.sub(r"\\\n *", "", (folder / "run.sh").read_text())
     (line,) = [
@@ -101,7 +101,7 @@ def a_clone(folder: Path) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run_in_a_clone(name: str, tmp_path: Path) -> None:
+def test_examples_run_in_a_clone(name, tmp_path):
     script = a_clone(tmp_path) / f"examples/{name}/run.sh"
     (tmp_path / f"examples/{name}/curve.svg").unlink()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -114,7 +114,7 @@ def test_examples_run_in_a_clone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_notebook_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_prints_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(a_clone(tmp_path))
     names: dict[str, object] = {}
     cells = json.loads((ROOT / "examples/python_api.ipynb").read_text())["cells"]

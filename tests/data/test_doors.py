@@ -56,16 +56,14 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("door", DOORS)
-def test_a_door_refuses_what_is_no_file(door: str, kind: str, tmp_path: Path) -> None:
+def test_a_door_refuses_what_is_no_file(door, kind, tmp_path):
     KINDS[kind](path := tmp_path / "named.png")
     with pytest.raises(REFUSALS, match=r"it is|is no image|a directory|symbolic"):
         DOORS[door](path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(kind, tmp_path):
     for number, (door, names) in enumerate(FOLDERS.items()):
         (folder := tmp_path / str(number)).mkdir()
         for name in (*names[:1], "a.arrow"):
@@ -75,7 +73,7 @@ def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(
             door(folder)
 
 
-def test_a_link_or_a_long_file_is_refused_where_that_is_asked(tmp_path: Path) -> None:
+def test_a_link_or_a_long_file_is_refused_where_that_is_asked(tmp_path):
     (tmp_path / "a").write_bytes(b"123")
     (tmp_path / "link").symlink_to("a")
     with open_named(tmp_path / "link", most_bytes=3) as file:
@@ -153,7 +151,7 @@ def opening(node: ast.AST, place: str) -> Iterator[str]:
         yield from opening(child, inner)
 
 
-def test_no_other_function_opens_a_file() -> None:
+def test_no_other_function_opens_a_file():
     root = Path(str(fsdp_qlora.__file__)).parent
     found = {
         place

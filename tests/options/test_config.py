@@ -213,9 +213,7 @@ def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
         ({"objective": "distill", "teacher": "another"}, Reference.NONE),
     ],
 )
-def test_an_objective_says_which_model_it_compares_with(
-    options: dict[str, Any], reference: Reference
-) -> None:
+def test_an_objective_says_which_model_it_compares_with(options, reference):
     config = TrainConfig(**options)
     assert config.objective_row.reference(config) is reference
     config = dataclasses.replace(config, precompute_reference=True)
@@ -626,9 +624,9 @@ IDENTITY = """
 """
 
 
-def test_options_in_a_runs_identity_are_unchanged() -> None:
+def test_options_in_a_runs_identity_are_unchanged():
     assert [name for name in NAMES if name not in names_marked(MAY_DIFFER)] == IDENTITY.split()
 
 
-def test_only_what_may_differ_on_resume_may_differ_between_nodes() -> None:
+def test_only_what_may_differ_on_resume_may_differ_between_nodes():
     assert set(names_marked(PER_NODE)) <= set(names_marked(MAY_DIFFER))

@@ -69,9 +69,7 @@ def dry_run(run_yaml: Path) -> str:
     return output
 
 
-def test_dry_run_counts_the_parameters_that_transformers_and_peft_count(
-    dry_run: str, models: Models
-) -> None:
+def test_dry_run_counts_the_parameters_that_transformers_and_peft_count(dry_run, models):
     model = AutoModelForCausalLM.from_pretrained(models())
     total = model.num_parameters()
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -86,9 +84,7 @@ def test_dry_run_counts_the_parameters_that_transformers_and_peft_count(
     )
 
 
-def test_dry_run_gives_the_bytes_per_rank_that_two_ranks_then_hold(
-    dry_run: str, run: tuple[Path, str], models: Models
-) -> None:
+def test_dry_run_gives_the_bytes_per_rank_that_two_ranks_then_hold(dry_run, run, models):
     # of the first of two ranks, which has the larger halves
     codes = statistics = frozen = trainable = 0
     for name, parameter in AutoModelForCausalLM.from_pretrained(models()).named_parameters():
@@ -118,16 +114,14 @@ def kib(count: int) -> str:
     return f"{count / 1024:.2f} KiB" if count >= 1024 else f"{count} B"
 
 
-def test_dry_run_plans_the_steps_and_writes_nothing(dry_run: str, run_yaml: Path) -> None:
+def test_dry_run_plans_the_steps_and_writes_nothing(dry_run, run_yaml):
     # 18 rows in steps of 2 ranks x 2 micro-batches x 2 rows: two whole ones and one of the 2 rows
     # left.
     assert "Steps: 9 of 8 rows" in dry_run and "3 per epoch," in dry_run
     assert not (run_yaml.parent / "not_made").exists()
 
 
-def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(
-    run_yaml: Path, tmp_path: Path
-) -> None:
+def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(run_yaml, tmp_path):
     argv = flags(
         config=run_yaml,
         dry_run=True,
@@ -150,9 +144,7 @@ def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(
     )
 
 
-def test_dry_run_prints_the_options_as_a_config_file(
-    dry_run: str, run_yaml: Path, tmp_path: Path
-) -> None:
+def test_dry_run_prints_the_options_as_a_config_file(dry_run, run_yaml, tmp_path):
     (tmp_path / "printed.yaml").write_text(dry_run.split("Options:\n")[1].split("\n\n")[0])
     printed = parse_train_config(["--config", str(tmp_path / "printed.yaml")])
     # The options of the run that was planned: with them as --config it starts.
@@ -169,9 +161,7 @@ def test_dry_run_prints_the_options_as_a_config_file(
 # -------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(
-    run: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run, tmp_path):
     output_dir, _ = run
     train_ok(2, tmp_path / "again", config=output_dir / "config.yaml", deterministic=True)
     for key in ("loss", "grad_norm", "eval_loss"):
@@ -180,7 +170,7 @@ def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(
     assert (tmp_path / "again" / adapter).read_bytes() == (output_dir / adapter).read_bytes()
 
 
-def test_max_steps_stops_within_an_epoch_with_its_evaluations(run: tuple[Path, str]) -> None:
+def test_max_steps_stops_within_an_epoch_with_its_evaluations(run):
     records = metrics_of(run[0])
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5]
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4, 5]
@@ -191,7 +181,7 @@ def test_max_steps_stops_within_an_epoch_with_its_evaluations(run: tuple[Path, s
 # -----------------------------------------------------------
 
 
-def test_save_model_false_leaves_only_the_record_of_the_run(run_yaml: Path, tmp_path: Path) -> None:
+def test_save_model_false_leaves_only_the_record_of_the_run(run_yaml, tmp_path):
     output_dir = tmp_path / "unsaved"
     output = train_ok(1, output_dir, config=run_yaml, max_steps=2, save_model=False)
     left = ["config.yaml", "facts.json", "metrics.jsonl", "report.html", "run.json", "status.json"]

@@ -86,7 +86,7 @@ def refusal(options: Options, folder: Path) -> str:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", TENSORS)
-def test_values_that_no_teacher_says_are_refused(how: str, options: Options, folder: Path) -> None:
+def test_values_that_no_teacher_says_are_refused(how, options, folder):
     [path] = files_of(folder)
     (change, said) = TENSORS[how]
     rewrite(path, change)
@@ -98,9 +98,7 @@ def test_values_that_no_teacher_says_are_refused(how: str, options: Options, fol
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", PLACES)
 @pytest.mark.parametrize("name", ["teacher.json", "000000.safetensors"])
-def test_what_is_no_file_is_refused_at_once(
-    name: str, how: str, options: Options, folder: Path
-) -> None:
+def test_what_is_no_file_is_refused_at_once(name, how, options, folder):
     [path] = folder.rglob(name)
     replace(path, how)
     assert name in refusal(options, folder)
@@ -128,9 +126,7 @@ def test_what_is_no_file_is_refused_at_once(
         ({"top_k": 6}, "lacks 1 of the 1 files of these rows"),
     ],
 )
-def test_settings_that_no_teacher_writes_are_refused(
-    changed: dict[str, Any], said: str, options: Options, folder: Path
-) -> None:
+def test_settings_that_no_teacher_writes_are_refused(changed, said, options, folder):
     edit_settings(folder, **changed)
     assert said in refusal(options, folder)
     (folder / "teacher.json").unlink()
@@ -138,7 +134,7 @@ def test_settings_that_no_teacher_writes_are_refused(
 
 
 @pytest.mark.usefixtures("group")
-def test_the_folder_that_teach_has_written_is_read(options: Options, folder: Path) -> None:
+def test_the_folder_that_teach_has_written_is_read(options, folder):
     told = read(options, folder)
     edit_settings(folder, teacher={"a": 1})  # which is for people
     assert all(torch.equal(value, told[name]) for name, value in read(options, folder).items())
@@ -148,9 +144,7 @@ def test_the_folder_that_teach_has_written_is_read(options: Options, folder: Pat
     )
 
 
-def test_every_rank_refuses_a_strangers_folder_in_one_sentence(
-    options: Options, folder: Path, tmp_path: Path
-) -> None:
+def test_every_rank_refuses_a_strangers_folder_in_one_sentence(options, folder, tmp_path):
     rewrite(files_of(folder)[0], TENSORS["an id twice"][0])
     run = {**options, "teacher": folder, "output_dir": tmp_path / "out", "nproc_per_node": 2}
     statuses, said = on_ranks(2, main, (["train", *flags(**run)],), tmp_path / "logs")
@@ -188,9 +182,7 @@ def content(folder: Path) -> dict[str, bytes]:
         pytest.param({"teacher": "other"}, "other weights", marks=pytest.mark.slow),
     ],
 )
-def test_teach_leaves_a_folder_of_other_settings_as_it_is(
-    changed: dict[str, Any], said: str, models: Models, options: Options, folder: Path
-) -> None:
+def test_teach_leaves_a_folder_of_other_settings_as_it_is(changed, said, models, options, folder):
     if "teacher" in changed:
         changed = {"teacher": models("llama", num_hidden_layers=1)}
     before = content(folder)
@@ -201,9 +193,7 @@ def test_teach_leaves_a_folder_of_other_settings_as_it_is(
     assert content(folder) == before
 
 
-def test_teach_adds_other_rows_to_a_folder_and_keeps_those_there(
-    options: Options, folder: Path, tmp_path: Path
-) -> None:
+def test_teach_adds_other_rows_to_a_folder_and_keeps_those_there(options, folder, tmp_path):
     before = content(folder)
     status, _ = teach(options, folder, dataset=write_rows(tmp_path / "more.jsonl", make_rows(9)))
     assert status == 0 and content(folder).items() > before.items()
@@ -212,9 +202,7 @@ def test_teach_adds_other_rows_to_a_folder_and_keeps_those_there(
 
 
 @pytest.mark.slow
-def test_a_teacher_with_fewer_tokens_than_k_names_all_of_them(
-    options: Options, models: Models, tmp_path: Path
-) -> None:
+def test_a_teacher_with_fewer_tokens_than_k_names_all_of_them(options, models, tmp_path):
     # rows of the embedding that no token has
     more = {"model_name": models("llama", vocab_size=330), "top_k": 330}
     status, text = teach(options, tmp_path / "taught", **more)
@@ -224,9 +212,7 @@ def test_a_teacher_with_fewer_tokens_than_k_names_all_of_them(
 
 
 @pytest.mark.slow
-def test_a_teacher_that_gives_no_numbers_ends_its_pass_in_a_sentence(
-    options: Options, models: Models, tmp_path: Path
-) -> None:
+def test_a_teacher_that_gives_no_numbers_ends_its_pass_in_a_sentence(options, models, tmp_path):
     shutil.copytree(models("llama", num_hidden_layers=3), teacher := tmp_path / "teacher")
     edit_weights(teacher, lambda weights: weights["model.norm.weight"].fill_(3e38))
     status, text = teach(options, tmp_path / "taught", teacher=teacher)
@@ -234,9 +220,7 @@ def test_a_teacher_that_gives_no_numbers_ends_its_pass_in_a_sentence(
     assert not files_of(tmp_path / "taught")
 
 
-def test_teach_does_not_write_beside_settings_that_it_cannot_read(
-    options: Options, folder: Path
-) -> None:
+def test_teach_does_not_write_beside_settings_that_it_cannot_read(options, folder):
     (folder / "teacher.json").write_text("{")
     before = content(folder)
     status, text = teach(options, folder)
@@ -250,8 +234,8 @@ def _limited(size: int, argv: list[str]) -> int:
 
 @pytest.mark.parametrize("command", ["teach", pytest.param("train", marks=pytest.mark.slow)])
 def test_files_that_cannot_be_written_end_a_teachers_pass_in_a_sentence(
-    command: str, options: Options, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    command, options, original, tmp_path, monkeypatch
+):
     """A limit of the size of files stands for a full disk; with room again nothing is made twice,
     and nothing differs.
 
@@ -285,9 +269,7 @@ def test_files_that_cannot_be_written_end_a_teachers_pass_in_a_sentence(
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root"
 )
-def test_a_full_disk_ends_a_teachers_pass_in_a_sentence(
-    filled: int, said: str, options: Options, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_a_teachers_pass_in_a_sentence(filled, said, options, tmp_path):
     """Before the teacher is loaded, if it is known by then."""
     (disk := tmp_path / "disk").mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8192", "tmpfs", str(disk)]).returncode:
@@ -303,7 +285,7 @@ def test_a_full_disk_ends_a_teachers_pass_in_a_sentence(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_a_teacher_is_quantized_as_its_student(quant_type: str) -> None:
+def test_a_teacher_is_quantized_as_its_student(quant_type):
     for train_type in TRAIN_TYPES:
         config = TrainConfig(train_type=train_type, quant_type=quant_type, teacher="teacher")
         teacher = teacher_config(config)
