@@ -17,8 +17,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.batches.teacher_cache import (
     CACHE_FOLDER,
-    Arrays,
     TeacherCache,
+    TopTokenArrays,
     Unusable,
     bytes_per_token,
     rounded,
@@ -282,7 +282,7 @@ def _enter(output: Path, folder: TeacherFolder) -> None:
         folder.write(output)
 
 
-def _keep(cache: TeacherCache, number: int, arrays: Arrays, ranks: Ranks) -> None:
+def _keep(cache: TeacherCache, number: int, arrays: TopTokenArrays, ranks: Ranks) -> None:
     """Write a file on each machine, and read it on every rank.
 
     Raises:
@@ -302,7 +302,7 @@ def _keep(cache: TeacherCache, number: int, arrays: Arrays, ranks: Ranks) -> Non
                 cache.write(number, arrays)
             except (OSError, SafetensorError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
-                size = format_bytes(len(arrays[0]) * bytes_per_token(cache.k))
+                size = format_bytes(len(arrays.ids) * bytes_per_token(cache.k))
                 raise UserError(
                     _no_room(cache.folder, f"{reason}, with {size} to write")
                 ) from error

@@ -127,7 +127,7 @@ OTHERWISE = {
     """,
     OWN: """
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
-        data.batches.teacher_cache:TeacherCache._mapped observability.metric_log:copy_records
+        observability.metric_log:copy_records
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
         distributed.supervision.watchdog:Watchdog._end_hanging
         observability.metric_log:JsonlSink.__init__ utils.files:flush

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.data.batches.teacher_cache import _digest
+from fsdp_qlora.data.batches.teacher_cache import TopTokenArrays
 
 Tensors = dict[str, torch.Tensor]
 
@@ -26,7 +26,7 @@ def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}
     digest = ""
     if {"ids", "logps"} <= tensors.keys():
-        digest = _digest((_bytes(tensors["ids"]), _bytes(tensors["logps"])))
+        digest = TopTokenArrays(_bytes(tensors["ids"]), _bytes(tensors["logps"])).digest
     save_file(tensors, path, {"digest": digest})
 
 

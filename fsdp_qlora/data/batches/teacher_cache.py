@@ -7,17 +7,22 @@ right: so their types, shapes and values are checked before anything is learned 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.utils.files import check_is_file, staged_file
+from fsdp_qlora.utils.verified_files import (
+    Arrays,
+    Damaged,
+    Metadata,
+    read_verified,
+    write_verified,
+)
 
 # The folder of a teacher's files within the cache, as earlier versions called it: computing them
 # again takes as long as the teacher's pass.
@@ -27,9 +32,27 @@ _PIECE = 2**14  # tokens that are checked at a time: their values take 20 MiB at
 # Of a sum of probabilities. With 16 bits for each logarithm the error is half a thousandth of the
 # entropy.
 _ROUNDING = 0.02
-_DTYPES = {"ids": "I32", "logps": "F16"}  # in the words of safetensors
 
-Arrays = tuple[np.ndarray, np.ndarray]
+
+class TopTokenArrays(NamedTuple):
+    """The arrays of a file."""
+
+    ids: np.ndarray
+    """int32 [targets, k]."""
+    logps: np.ndarray
+    """float16 [targets, k + 1]: the last is of all other tokens."""
+
+    @classmethod
+    def build(cls, arrays: Arrays, metadata: Metadata) -> "TopTokenArrays":
+        return cls(**arrays)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the values."""
+        total = hashlib.blake2b(digest_size=16)
+        for array in self:
+            total.update(np.ascontiguousarray(array).data)
+        return total.hexdigest()
 
 
 class Unusable(Exception):
@@ -44,10 +67,10 @@ def bytes_per_token(k: int) -> int:
     return 4 * k + 2 * (k + 1)
 
 
-def rounded(found: np.ndarray, k: int) -> Arrays:
+def rounded(found: np.ndarray, k: int) -> TopTokenArrays:
     """The arrays of a file. found: float32 [targets, 2 * k + 1], as `TopTokens` has them."""
     with np.errstate(invalid="ignore"):  # of ids that are no numbers: `TeacherCache.check` says so
-        return found[:, :k].astype(np.int32), found[:, k:].astype(np.float16)
+        return TopTokenArrays(found[:, :k].astype(np.int32), found[:, k:].astype(np.float16))
 
 
 class TeacherCache:
@@ -72,7 +95,7 @@ class TeacherCache:
         self.files = np.split(
             np.arange(len(table)), range(ROWS_PER_FILE, len(table), ROWS_PER_FILE)
         )
-        self._arrays: dict[int, Arrays] = {}
+        self._arrays: dict[int, TopTokenArrays] = {}
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.safetensors"
@@ -88,43 +111,31 @@ class TeacherCache:
         Raises:
             Unusable: it is damaged, or not of these rows.
         """
-        path = self.path(number)
+        check_header = partial(self._check_header, number)
         try:
-            check_is_file(path)
-            arrays = self._mapped(path, number)
-        except FileNotFoundError:
+            arrays = read_verified(self.path(number), TopTokenArrays.build, check_header)
+        except Damaged as error:
+            raise Unusable(getattr(error.__cause__, "strerror", None) or str(error)) from error
+        if arrays is None:
             return False
-        except (SafetensorError, OSError) as error:
-            raise Unusable(getattr(error, "strerror", None) or str(error)) from error
         self.check(number, arrays)
         # Mapped until the end of the run: the system keeps in memory what batches read.
         self._arrays[number] = arrays
         return True
 
-    def _mapped(self, path: Path, number: int) -> Arrays:
-        """The arrays of a file that has the types, shapes and hash of these rows."""
+    def _check_header(self, number: int, forms: Mapping[str, str]) -> None:
+        """Raise Damaged for other tensors than a file of these rows has."""
         count = self.num_targets(number)
-        shapes = {"ids": [count, self.k], "logps": [count, self.k + 1]}
-        # The header is checked before a tensor is made: a stranger's file may claim any size.
-        with safe_open(path, framework="pt") as file:
-            if {*file.keys()} != {*shapes}:
-                raise Unusable(
-                    f"it has the tensors {', '.join(sorted(file.keys()))[:100]!a}, not ids and "
-                    "logps"
-                )
-            for name, shape in shapes.items():
-                form = file.get_slice(name)
-                found = f"{form.get_dtype()} {form.get_shape()}"
-                if found != f"{_DTYPES[name]} {shape}":
-                    raise Unusable(
-                        f"{name} is {found:.100}, and these rows need {_DTYPES[name]} {shape}"
-                    )
-            arrays = file.get_tensor("ids").numpy(), file.get_tensor("logps").numpy()
-            if (file.metadata() or {}).get("digest") != _digest(arrays):
-                raise Unusable("its content has changed since it was written")
-        return arrays
+        expected = {"ids": f"I32 {[count, self.k]}", "logps": f"F16 {[count, self.k + 1]}"}
+        if forms.keys() != expected.keys():
+            raise Damaged(
+                f"it has the tensors {', '.join(sorted(forms))[:100]!a}, not ids and logps"
+            )
+        for name, form in expected.items():
+            if forms[name] != form:
+                raise Damaged(f"{name} is {forms[name]:.100}, and these rows need {form}")
 
-    def check(self, number: int, arrays: Arrays) -> None:
+    def check(self, number: int, arrays: TopTokenArrays) -> None:
         """Check the values of a file. Raises Unusable, which names the first row that cannot be
         learned from.
         """
@@ -142,14 +153,13 @@ class TeacherCache:
                         f"dataset has {what}"
                     )
 
-    def write(self, number: int, arrays: Arrays) -> None:
+    def write(self, number: int, arrays: TopTokenArrays) -> None:
         """Write a file atomically.
 
         Raises OSError or SafetensorError; then nothing of it is left.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with staged_file(self.path(number)) as partial:
-            save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
+        write_verified(self.path(number), arrays._asdict(), arrays)
 
     def target_values(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """The values that `Divergence` reads, for the targets of some rows.
@@ -184,10 +194,3 @@ def _problems(ids: np.ndarray, logps: np.ndarray, vocabulary: int) -> Iterator[t
     sums = np.exp(logps).sum(axis=1)
     yield abs(sums - 1) > _ROUNDING, "probabilities that do not add up to 1"
     yield (logps[:, 1:-1] > logps[:, :-2]).any(axis=1), "a likelier token behind another one"
-
-
-def _digest(arrays: Arrays) -> str:
-    total = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        total.update(np.ascontiguousarray(array).data)
-    return total.hexdigest()
