@@ -3,7 +3,6 @@ nobody out.
 """
 
 import asyncio
-import importlib
 import json
 import os
 import select
@@ -26,7 +25,6 @@ import tinker
 from fsdp_qlora.service.access import Access
 from fsdp_qlora.service.app import App
 from fsdp_qlora.service.records import WAITING
-from tests.helpers.fresh_process import in_fresh_process
 from tests.helpers.models import Models
 from tests.helpers.run import ROOT, flags
 from tests.service.harness import KEY, Service, said
@@ -299,15 +297,3 @@ def test_no_event_stays_of_a_client_that_waited(ending: str) -> None:
 
     asyncio.run(wait_and_leave())
     assert app._waiting == {}
-
-
-def without_the_extra() -> None:
-    """Import the program where the libraries of the extra serve are not installed."""
-    for name in ("fastapi", "google.protobuf", "pydantic", "tinker", "uvicorn"):
-        sys.modules[name] = None  # type: ignore[assignment]
-    importlib.import_module("fsdp_qlora.__main__")
-    importlib.import_module("fsdp_qlora.commands.serve")
-
-
-def test_other_commands_need_no_library_of_the_service() -> None:
-    in_fresh_process(without_the_extra)
