@@ -103,7 +103,7 @@ _LESS_MEMORY = (
 class Address(NamedTuple):
     """Where a service listens, and what it keeps.
 
-    folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that
+    folder: of its records and checkpoints. max_models: adapters in host memory. api_key: that
     clients must send; None for the one that is kept in the folder, "none" for no key. teacher: a
     second, frozen model.
     """
@@ -111,7 +111,7 @@ class Address(NamedTuple):
     host: str
     port: int
     folder: Path
-    most_models: int
+    max_models: int
     api_key: str | None
     teacher: str | None = None
 
@@ -293,7 +293,7 @@ def _plan(
         )
     size = format_bytes(adapter_bytes(placed))
     line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
-    log.info(line, config.lora_rank, address.most_models, size)
+    log.info(line, config.lora_rank, address.max_models, size)
     if address.teacher:
         log.info("%s", fit_line("Teacher: ", address.teacher))
         # Both are planned before either is loaded, so the base's memory still counts as free.
@@ -398,8 +398,8 @@ def _start_server(
         opened.records,
         address.folder,
         bases,
-        most_rank=config.lora_rank,
-        most_models=address.most_models,
+        max_rank=config.lora_rank,
+        max_models=address.max_models,
         save_times=(steps, 60 * minutes),
     )
     app = App(scheduler)

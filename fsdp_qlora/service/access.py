@@ -25,12 +25,12 @@ from fsdp_qlora.utils.text import shown
 log = logging.getLogger("fsdp_qlora")
 
 # Bytes of a request for a pass; the client sends 5 MB at a time.
-MOST_BYTES = 2**25
+MAX_BYTES = 2**25
 # Bytes by endpoint; asample's are enough for a prompt of a million tokens.
-_MOST_OF = {"forward_backward": MOST_BYTES, "asample": 2**24}
-_MOST_OF_OTHERS = 2**20
+_MAX_OF = {"forward_backward": MAX_BYTES, "asample": 2**24}
+_MAX_OF_OTHERS = 2**20
 # Bytes of all requests that are being read.
-_MOST_AT_ONCE = 2**29
+_MAX_AT_ONCE = 2**29
 # Time for the body of a request to come.
 BODY_SECONDS = 120.0
 JSON = "application/json"
@@ -90,7 +90,7 @@ class Access:
             headers = _headers(scope)
             self._check(scope["method"], headers)
             self.on_allowed(scope.get("client"))
-            most = _MOST_OF.get(scope["path"].rpartition("/")[2], _MOST_OF_OTHERS)
+            most = _MAX_OF.get(scope["path"].rpartition("/")[2], _MAX_OF_OTHERS)
             body = await self._read_body(headers, receive, most)
             if body is None:
                 # The client has gone.
@@ -155,7 +155,7 @@ class Access:
                     # With a body in chunks the head says nothing of its size.
                     if len(body) > most:
                         raise Refused(413, f"This request may have {most:,} bytes.")
-                    if self._reading > _MOST_AT_ONCE:
+                    if self._reading > _MAX_AT_ONCE:
                         raise Refused(503, "The service reads too much at this moment.")
         except TimeoutError as error:
             raise Refused(

@@ -33,7 +33,7 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
 # Characters of a session's name for people.
-_MOST_DISPLAYED = 1000
+_MAX_DISPLAYED = 1000
 # Time for which a question for a result is held; the client waits for 45 s.
 _HELD_SECONDS = 25.0
 _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken as false."
@@ -139,8 +139,8 @@ class App:
     async def create_session(self, request: Request) -> JsonObject:
         asked = await _read(request, types.CreateSessionRequest)
         check_metadata(asked.user_metadata)
-        if len(asked.display_name or "") > _MOST_DISPLAYED:
-            raise UserError(f"display_name has more than {_MOST_DISPLAYED:,} characters.")
+        if len(asked.display_name or "") > _MAX_DISPLAYED:
+            raise UserError(f"display_name has more than {_MAX_DISPLAYED:,} characters.")
         session = self.scheduler.sessions.create(asked.user_metadata, asked.display_name)
         return {"session_id": session, "warning_message": _NO_HEAD}
 

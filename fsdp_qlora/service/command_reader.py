@@ -45,7 +45,7 @@ REQUESTS: Mapping[str, type[BaseModel]] = {
     "save_weights_external": types.SaveWeightsExternalRequest,
     "asample": types.SampleRequest,
 }
-_MOST_METADATA = 2**16  # bytes of JSON
+_MAX_METADATA = 2**16  # bytes of JSON
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -84,7 +84,7 @@ class CommandReader:
 
     Args:
         bases: the one whose adapters are trained, and others as they are.
-        most_rank: of adapters.
+        max_rank: of adapters.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class CommandReader:
         weights: SavedWeights,
         parsed: ParsedRequests,
         bases: Sequence[Base],
-        most_rank: int,
+        max_rank: int,
     ) -> None:
         self.records = records
         self.weights = weights
         self.clock = weights.clock
         self.parsed = parsed
         self.bases = bases
-        self.most_rank = most_rank
+        self.max_rank = max_rank
 
     def base_named(self, name: str) -> int:
         """The number of the base that clients call so."""
@@ -166,10 +166,9 @@ class CommandReader:
             )
         if lora is None or request.optimizer_config.type != "adamw":
             raise UserError("Only LoRA adapters with AdamW are served.")
-        if not 0 < lora.rank <= self.most_rank:
+        if not 0 < lora.rank <= self.max_rank:
             raise UserError(
-                f"The rank is {lora.rank}; this service has 1 to {self.most_rank} (its "
-                "--lora_rank)."
+                f"The rank is {lora.rank}; this service has 1 to {self.max_rank} (its --lora_rank)."
             )
         if not (lora.train_attn or lora.train_mlp):
             raise UserError("The head has no adapter here: train_attn or train_mlp must be true.")
@@ -273,9 +272,9 @@ def check_metadata(metadata: Metadata) -> None:
         size = len(json.dumps(metadata, allow_nan=False))
     except (ValueError, RecursionError) as error:
         raise UserError(f"user_metadata is no JSON: {error}.") from error
-    if size > _MOST_METADATA:
+    if size > _MAX_METADATA:
         raise UserError(
-            f"user_metadata has {size:,} characters; at most {_MOST_METADATA:,} are kept."
+            f"user_metadata has {size:,} characters; at most {_MAX_METADATA:,} are kept."
         )
 
 

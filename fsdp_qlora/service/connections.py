@@ -12,8 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from fsdp_qlora.service.access import ClientAddress
 
 HEAD_SECONDS = 10.0  # for the head of a request to come
-_MOST_FILES = 65_536  # open at a time, if the system allows so many
-_MOST_STRANGERS = 512  # connections without an allowed request
+_MAX_FILES = 65_536  # open at a time, if the system allows so many
+_MAX_STRANGERS = 512  # connections without an allowed request
 
 
 class Connections:
@@ -24,14 +24,14 @@ class Connections:
 
     def __init__(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _MOST_FILES
+        wanted = _MAX_FILES
         # RLIM_INFINITY is -1.
         if hard != resource.RLIM_INFINITY:
             wanted = min(hard, wanted)
         if soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         # A quarter of the files at most: the others are for clients, and for what a service reads.
-        self.most = min(_MOST_STRANGERS, max(soft, wanted) // 4)
+        self.most = min(_MAX_STRANGERS, max(soft, wanted) // 4)
         self._strangers: dict[ClientAddress, Connection] = {}
 
     def add(self, connection: "Connection") -> None:

@@ -13,7 +13,7 @@ from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import UserError
 
 # Targets of a request; a sparse tensor may say more than it sends.
-_MOST_TARGETS = 2**22
+_MAX_TARGETS = 2**22
 # The protocol's log-probability where a top-k list is empty.
 _NO_TOP = -99999.0
 
@@ -48,14 +48,14 @@ class Limits:
         """
         at_once = min(positions, self.tokens_at_once)
         most = min(
-            _MOST_TARGETS // max(1, positions),
+            _MAX_TARGETS // max(1, positions),
             self.targets_at_once // max(1, at_once),
             self.vocabulary,
         )
-        if width > max(1, most) or positions > _MOST_TARGETS:
+        if width > max(1, most) or positions > _MAX_TARGETS:
             raise UserError(
                 f"The request has {positions:,} tokens with up to {width:,} targets each, and "
-                f"there is memory for {max(1, most):,} each (and for {_MOST_TARGETS:,} tokens in "
+                f"there is memory for {max(1, most):,} each (and for {_MAX_TARGETS:,} tokens in "
                 "all). Send fewer."
             )
 

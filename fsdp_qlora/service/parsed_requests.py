@@ -5,7 +5,7 @@ import threading
 from tinker.proto import tinker_public_pb2 as pb
 
 # Bytes of their bodies: a message takes about as many.
-_MOST_BYTES = 2**27
+_MAX_BYTES = 2**27
 
 
 class ParsedRequests:
@@ -23,7 +23,7 @@ class ParsedRequests:
     def put(self, name: str, message: pb.ForwardBackwardRequest, size: int) -> None:
         """Keep a request's message. size: bytes of its body."""
         with self._lock:
-            if sum(self._sizes.values()) + size <= _MOST_BYTES:
+            if sum(self._sizes.values()) + size <= _MAX_BYTES:
                 self._messages[name] = message
                 self._sizes[name] = size
 

@@ -235,8 +235,8 @@ class Records:
             seq,
         )
 
-    def forget_old(self, most: int, most_bytes: int) -> None:
-        """Delete all results but the `most` newest ones, within `most_bytes`.
+    def forget_old(self, max_count: int, max_bytes: int) -> None:
+        """Delete all results but the newest `max_count` ones, within `max_bytes`.
 
         Samplers of single requests go with theirs.
 
@@ -249,7 +249,7 @@ class Records:
         total = 0
         for count, (number, size) in enumerate(rows):
             total += size or 0
-            if count >= most or (count and total > most_bytes):
+            if count >= max_count or (count and total > max_bytes):
                 self.execute(f"DELETE FROM pieces WHERE {old} AND number <= ?", number)
                 break
 

@@ -14,10 +14,10 @@ from fsdp_qlora.service.records import QueuedRequest
 from fsdp_qlora.utils.errors import UserError
 
 # Numbers that a model's request may be ahead of the one whose turn it is.
-_MOST_AHEAD = 10_000
+_MAX_AHEAD = 10_000
 # Requests of a session that wait, and bytes of their bodies.
-_MOST_WAITING = 20_000
-_MOST_BYTES = 2**31
+_MAX_WAITING = 20_000
+_MAX_BYTES = 2**31
 # Time for a request to come that others of its model wait for.
 _HOLE_SECONDS = 600.0
 
@@ -70,8 +70,8 @@ class RequestQueue:
         session = session_of(request.target)
         with self._changed:
             is_full = (
-                self._counts[session] >= _MOST_WAITING
-                or self._bytes[session] + request.size > _MOST_BYTES
+                self._counts[session] >= _MAX_WAITING
+                or self._bytes[session] + request.size > _MAX_BYTES
             )
         if is_full:
             raise Busy("Too many requests of this session wait. Ask again when some are done.")
@@ -79,10 +79,10 @@ class RequestQueue:
             return
         with self._changed:
             ahead = request.seq - self._number_of(request.target)
-        if ahead > _MOST_AHEAD:
+        if ahead > _MAX_AHEAD:
             raise UserError(
                 f"Request {request.seq} is {ahead:,} ahead of the model's turn; at most "
-                f"{_MOST_AHEAD:,} are."
+                f"{_MAX_AHEAD:,} are."
             )
 
     def add(self, request: QueuedRequest) -> bool:

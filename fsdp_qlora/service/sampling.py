@@ -10,14 +10,14 @@ from fsdp_qlora.service.messages import Limits, prompt_tokens
 from fsdp_qlora.utils.errors import UserError
 
 # Samples of requests that are answered together.
-MOST_SAMPLES = 1024
+MAX_SAMPLES = 1024
 # Most likely tokens of a place in a prompt.
-_MOST_TOP = 1024
+_MAX_TOP = 1024
 # Numbers that are found of the prompts of requests that are answered together: 256 MiB of float32.
-MOST_PROMPT_VALUES = 2**26
+MAX_PROMPT_VALUES = 2**26
 # Tokens and texts that end an answer. Each text is looked for at each token.
-_MOST_STOPS = 1024
-_MOST_STOP_TEXTS = 64
+_MAX_STOPS = 1024
+_MAX_STOP_TEXTS = 64
 _LONGEST_STOP_TEXT = 1000
 _NOT_SERVED = (
     "topk_sample_logprobs",
@@ -68,7 +68,7 @@ class SampleGroup:
         num_tokens = sum(len(each.prompt) for each in scored)
         top = max((each.top for each in scored), default=0)
         num_samples = sum(each.num_samples for each in together)
-        return num_samples <= MOST_SAMPLES and prompt_values(num_tokens, top) <= MOST_PROMPT_VALUES
+        return num_samples <= MAX_SAMPLES and prompt_values(num_tokens, top) <= MAX_PROMPT_VALUES
 
 
 def read_sample_request(
@@ -86,10 +86,10 @@ def read_sample_request(
             raise UserError(f"{field} is not served.")
     prompt = prompt_tokens(request, limits)
     params = request.sampling_params
-    most_new = _most_new_tokens(params, limits.context_length + 1 - len(prompt))
+    max_new = _max_new_tokens(params, limits.context_length + 1 - len(prompt))
     _check_counts(request, len(prompt))
     drawing = Drawing(
-        max_tokens=most_new,
+        max_tokens=max_new,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
@@ -106,7 +106,7 @@ def read_sample_request(
     return drawing, own
 
 
-def _most_new_tokens(params: types.SamplingParams, room: int) -> int:
+def _max_new_tokens(params: types.SamplingParams, room: int) -> int:
     """How many tokens may be drawn, of the `room` that a prompt leaves."""
     most = room if params.max_tokens is None else min(params.max_tokens, room)
     is_drawable = (
@@ -121,17 +121,17 @@ def _most_new_tokens(params: types.SamplingParams, room: int) -> int:
 
 
 def _check_counts(request: types.SampleRequest, prompt_length: int) -> None:
-    has_samples = 0 < request.num_samples <= MOST_SAMPLES
-    if not has_samples or not 0 <= request.topk_prompt_logprobs <= _MOST_TOP:
+    has_samples = 0 < request.num_samples <= MAX_SAMPLES
+    if not has_samples or not 0 <= request.topk_prompt_logprobs <= _MAX_TOP:
         raise UserError(
-            f"num_samples must be 1 to {MOST_SAMPLES}, topk_prompt_logprobs 0 to {_MOST_TOP}."
+            f"num_samples must be 1 to {MAX_SAMPLES}, topk_prompt_logprobs 0 to {_MAX_TOP}."
         )
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 0 < last < prompt_length):
         raise UserError(
             "prompt_logprobs_last_n goes with prompt_logprobs, and is below the prompt's length."
         )
-    if prompt_values(prompt_length, request.topk_prompt_logprobs) > MOST_PROMPT_VALUES:
+    if prompt_values(prompt_length, request.topk_prompt_logprobs) > MAX_PROMPT_VALUES:
         raise UserError(
             f"topk_prompt_logprobs is too large for a prompt of {prompt_length:,} tokens."
         )
@@ -150,14 +150,14 @@ def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> list[str | int] 
     if stop is None:
         return None
     stops: list[str | int] = [stop] if isinstance(stop, str) else [*stop]
-    if len(stops) > _MOST_STOPS:
-        raise UserError(f"stop has {len(stops):,} entries; at most {_MOST_STOPS:,} are allowed.")
+    if len(stops) > _MAX_STOPS:
+        raise UserError(f"stop has {len(stops):,} entries; at most {_MAX_STOPS:,} are allowed.")
     texts = [each for each in stops if isinstance(each, str)]
     # An empty text would be in every answer.
     have_length = all(0 < len(text) <= _LONGEST_STOP_TEXT for text in texts)
-    if len(texts) > _MOST_STOP_TEXTS or not have_length:
+    if len(texts) > _MAX_STOP_TEXTS or not have_length:
         raise UserError(
-            f"stop has {len(texts):,} texts; at most {_MOST_STOP_TEXTS} are allowed, each of 1 to "
+            f"stop has {len(texts):,} texts; at most {_MAX_STOP_TEXTS} are allowed, each of 1 to "
             f"{_LONGEST_STOP_TEXT:,} characters."
         )
     return stops

@@ -47,7 +47,7 @@ _SWEEP_SECONDS = 60.0
 _KEPT_RESULTS = 20_000
 _KEPT_BYTES = 2**30
 # Tries of a request during which the service ends: it may be the cause.
-_MOST_TRIES = 3
+_MAX_TRIES = 3
 # Time for which a sampler of a single request is kept at least.
 _DIRECT_SECONDS = 3600.0
 _SAVES = ("save_weights", "save_weights_for_sampler")
@@ -59,8 +59,8 @@ class Scheduler:
     Args:
         folder: of checkpoints.
         bases: the one whose adapters are trained, and others as they are.
-        most_rank: the maximum rank of adapters.
-        most_models: the maximum number of models in memory.
+        max_rank: the maximum rank of adapters.
+        max_models: the maximum number of models in memory.
         save_times: steps and seconds after which a model's state is saved, so that fewer requests
             must be repeated after a kill; 0 for never.
     """
@@ -71,18 +71,18 @@ class Scheduler:
         folder: Path,
         bases: Sequence[Base],
         *,
-        most_rank: int,
-        most_models: int,
+        max_rank: int,
+        max_models: int,
         save_times: tuple[int, float],
     ) -> None:
         self.records = records
-        self.most_models = most_models
+        self.max_models = max_models
         self.clock = WallClock()
         self.weights = SavedWeights(records, folder, self.clock)
         self.sessions = Sessions(records, self.weights, self.clock)
         self.results = Results(records)
         self.parsed = ParsedRequests()
-        self.reader = CommandReader(records, self.weights, self.parsed, bases, most_rank)
+        self.reader = CommandReader(records, self.weights, self.parsed, bases, max_rank)
         self.queue = RequestQueue(records.waiting(), self._first_number)
         self.models = ModelStates(save_times)
         alone = records.tried_samples()
@@ -151,7 +151,7 @@ class Scheduler:
         self._in_work = [request]
         with self._failing("read"):
             tries = self.records.begin(request.id)
-            if tries > _MOST_TRIES:
+            if tries > _MAX_TRIES:
                 raise UserError("The service has ended each time that it worked on this request.")
             # Answered by itself from the second try on, so that it fails no others.
             if tries > 1:
@@ -329,7 +329,7 @@ class Scheduler:
             before = self._restored(model)
             if not before:
                 raise UserError("The model was not made: the request that makes it has failed.")
-        while len(self.models.in_memory() - {model}) >= self.most_models:
+        while len(self.models.in_memory() - {model}) >= self.max_models:
             before += self._removed(self.models.least_recently_used(besides=model))
         self.models.note_use(model)
         return [*before, job]

@@ -22,7 +22,7 @@ from fsdp_qlora.utils.text import shown
 # Little-endian, on any machine.
 _DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 # Datums of a request.
-_MOST_DATUMS = 2**14
+_MAX_DATUMS = 2**14
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +177,9 @@ def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
 
     No array has been made by then.
     """
-    if len(message.data) > _MOST_DATUMS:
+    if len(message.data) > _MAX_DATUMS:
         raise UserError(
-            f"The request has {len(message.data):,} datums; at most {_MOST_DATUMS:,} "
+            f"The request has {len(message.data):,} datums; at most {_MAX_DATUMS:,} "
             "are served at a time."
         )
     positions = 0

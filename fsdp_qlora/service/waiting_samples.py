@@ -9,7 +9,7 @@ from fsdp_qlora.service.request_queue import RequestQueue
 from fsdp_qlora.service.sampling import SampleGroup
 
 # Tokens of waiting prompts that are looked at for those to answer together; what is read is kept.
-_MOST_LOOKED_AT = 2**22
+_MAX_LOOKED_AT = 2**22
 
 
 class WaitingSamples:
@@ -53,7 +53,7 @@ class WaitingSamples:
             if beside is None:
                 continue
             looked_at += len(beside.request.prompt)
-            if looked_at > _MOST_LOOKED_AT:
+            if looked_at > _MAX_LOOKED_AT:
                 return
             if not beside.is_alike(wanted) or not group.has_room_for(beside.request):
                 continue

@@ -91,7 +91,7 @@ def started(folder: Path) -> Scheduler:
     records.sessions.put(MODEL[:32], session)
     records.models.put(MODEL, {"about": SETTINGS, "user_metadata": None, "time": 0.0})
     base = Base(["base"], "base", LIMITS)
-    return Scheduler(records, folder, [base], most_rank=8, most_models=2, save_times=(0, 0.0))
+    return Scheduler(records, folder, [base], max_rank=8, max_models=2, save_times=(0, 0.0))
 
 
 def submit_training(scheduler: Scheduler, seq: int) -> None:
@@ -136,7 +136,7 @@ def test_a_body_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(command, ForwardBackward) and command.request is not None
     assert parsed == []  # it has been, when it came
     # No message is kept where too many wait.
-    monkeypatch.setattr(parsed_requests, "_MOST_BYTES", 10)
+    monkeypatch.setattr(parsed_requests, "_MAX_BYTES", 10)
     scheduler.finish([b"result"])
     submit_training(scheduler, 2)
     assert isinstance(scheduler.take(0.0), ForwardBackward) and len(parsed) == 1

@@ -254,9 +254,7 @@ def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path: Path, fails: bool
 def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -> None:
     records = Records(tmp_path)
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
-    scheduler = Scheduler(
-        records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0)
-    )
+    scheduler = Scheduler(records, tmp_path, [base], max_rank=8, max_models=1, save_times=(0, 0.0))
     other = f"{'1' * 32}:train:0"
     request = {
         "session_id": "1" * 32,
@@ -283,9 +281,7 @@ def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -
 def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path: Path) -> None:
     records = Records(tmp_path)
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
-    scheduler = Scheduler(
-        records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0)
-    )
+    scheduler = Scheduler(records, tmp_path, [base], max_rank=8, max_models=1, save_times=(0, 0.0))
     records.sessions.put(MODEL[:32], SESSION)
     records.models.put(MODEL, MODEL_ENTRY)
     done: list[str] = []
