@@ -101,19 +101,18 @@ _LESS_MEMORY = (
 
 
 class Address(NamedTuple):
-    """Where a service listens, and what it keeps.
-
-    folder: of its records and checkpoints. max_models: adapters in host memory. api_key: that
-    clients must send; None for the one that is kept in the folder, "none" for no key. teacher: a
-    second, frozen model.
-    """
+    """Where a service listens, and what it keeps."""
 
     host: str
     port: int
     folder: Path
+    """Records and checkpoints."""
     max_models: int
+    """The maximum number of adapters in host memory."""
     api_key: str | None
+    """The key that clients must send; None for the one in the folder, "none" for no key."""
     teacher: str | None = None
+    """A second, frozen model."""
 
 
 def serve(config: TrainConfig, address: Address) -> None:

@@ -65,19 +65,20 @@ class SavedState(TypedDict):
 
 @dataclass(eq=False)
 class AdapterState:
-    """One adapter, and this rank's rows of it while another one is in the shards.
-
-    settings: rank, seed, train_attn and train_mlp, as JSON. steps: of the optimizer. is_snapshot:
-    whether it never trains.
-    """
+    """One adapter, and this rank's rows of it while another one is in the shards."""
 
     settings: AdapterSettings
     values: dict[str, Tensor]
+    """This rank's rows of each parameter, on the CPU."""
     state: dict[str, OptimizerState] = field(default_factory=dict)
+    """The optimizer's state; empty while the adapter is in the shards, or before its first step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients of passes without a step; empty while the adapter is in the shards."""
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     steps: int = 0
+    """Optimizer steps."""
     is_snapshot: bool = False
+    """Whether it never trains."""
 
     @property
     def rank(self) -> int:

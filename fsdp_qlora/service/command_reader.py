@@ -50,13 +50,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Base(NamedTuple):
-    """A model that is served.
-
-    names: by which clients may call it. tokenizer: a folder, or a name on the hub.
-    """
+    """A model that is served."""
 
     names: Sequence[str]
+    """Names by which clients may call it; the first one is its own."""
     tokenizer: str
+    """A folder, or a name on the hub."""
     limits: Limits
 
 

@@ -20,17 +20,18 @@ _NO_TOP = -99999.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request.
-
-    vocabulary: its token ids are below this. context_length: tokens of a row. tokens_at_once: of a
-    micro-batch. targets_at_once: of a micro-batch, whose tokens may have several; the hidden state
-    is there once for each.
-    """
+    """Limits of a request."""
 
     vocabulary: int
+    """Token ids are below this."""
     context_length: int
+    """The maximum number of tokens of a row."""
     tokens_at_once: int
+    """The maximum number of tokens of a micro-batch."""
     targets_at_once: int
+    """The maximum number of targets of a micro-batch. A token may have several, and its hidden
+    state is in memory once for each.
+    """
 
     def check(self, tokens: np.ndarray, what: str) -> np.ndarray:
         if not 0 < len(tokens) <= self.context_length:

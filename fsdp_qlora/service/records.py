@@ -47,17 +47,17 @@ Row = tuple[Any, ...]
 
 
 class QueuedRequest(NamedTuple):
-    """A request for the ranks.
-
-    target: the model or sampling session that it is for. seq: its place among the target's. kind:
-    the name of its endpoint. size: bytes of its body.
-    """
+    """A request for the ranks."""
 
     id: str
     target: str
+    """The model or sampler that it is for."""
     seq: int
+    """Its number among the target's requests."""
     kind: str
+    """The name of its endpoint."""
     size: int = 0
+    """Bytes of its body."""
 
 
 class Entries(Generic[Entry]):
