@@ -319,12 +319,6 @@ NOT_PLAIN_ENGLISH = re.compile(
 )
 
 
-OLD_ENGLISH = (
-    "fsdp_qlora.service.",
-    "fsdp_qlora.training.head_loss",
-)
-
-
 def texts_of(tree: ast.AST) -> Iterator[str]:
     """The docstrings, helps and messages of a source, each in one line."""
     for node in ast.walk(tree):
@@ -344,8 +338,6 @@ def test_docstrings_help_and_messages_are_plain_english() -> None:
     for folder in ("benchmarks", "scripts"):
         trees |= {str(path): ast.parse(path.read_text()) for path in (ROOT / folder).glob("*.py")}
     texts = [(module, text) for module, tree in trees.items() for text in texts_of(tree)]
-    # The last ones to be mended.
-    texts = [(module, text) for module, text in texts if not module.startswith(OLD_ENGLISH)]
     assert len(texts) > 5000 and not [
         (module, text) for module, text in texts if NOT_PLAIN_ENGLISH.search(text)
     ]

@@ -1,4 +1,4 @@
-"""Who may ask a service for something, and how large a request may be.
+"""Checks who may send requests to a service, and how large they may be.
 
 This is a layer around the web application.
 
@@ -59,7 +59,7 @@ class Access:
     """An ASGI application that reads and checks each request before the inner one gets it.
 
     Args:
-        api_key: that requests must have; None for none.
+        api_key: that clients must send; None for no key.
         host: where the service listens.
         on_allowed: is told the address of each client whose request is let in.
         body_seconds: for a body to come.
@@ -119,12 +119,13 @@ class Access:
             raise Refused(
                 403,
                 f"The host {shown(name)} is not this service's. "
-                "One with an API key answers to any.",
+                "A service with an API key accepts any host.",
             )
         # Browsers send Origin with requests of other sites' pages; clients do not.
         if "origin" in headers:
             raise Refused(
-                403, "Web pages are not served. One with an API key may be asked by any client."
+                403,
+                "Requests from web pages are refused. A service with an API key accepts them.",
             )
         # A page may send forms and plain text without asking before; these types it may not.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

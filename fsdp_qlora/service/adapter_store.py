@@ -4,7 +4,7 @@ One is in the model's shards, the others are in host memory.
 
 The model's adapters have the service's rank. One of a smaller rank fills its first rows of A and
 columns of B, and the rest is zero: it then gets no gradient, so that AdamW leaves it zero, and the
-product is that of the smaller rank.
+product has the smaller rank.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ class AdapterStore:
         return not gather_numbers([float(is_bad)], self.trainer.ranks.device).any()
 
     def abandon(self) -> None:
-        """Leave what is in the shards as it is: a failure may have changed it.
+        """Give up the adapter in the shards, which a failure may have changed.
 
         The next adapter takes its place.
         """

@@ -1,7 +1,8 @@
 """The web application of a service: Tinker's protocol over HTTP.
 
-The protocol is that of the client tinker 0.38. The application answers what needs no model itself,
-hands the rest to the scheduler, and holds a client's question for a result until it is there.
+The protocol is the one of tinker's client, version 0.38. The application answers what needs no
+model itself, hands the rest to the scheduler, and holds a client's question for a result until it
+is there.
 `access.py` is around it: what comes here is from an allowed client, whole and of bounded size.
 """
 
@@ -214,7 +215,7 @@ class App:
         return entry
 
     def _known_session(self, name: object) -> None:
-        """Make sure that there is this session, and note that it is in use."""
+        """Check that the session exists, and record that it is in use."""
         entry = self._known(self.records.sessions, name)
         self.scheduler.sessions.note_use(str(name), entry)
 
@@ -223,7 +224,7 @@ class App:
     def _model_request(self, kind: str) -> Callable[[Request], Awaitable[JsonObject]]:
         """The endpoint of a request that a model's ranks work on.
 
-        The scheduler finds what is wrong with it.
+        The scheduler checks the request.
         """
 
         async def endpoint(request: Request) -> JsonObject:
@@ -261,7 +262,7 @@ class App:
         body: bytes,
         message: pb.ForwardBackwardRequest | None = None,
     ) -> JsonObject:
-        """Hand on a request for a model that its client has made, by number 0."""
+        """Queue a request for a model that its client has made, by number 0."""
         if not self._is_made(model):
             raise HTTPException(404, f"There is no model {shown(model)}.")
         self._known_session(session_of(model))
@@ -270,7 +271,7 @@ class App:
         return self._submit(kind, model, seq, body, message)
 
     def _is_made(self, model: object) -> TypeGuard[str]:
-        """Whether a model is there, or the request that makes it has come."""
+        """Whether a model exists, or the request that makes it has come."""
         if not has_form("model", model):
             return False
         if self.records.models.get(str(model)) is not None:
@@ -332,7 +333,9 @@ class App:
         return Response(result, media_type=PROTOBUF if is_binary else JSON)
 
     async def _wait_for(self, name: str) -> tuple[str, bytes] | None:
-        """The state and result of a request, when it has one or the client has waited for long."""
+        """The state and result of a request, when it has a result or the client has waited for
+        long.
+        """
         self._loop = asyncio.get_running_loop()
         event = self._waiting.setdefault(name, asyncio.Event())
         try:
@@ -438,9 +441,9 @@ async def _read_json(request: Request) -> JsonObject:
     try:
         content = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
-        raise UserError("The body is no JSON.") from error
+        raise UserError("The body is not JSON.") from error
     if not isinstance(content, dict):
-        raise UserError("The body is no JSON object.")
+        raise UserError("The body is not a JSON object.")
     return content
 
 

@@ -1,4 +1,4 @@
-"""Turns a client's request into a job for all ranks, and refuses what cannot be done."""
+"""Turns a client's request into a job for all ranks, or refuses it."""
 
 import dataclasses
 import json
@@ -60,14 +60,14 @@ class Base(NamedTuple):
 
 
 class WantedSample(NamedTuple):
-    """A request for samples, as it was read."""
+    """A parsed request for samples."""
 
     sampler: SamplerEntry
     drawing: Drawing
     request: SampleRequest
 
     def is_alike(self, other: "WantedSample") -> bool:
-        """Whether both draw alike from the same weights."""
+        """Whether both have the same weights and sampling settings."""
         same_weights = self.sampler["path"] == other.sampler["path"] and self.base == other.base
         return same_weights and self.drawing == other.drawing
 
@@ -102,7 +102,7 @@ class CommandReader:
         self.max_rank = max_rank
 
     def base_named(self, name: str) -> int:
-        """The number of the base that clients call so."""
+        """The number of the base with this name."""
         for number, base in enumerate(self.bases):
             if name in base.names:
                 return number
@@ -254,7 +254,10 @@ class CommandReader:
         return WantedSample(sampler, drawing, own)
 
     def sampling(self, wanted: WantedSample) -> Sample:
-        """The command of a request; others that draw alike may be added to it."""
+        """The command of a request.
+
+        Requests with the same weights and sampling settings may be added to it.
+        """
         requests = (wanted.request,)
         path = wanted.sampler["path"]
         if path is None:
@@ -266,11 +269,11 @@ class CommandReader:
 
 
 def check_metadata(metadata: Metadata) -> None:
-    """Raise UserError if metadata of a client is too large to keep, or is no JSON."""
+    """Raise UserError if metadata of a client is too large to keep, or is not JSON."""
     try:
         size = len(json.dumps(metadata, allow_nan=False))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"user_metadata is no JSON: {error}.") from error
+        raise UserError(f"user_metadata is not JSON: {error}.") from error
     if size > _MAX_METADATA:
         raise UserError(
             f"user_metadata has {size:,} characters; at most {_MAX_METADATA:,} are kept."

@@ -78,12 +78,12 @@ class SaveWeights:
 
 @dataclass(frozen=True)
 class Sample:
-    """Answer requests for samples of the same weights that draw alike."""
+    """Answer requests for samples with the same weights and sampling settings."""
 
     drawing: Drawing
     requests: tuple[SampleRequest, ...]
     path: str | None = None
-    """Of saved weights; None samples from a base as it is."""
+    """The path of saved weights; None samples from a base."""
     saved_by: str | None = None
     """The request that saved the weights. Others may be saved later under the same name."""
     base: int = 0

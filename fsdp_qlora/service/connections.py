@@ -1,6 +1,6 @@
 """Connections to the web server, with limits.
 
-Those that say nothing, or nothing that is allowed, do not keep others out.
+Connections without an allowed request do not keep others out.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _MAX_STRANGERS = 512  # connections without an allowed request
 class Connections:
     """The open connections without an allowed request, the oldest first.
 
-    One too many closes the oldest. Those of clients with the key are not counted.
+    One too many closes the oldest. Connections of clients with the key are not counted.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ Metadata = Mapping[str, object] | None
 
 
 class AdapterSettings(TypedDict):
-    """How an adapter is made."""
+    """The settings of a new adapter."""
 
     rank: int
     seed: int
@@ -26,7 +26,7 @@ class SessionEntry(TypedDict):
     display_name: str | None
     time: float
     used: NotRequired[float]
-    """When its client was last seen. Older folders have sessions without it."""
+    """Time of the client's last request. Older folders have sessions without it."""
     is_finished: NotRequired[bool]
 
 
@@ -41,7 +41,7 @@ class ModelEntry(TypedDict):
 
 
 class SamplerEntry(TypedDict):
-    """What a sampler samples from: saved weights, or a base as it is."""
+    """The weights of a sampler: saved ones, or a base."""
 
     path: str | None
     """The tinker:// path of saved weights."""

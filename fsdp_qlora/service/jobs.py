@@ -8,7 +8,7 @@ from fsdp_qlora.service.entries import CheckpointEntry
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A command, and what rank 0 does when all ranks have executed it."""
+    """A command, and the work of rank 0 after all ranks have executed it."""
 
     command: Command
     is_internal: bool = False

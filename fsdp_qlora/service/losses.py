@@ -17,7 +17,7 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss. sum: of tokens, [T].
+    """A loss. sum: gives a value for each token, [T].
 
     tensors: that a request must have. optional: tensors, 1 where they are missing.
 

@@ -45,7 +45,7 @@ class Limits:
 
         Args:
             positions: tokens of all datums.
-            width: the most targets of a token.
+            width: the maximum targets of a token.
         """
         at_once = min(positions, self.tokens_at_once)
         most = min(

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 @dataclass
 class ModelState:
-    """A model as rank 0 knows it. Times are those of time.monotonic()."""
+    """The state of a model on rank 0. Times are from time.monotonic()."""
 
     saved_at: float
-    """When its state was saved last; before that, when it came into memory first."""
+    """Time of the last save of its state; before the first save, the time when it came into memory.
+    """
     used_at: float | None = None
-    """When its last request began; None if it is not in memory."""
+    """Time when its last request began; None if it is not in memory."""
     steps: int = 0
     """Optimizer steps since its state was saved."""
     has_gradients: bool = False
-    """Whether it has gradients of passes without a step, which a saved state has not."""
+    """Whether it has gradients of passes without a step. A saved state has none."""
 
 
 class ModelStates:
@@ -33,16 +34,16 @@ class ModelStates:
         return {model for model, state in self._states.items() if state.used_at is not None}
 
     def note_use(self, model: str) -> None:
-        """A request of the model begins, for which it is in memory."""
+        """Record that a request of the model begins, for which it is in memory."""
         self._state(model).used_at = time.monotonic()
 
     def least_recently_used(self, *, besides: str) -> str:
-        """The model in memory, besides one, whose last request is the oldest."""
+        """The model in memory with the oldest last request, besides one model."""
         others = self.in_memory() - {besides}
         return min(others, key=lambda model: self._states[model].used_at or 0.0)
 
     def remove(self, model: str) -> None:
-        """A model leaves memory."""
+        """Record that a model leaves memory."""
         state = self._states.get(model)
         if state is not None:
             state.used_at = None
@@ -55,13 +56,13 @@ class ModelStates:
         self._state(model).has_gradients = has_gradients
 
     def note_saved(self, model: str) -> None:
-        """The model's state is saved, or the next try is due as if it were."""
+        """Record that the model's state is saved, or that the next try is due as after a save."""
         state = self._state(model)
         state.saved_at = time.monotonic()
         state.steps = 0
 
     def note_step(self, model: str) -> bool:
-        """Count an optimizer step; returns whether the model's state is to be saved."""
+        """Count an optimizer step; returns whether to save the model's state now."""
         state = self._state(model)
         state.steps += 1
         is_due_by_steps = 0 < self._save_steps <= state.steps

@@ -29,7 +29,7 @@ _FORMS = {
 
 
 def has_form(kind: str, name: object) -> bool:
-    """Whether a name may be that of a session, model, sampler, request or checkpoint."""
+    """Whether a session, model, sampler, request or checkpoint may have this name."""
     return isinstance(name, str) and _FORMS[kind].fullmatch(name) is not None
 
 
@@ -63,7 +63,7 @@ def weights_path(model: str, kind: str, name: str) -> str:
     uri = f"tinker://{model}/{kind}/{name}"
     if _WEIGHTS.fullmatch(uri) is None:
         raise UserError(
-            f"The name {shown(name)} is not allowed: at most 128 letters, digits and ._- are."
+            f"The name {shown(name)} is not allowed. Use at most 128 letters, digits and ._-."
         )
     return uri
 
@@ -80,5 +80,5 @@ def folder_below(root: Path, model: str, kind: str, name: str) -> Path:
     # Colons are no part of a folder's name on some file systems.
     folder = root / model.replace(":", "_") / kind / name
     if not has_form("model", model) or not folder.resolve().is_relative_to(root.resolve()):
-        raise UserError(f"The folder of {shown(model)} is not below that of the service.")
+        raise UserError(f"The folder of {shown(model)} is not inside the service's folder.")
     return folder

@@ -28,7 +28,7 @@ class ParsedRequests:
                 self._sizes[name] = size
 
     def take(self, name: str) -> pb.ForwardBackwardRequest | None:
-        """Give a request's message away; None if it is not here."""
+        """Remove and return a request's message; None if it is not here."""
         with self._lock:
             self._sizes.pop(name, None)
             return self._messages.pop(name, None)

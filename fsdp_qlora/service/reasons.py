@@ -16,7 +16,10 @@ LONGEST_REASON = 2000
 
 
 def reason_of(error: Exception, doing: str) -> str:
-    """Why a request fails, in a sentence for its client. doing: what could not be done to it."""
+    """The reason of a failure, in a sentence for the request's client.
+
+    doing: what could not be done to it.
+    """
     if isinstance(error, ValidationError):
         return describe_invalid(error)
     if isinstance(error, UserError):

@@ -53,7 +53,7 @@ class QueuedRequest(NamedTuple):
     target: str
     """The model or sampler that it is for."""
     seq: int
-    """Its number among the target's requests."""
+    """The request's number among those of its target."""
     kind: str
     """The name of its endpoint."""
     size: int = 0
@@ -183,7 +183,7 @@ class Records:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """In this block all that is written is written at its end, or nothing."""
+        """Write everything of the block at its end, or nothing."""
         with self._lock:
             if self._file.in_transaction:
                 yield

@@ -27,7 +27,7 @@ class Busy(Exception):
 
 
 class Late(NamedTuple):
-    """A request that cannot be done any more, and why."""
+    """A request that cannot be done any more, and the reason."""
 
     request: QueuedRequest
     reason: str
@@ -86,7 +86,7 @@ class RequestQueue:
             )
 
     def add(self, request: QueuedRequest) -> bool:
-        """Let a request wait; False if its turn has passed."""
+        """Add a request to the queue; False if its turn has passed."""
         with self._changed:
             if request.kind != "asample" and request.seq < self._number_of(request.target):
                 return False
@@ -182,7 +182,7 @@ class RequestQueue:
         self._missing_since.pop(turn, None)
 
     def is_over(self, request: QueuedRequest) -> None:
-        """A request has its result: it is the turn of its model's next one."""
+        """Record that a request has its result, and advance to its model's next one."""
         if request.kind == "asample":
             return
         with self._changed:
@@ -191,13 +191,13 @@ class RequestQueue:
             self._changed.notify()
 
     def forget_idle(self) -> None:
-        """Drop the numbers of models that have nothing here: the records know them."""
+        """Drop the numbers of models without requests here: the records have them."""
         with self._changed:
             for model in self._next.keys() - self._of_models.keys():
                 del self._next[model]
 
     def take_late(self) -> list[Late]:
-        """Take out what will never have its turn.
+        """Remove requests that will never have their turn.
 
         Numbers that are used, and those behind one that does not come.
         """

@@ -9,7 +9,7 @@ from fsdp_qlora.service.records import FAILED, WAITING, Records
 
 
 class Results:
-    """Results, as clients may see them: what is not written yet is not shown.
+    """The results that clients may see: those that are written.
 
     Attributes:
         on_done: is told each request that has a result.
@@ -36,7 +36,7 @@ class Results:
                 self._unwritten[name] = (FAILED, answer)
 
     def write_failures(self) -> bool:
-        """Write what the disk had no room for; returns whether all is written."""
+        """Write results for which the disk had no room; returns whether all are written."""
         with self._lock:
             unwritten = dict(self._unwritten)
         if not unwritten:

@@ -72,7 +72,7 @@ class RequestSampler:
     beat: Callable[[], object]
     """Called while it computes."""
     free: int | None = None
-    """Bytes of the GPU that has least, when all bases are loaded."""
+    """Free bytes of the fullest GPU, when all bases are loaded."""
     snapshots: OrderedDict[SnapshotKey, AdapterState] = field(default_factory=OrderedDict)
 
     def sample(self, command: Sample) -> list[bytes]:

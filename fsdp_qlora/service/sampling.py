@@ -1,4 +1,4 @@
-"""Reads requests for samples: how they draw, and what is each one's own."""
+"""Reads requests for samples: their sampling settings, and what differs between them."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _NOT_SERVED = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn: what requests must have in common to be answered together."""
+    """Sampling settings that requests must have in common to be answered together."""
 
     max_tokens: int
     temperature: float
@@ -42,7 +42,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for samples of a prompt, without how they are drawn."""
+    """A request for samples of a prompt, without sampling settings."""
 
     prompt: list[int]
     num_samples: int
@@ -62,7 +62,7 @@ class SampleGroup:
         self.requests = requests
 
     def has_room_for(self, request: SampleRequest) -> bool:
-        """Whether one more keeps within the samples and values of prompts that fit into memory."""
+        """Whether the samples and values of prompts fit into memory with one more request."""
         together = [*self.requests, request]
         scored = [each for each in together if each.scores]
         num_tokens = sum(len(each.prompt) for each in scored)
@@ -74,7 +74,7 @@ class SampleGroup:
 def read_sample_request(
     name: str, request: types.SampleRequest, limits: Limits
 ) -> tuple[Drawing, SampleRequest]:
-    """Check a request and fill in what it leaves open.
+    """Check a request and fill in its defaults.
 
     Args:
         name: of the request, which seeds its samples if it has no seed.
@@ -140,7 +140,7 @@ def _check_counts(request: types.SampleRequest, prompt_length: int) -> None:
 def prompt_values(num_tokens: int, top: int) -> int:
     """How many numbers are found for prompts of `num_tokens` tokens.
 
-    They are ids and log-probabilities of the likeliest tokens, and one of the token itself.
+    They are ids and log-probabilities of the top tokens, and one of the token itself.
     """
     return num_tokens * (2 * top + 1)
 

@@ -1,4 +1,4 @@
-"""The saved weights of a service: what the records say of them, and their folders."""
+"""The saved weights of a service: their records and folders."""
 
 import shutil
 import time
@@ -53,9 +53,7 @@ class SavedWeights:
         if name is None:
             return names.weights_path(model, kind, f"{_UNNAMED}{seq:08d}")
         if name.startswith(_UNNAMED):
-            raise UserError(
-                f"The name {shown(name)} is not allowed: it is that of weights without a name."
-            )
+            raise UserError(f"The name {shown(name)} is reserved for weights without a name.")
         return names.weights_path(model, kind, name)
 
     def check_new(self, uri: str, request: str, *, overwrites: bool) -> None:
@@ -89,7 +87,7 @@ class SavedWeights:
             self.records.checkpoints.put(uri, self.entry(uri) | {"expires": self.expiry(seconds)})
 
     def note_sampling(self, uri: str) -> None:
-        """Somebody samples from these weights."""
+        """Record that somebody samples from these weights."""
         self._sampled_at[uri] = time.monotonic()
 
     def delete(self, uri: str) -> None:

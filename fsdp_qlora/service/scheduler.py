@@ -167,7 +167,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """In this block any exception fails the requests in work, and nothing else."""
+        """Any exception in the block fails the requests in work, and nothing else."""
         try:
             yield
         except Exception as error:
@@ -176,7 +176,7 @@ class Scheduler:
     # --- results ---
 
     def finish(self, results: Sequence[bytes]) -> None:
-        """Record what the last command has led to, and tell the clients that wait for it."""
+        """Record the results of the last command, and tell the clients that wait for them."""
         assert self._job is not None
         with self._failing("recorded"):
             self._record(self._job, results)
@@ -231,7 +231,7 @@ class Scheduler:
     def _save_if_due(self, command: Command, requests: Sequence[QueuedRequest]) -> None:
         """Save the model's state after a step, if it is time.
 
-        After loading it always is, since the weights that were loaded may be deleted.
+        It always is after load_weights, since the loaded files may be deleted.
         """
         if not isinstance(command, OptimStep | LoadWeights):
             return
@@ -277,7 +277,7 @@ class Scheduler:
             self._fail(request, reason)
 
     def _give_up_saving(self, job: Job, reason: str) -> None:
-        """A model's state cannot be saved now."""
+        """Log that a model's state cannot be saved now."""
         command = job.command
         assert isinstance(command, SaveWeights)
         log.warning("Model %s: its state cannot be saved now. %s", command.model, reason)
@@ -362,7 +362,7 @@ class Scheduler:
         return jobs
 
     def _sampling(self, request: QueuedRequest) -> Job:
-        """One job for a request and the others that draw alike from the same weights."""
+        """One job for a request and the others with the same weights and sampling settings."""
         command = self.reader.sampling(self.samples.read(request))
         requests = list(command.requests)
         for other in self.samples.take_beside(request):
@@ -382,7 +382,7 @@ class Scheduler:
     # --- now and then ---
 
     def _sweep(self) -> None:
-        """Delete what has expired, old results, and what will never have its turn."""
+        """Delete expired weights, old results, and requests that will never have their turn."""
         if time.monotonic() - self._swept_at < _SWEEP_SECONDS:
             return
         self._swept_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The sessions of clients, and what is forgotten with them."""
+"""The sessions of clients, and what is deleted with them."""
 
 import secrets
 import shutil
@@ -45,12 +45,15 @@ class Sessions:
         return session
 
     def note_use(self, session: str, entry: SessionEntry) -> None:
-        """A session's client is there. entry: its entry."""
+        """Record that a session's client is there.
+
+        entry: the session's entry.
+        """
         if self.clock.now() - entry.get("used", 0.0) > _NOTED_SECONDS:
             self.records.sessions.put(session, entry | {"used": self.clock.now()})
 
     def note_end(self, session: str, entry: SessionEntry) -> None:
-        """A session's client has finished it."""
+        """Record that a session's client has finished it."""
         self.records.sessions.put(session, entry | {"used": self.clock.now(), "is_finished": True})
 
     def forget_idle(self, keeping: Collection[str]) -> list[str]:

@@ -46,7 +46,7 @@ class TrainRequest:
 
     @classmethod
     def read(cls, message: pb.ForwardBackwardRequest, limits: Limits) -> "TrainRequest":
-        """Raises UserError: it cannot be computed."""
+        """Check the request. Raises UserError if it cannot be computed."""
         loss = LOSSES.get(message.loss_fn)
         if loss is None:
             raise UserError(
@@ -105,7 +105,7 @@ class TrainRequest:
     def target_values(self, rows: Numbers) -> dict[str, torch.Tensor]:
         """The values of some rows' targets, [N, K].
 
-        If they have none, those of one target that counts nothing.
+        Without targets, the values of one target that counts nothing.
         """
         # A row has one target less than tokens.
         starts = self.table.offsets - np.arange(len(self.table.offsets))

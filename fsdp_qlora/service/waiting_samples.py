@@ -1,4 +1,4 @@
-"""Puts requests for samples together that draw alike from the same weights."""
+"""Groups requests for samples with the same weights and sampling settings."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ _MAX_LOOKED_AT = 2**22
 
 
 class WaitingSamples:
-    """Requests for samples that wait, as they were read.
+    """The parsed requests for samples that wait.
 
     Args:
         alone: names of requests that are not answered together with others.
@@ -64,7 +64,7 @@ class WaitingSamples:
             yield other
 
     def forget(self, request: QueuedRequest) -> None:
-        """A request has its result."""
+        """Record that a request has its result."""
         self._read.pop(request.id, None)
         self.alone.discard(request.id)
 

@@ -35,7 +35,7 @@ def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def logits_bytes(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """The most bytes that logits take at a time, computed in `dtype` for `num_tokens` tokens."""
+    """The maximum bytes that logits take at a time, computed in `dtype` for `num_tokens` tokens."""
     tokens = min(num_tokens, tokens_at_a_time(vocabulary, dtype))
     return tokens * vocabulary * _bytes_per_logit(dtype)
 
@@ -49,8 +49,8 @@ def chunked_loss(hidden_NH: Tensor, head: Head, targets_N: Tensor, loss: TokenLo
     """The values of the tokens, float32 [R, N], or the sum of the only one, [].
 
     Differentiable once, in hidden, weight and bias, by the first value. A trained 16-bit weight's
-    gradient is rounded to 16 bits after each chunk, as where micro-batches add up. It is that of
-    the sum over the tokens: weight and new rows take one factor for all tokens.
+    gradient is rounded to 16 bits after each chunk, as where micro-batches add up. It is the
+    gradient of the sum over the tokens: weight and new rows take one factor for all tokens.
 
     Where ranks share the head, which is frozen then, every rank calls this for its own tokens. Its
     rows of new tokens, which the weight has too, get gradients.
