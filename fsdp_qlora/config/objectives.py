@@ -321,6 +321,13 @@ def kto(x: LossInputs, s: LossSettings) -> torch.Tensor:
 MOST_CORRECTED = 3.0  # ratio of the policy's probability to the engine's; TRL's default
 
 
+def clipped_loss(
+    ratio: torch.Tensor, advantages: torch.Tensor, lowest: float, highest: float
+) -> torch.Tensor:
+    """Schulman et al. 2017, eq. 7, of each token. ratio: of the policy's probability to the old."""
+    return -(ratio * advantages).minimum(ratio.clamp(lowest, highest) * advantages)
+
+
 def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Shao et al. 2024, eq. 3, for each token, with TRL's names of its metrics.
 
@@ -333,7 +340,7 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
     low = s.epsilon[0]
     high = s.epsilon[-1]
     ratio = (x.logps - x.old_logps).exp()
-    loss = -(ratio * x.advantages).minimum(ratio.clamp(1 - low, 1 + high) * x.advantages)
+    loss = clipped_loss(ratio, x.advantages, 1 - low, 1 + high)
     # A clipped token has no gradient: the minimum takes the constant where the ratio has already
     # moved in the advantage's direction.
     is_low = (ratio < 1 - low) & (x.advantages < 0)

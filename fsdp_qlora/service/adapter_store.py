@@ -39,7 +39,8 @@ from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, ad
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.service.entries import AdapterSettings
-from fsdp_qlora.training.trainer import LossScale, Trainer
+from fsdp_qlora.training.loss_scale import LossScale
+from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import records_of, write_json
 

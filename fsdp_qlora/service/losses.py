@@ -7,8 +7,9 @@ Each gets p, the log-probabilities of the targets [T], and the request's tensors
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
+
+from fsdp_qlora.config.objectives import clipped_loss
 
 Documents = Callable[[Tensor], Tensor]
 """Values of tokens [T] -> at each token the sum over its document's tokens, [T]."""
@@ -43,8 +44,9 @@ def _importance_sampling(
 
 
 def _clipped(ratio: Tensor, given: Values, config: Mapping[str, float]) -> Tensor:
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    return -torch.minimum(ratio * given["advantages"], clipped * given["advantages"])
+    low = config["clip_low_threshold"]
+    high = config["clip_high_threshold"]
+    return clipped_loss(ratio, given["advantages"], low, high)
 
 
 def _ppo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:

@@ -14,7 +14,6 @@ from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
 from fsdp_qlora.service.losses import LOSSES
 from fsdp_qlora.service.train_request import TrainRequest
-from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.utils.errors import UserError
 
@@ -51,24 +50,19 @@ class RequestTrainer:
         self.adapters.activate(adapter)
         batches = trainer.collator.lay_out_step(request.table, np.arange(len(request.table)))
         found = torch.zeros(request.values["places"].size, device=ranks.device)
-        trainer.model.train(not request.forward_only)
-        self.targets.request = request
         total = torch.zeros((), device=ranks.device)
+
+        def loss_of_batch(batch: MicroBatch) -> torch.Tensor:
+            loss, logps, places = self._loss(request, batch)
+            total.add_(loss.detach())
+            found[places] = logps
+            return loss
+
+        self.targets.request = request
         try:
-            with trainer.forward.attending(), torch.set_grad_enabled(not request.forward_only):
-                for index, batch in enumerate(batches):
-                    trainer.prepare(seq, index, is_last=index == len(batches) - 1)
-                    loss, logps, places = self._loss(request, batch)
-                    # FSDP2 averages gradients over ranks, and losses are sums.
-                    if not request.forward_only:
-                        (loss * (trainer.loss_scale.scale * ranks.world_size)).backward()
-                    total += loss.detach()
-                    found[places] = logps
+            trainer.accumulate(seq, batches, loss_of_batch, backward=not request.forward_only)
         finally:
             self.targets.request = None
-        # Without a backward pass, which would free them, weights may stay gathered.
-        if request.forward_only:
-            reshard_all(trainer.model)
         # A target is on one rank, and the others have zero there.
         dist.all_reduce(found)
         dist.all_reduce(total)
@@ -105,23 +99,20 @@ class RequestTrainer:
         """
         self.adapters.activate(adapter)
         trainer = self.adapters.trainer
-        scale = adapter.scale
         for parameter in self.adapters.frozen(adapter):
             parameter.grad = None
         trainer.optimizer.take_gradients()
-        squares_by_rank = gather_numbers(
-            [sum(trainer.optimizer.squared_norms())], trainer.ranks.device
+        squares = gather_numbers([sum(trainer.optimizer.squared_norms())], trainer.ranks.device)
+        norm = trainer.grad_norm(squares.sum().item())
+        trainer.apply(
+            norm,
+            params.learning_rate,
+            params.grad_clip_norm,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
         )
-        squares = squares_by_rank.sum().item()
-        # Replicas have the same shards, which the sum counts once for each.
-        norm = math.sqrt(squares / trainer.options.num_replicas) / scale.scale
         if math.isfinite(norm):
-            trainer.clip_and_unscale(norm, params.grad_clip_norm)
-            betas = (params.beta1, params.beta2)
-            decay = params.weight_decay
-            trainer.optimizer.step(
-                params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay
-            )
             adapter.steps += 1
             # The shards are lost with it; the scheduler brings the model back without this step.
             if not self.adapters.is_finite():
@@ -129,8 +120,6 @@ class RequestTrainer:
                 raise UserError(
                     f"The step would leave weights that are not finite; it is not taken: {params}."
                 )
-        trainer.optimizer.zero_grad()
-        scale.update(overflowed=not math.isfinite(norm))
         # JSON has no infinity.
         metrics = {
             "grad_norm": norm if math.isfinite(norm) else -1.0,

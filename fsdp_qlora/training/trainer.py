@@ -24,17 +24,12 @@ from fsdp_qlora.distributed.supervision.stops import NUM_FLAGS, Control
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.forward import ForwardPass
+from fsdp_qlora.training.loss_scale import LossScale
 from fsdp_qlora.training.objective import TokenMean, Totals
 from fsdp_qlora.utils.errors import NotFinite
 
 log = logging.getLogger("fsdp_qlora")
 
-# The loss scale in fp16. The first scale, and the steps without an overflow after which it is
-# doubled, are the defaults of torch.amp.GradScaler.
-_FIRST_SCALE = 2.0**16
-_SCALE_GROWTH_INTERVAL = 2000
-# At 1 nothing is scaled, so an overflow is the model's own.
-_SMALLEST_SCALE = 1.0
 
 # name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -141,7 +136,12 @@ class Trainer:
         self.heartbeat.beat(step, "update")
         scale = self.loss_scale.scale
         is_finite = self._is_finite(step, batches, measured, exchanged)
-        self._update(self.options.lr_at(step), exchanged.grad_norm, is_finite=is_finite)
+        # An overflow in fp16 counts as finite for the run: the step is left out, and the loss scale
+        # falls.
+        if is_finite:
+            self.apply(exchanged.grad_norm, self.options.lr_at(step), self.options.max_grad_norm)
+        else:
+            self.optimizer.zero_grad()
 
         record = self._record(data, batches, totals, exchanged, started)
         if not is_finite:
@@ -156,27 +156,55 @@ class Trainer:
         return record
 
     def _forward_backward(self, step: int, batches: Batches, totals: Totals) -> list[torch.Tensor]:
-        """Accumulate the gradients of this rank's micro-batches.
+        """Accumulate the gradients of a step's mean loss.
 
         Returns:
-            The loss and the metrics of each, as `_loss`, still on the device.
+            The loss and the metrics of each micro-batch, as `_loss`, still on the device.
+        """
+        measured = list[torch.Tensor]()
+
+        def loss_of_batch(micro_batch: MicroBatch) -> torch.Tensor:
+            numbers = self._loss(micro_batch, totals)
+            # Reading a value here would make the host wait for the device in each micro-batch.
+            measured.append(numbers.detach())
+            return numbers[0]
+
+        self.accumulate(step, batches, loss_of_batch, divisor=totals.divisor)
+        return measured
+
+    def accumulate(
+        self,
+        step: int,
+        batches: Batches,
+        loss_of_batch: Callable[[MicroBatch], torch.Tensor],
+        *,
+        divisor: float = 1.0,
+        backward: bool = True,
+    ) -> None:
+        """Run this rank's micro-batches forward and backward, and accumulate their gradients.
+
+        Args:
+            step: number that seeds the dropout.
+            loss_of_batch: gives a micro-batch's part of a sum over all ranks, float32 [].
+            divisor: divides the sum.
+            backward: False for forward passes alone, without dropout.
         """
         # FSDP2 averages gradients over ranks, where the loss is a sum over all of them: the number
-        # of ranks turns the average into a sum, and the divisor that into a mean over the step.
-        factor = self.loss_scale.scale * self.ranks.world_size / totals.divisor
-        measured = list[torch.Tensor]()
-        self.model.train()
+        # of ranks turns the average into a sum.
+        factor = self.loss_scale.scale * self.ranks.world_size / divisor
+        self.model.train(backward)
         # The backward passes are in it, too, since they compute blocks again that recompute.
-        with self.forward.attending():
+        with self.forward.attending(), torch.set_grad_enabled(backward):
             # Every rank has the same number of micro-batches, since each forward and backward pass
             # has collectives. A rank without rows for a round computes tokens without a target.
             for index, micro_batch in enumerate(batches):
-                self.prepare(step, index, is_last=index == len(batches) - 1)
-                numbers = self._loss(micro_batch, totals)
-                (numbers[0] * factor).backward()
-                # Reading a value here would make the host wait for the device in each micro-batch.
-                measured.append(numbers.detach())
-        return measured
+                self._prepare(step, index, is_last=index == len(batches) - 1)
+                loss = loss_of_batch(micro_batch)
+                if backward:
+                    (loss * factor).backward()
+        # Without a backward pass, which would free them, weights may stay gathered.
+        if not backward:
+            reshard_all(self.model)
 
     def _loss(self, micro_batch: MicroBatch, totals: Totals) -> torch.Tensor:
         """Compute a micro-batch's part of the loss, and the objective's metrics of it.
@@ -190,7 +218,7 @@ class Trainer:
         )
         return self.objective.measure(losses, on_device, totals)
 
-    def prepare(self, step: int, index: int, *, is_last: bool) -> None:
+    def _prepare(self, step: int, index: int, *, is_last: bool) -> None:
         """Make ready for this rank's next micro-batch: heartbeat, gradient sync and random seed."""
         self.heartbeat.beat(step, "compute")
         # Gradients accumulate unsharded on each rank, and are reduced once, after the last one.
@@ -222,24 +250,34 @@ class Trainer:
         first_memory = first_flag + NUM_FLAGS
         self.control.agree(numbers[:, first_flag:first_memory])
         *totals, total_squared_norm = numbers[:, :first_flag].sum(dim=0).tolist()
-        # Every replica of the model has the whole gradient, which was counted once for each.
-        grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas)
-        return _Exchanged(totals, grad_norm / self.loss_scale.scale, numbers[:, first_memory:])
+        return _Exchanged(totals, self.grad_norm(total_squared_norm), numbers[:, first_memory:])
 
-    def _update(self, lr: float, grad_norm: float, *, is_finite: bool) -> None:
-        """Update the weights, unless the gradient is not finite, and free the gradients."""
-        # An overflow in fp16 counts as finite for the run: the step is left out, and the loss scale
-        # falls.
-        if is_finite and math.isfinite(grad_norm):
-            self.clip_and_unscale(grad_norm, self.options.max_grad_norm)
-            self.optimizer.step(lr)
+    def grad_norm(self, squared_norms: float) -> float:
+        """The norm of the model's gradient, without the loss scale.
+
+        squared_norms: the optimizer's, summed over all ranks.
+        """
+        # Every replica of the model has the whole gradient, which was counted once for each.
+        return math.sqrt(squared_norms / self.options.num_replicas) / self.loss_scale.scale
+
+    def apply(self, grad_norm: float, lr: float, max_grad_norm: float, **options: Any) -> None:
+        """Update the weights, unless the gradient has overflowed, and free the gradients.
+
+        Args:
+            grad_norm: from `grad_norm`; an overflow makes the loss scale fall.
+            max_grad_norm: gradients are clipped to this norm; 0 or inf for no clipping.
+            options: of the optimizer, such as betas, from now on.
+        """
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            self._clip_and_unscale(grad_norm, max_grad_norm)
+            self.optimizer.step(lr, **options)
         # The gradients' memory is of FSDP2's reduction stream, which waits for this one before it
         # writes there again.
         self.optimizer.zero_grad()
-        if is_finite:
-            self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
+        self.loss_scale.update(overflowed=not is_finite)
 
-    def clip_and_unscale(self, grad_norm: float, limit: float) -> None:
+    def _clip_and_unscale(self, grad_norm: float, limit: float) -> None:
         """Take the loss scale out of the gradients, and clip their norm to a limit above 0."""
         clipping = limit / grad_norm if grad_norm > limit > 0 else 1.0
         # One factor for both, so that the gradients are read and written once.
@@ -428,41 +466,3 @@ class Trainer:
             name: [round(value, 3) for value in gathered[:, column].tolist()]
             for column, name in enumerate(names)
         }
-
-
-class LossScale:
-    """The factor on the loss in fp16, which keeps small gradients from becoming zero.
-
-    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
-    It is halved when gradients overflow, and doubled after many steps without an overflow. Every
-    rank computes it from the same gradient norms, so all agree. Without scaling it stays 1.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.scale = _FIRST_SCALE if enabled else 1.0
-        self.steps_since_change = 0
-
-    @property
-    def can_fall(self) -> bool:
-        return self.enabled and self.scale > _SMALLEST_SCALE
-
-    def update(self, *, overflowed: bool) -> None:
-        """Update after an optimizer step."""
-        if not self.enabled:
-            return
-        self.steps_since_change += 1
-        if overflowed:
-            self.scale = max(self.scale / 2, _SMALLEST_SCALE)
-            self.steps_since_change = 0
-        elif self.steps_since_change == _SCALE_GROWTH_INTERVAL:
-            self.scale = self.scale * 2
-            self.steps_since_change = 0
-
-    def state(self) -> dict[str, float]:
-        """The values to save in a checkpoint."""
-        return {"scale": self.scale, "steps_since_change": self.steps_since_change}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        self.scale = float(state["scale"])
-        self.steps_since_change = int(state["steps_since_change"])

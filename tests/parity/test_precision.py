@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.precision import choose_precision
-from fsdp_qlora.training.trainer import LossScale
+from fsdp_qlora.training.loss_scale import LossScale
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, train_ok
@@ -59,7 +59,7 @@ def _train_from_scale(argv: list[str], first: float) -> int:
     import fsdp_qlora.training.trainer
     import train
 
-    fsdp_qlora.training.trainer._FIRST_SCALE = first
+    fsdp_qlora.training.loss_scale._FIRST_SCALE = first
     return train.main(argv)
 
 
