@@ -56,7 +56,7 @@ def test_losses_in_16_bits_are_those_of_fp32_up_to_rounding(
 
 
 def _train_from_scale(argv: list[str], first: float) -> int:
-    import fsdp_qlora.training.trainer
+    import fsdp_qlora.training.loss_scale
     import train
 
     fsdp_qlora.training.loss_scale._FIRST_SCALE = first
