@@ -12,8 +12,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.training.objective import KINDS
 from tests.density import by_package, count, pressed_together, tokens_per_line
 from tests.helpers.run import ROOT
 
@@ -201,6 +204,30 @@ def test_only_planning_and_what_is_above_it_see_the_options_as_a_whole() -> None
         if name == "TrainConfig" and module != LAUNCHER
     }
     assert seeing == {"__init__", "api", "commands", "config", "export", "planning", "run"}
+
+
+def test_the_step_names_no_objective_and_no_model() -> None:
+    """An objective, a loss or a model is added without an `if` in these files."""
+    model_types = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    names = {*OBJECTIVES, *KINDS} | model_types
+    assert {"dpo", "pairs", "llama"} < names
+    for file in ("trainer", "loop", "head_loss", "attach_loss", "whole_logits", "forward"):
+        tree = MODULES[f"fsdp_qlora.training.{file}"]
+        texts = {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not texts & names, file
+
+
+def test_the_chunk_loop_asks_no_loss_what_it_is() -> None:
+    losses = {"CrossEntropy", "Divergence", "TopTokens"}
+    for file in ("head_loss", "attach_loss", "whole_logits", "token_loss"):
+        tree = MODULES[f"fsdp_qlora.training.{file}"]
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not names & losses, file
+        assert "isinstance" not in names or file == "attach_loss"  # of the head, an FSDPModule
 
 
 def test_files_and_functions_are_short_and_functions_take_few_parameters() -> None:

@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 from fsdp_qlora.checkpoint.decisions import agree_on_decisions
 from fsdp_qlora.checkpoint.run_folder import is_finished
+from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import LearningModel, options_for, read_rows, say_prompts
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.upload import check_uploads
+from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.observability.metric_log import refuse_sinks
-from fsdp_qlora.planning.plan import Machine, plan_model, read_model, with_new_tokens
+from fsdp_qlora.planning.plan import Machine, ModelPlan, plan_model, read_model, with_new_tokens
 from fsdp_qlora.planning.reading import (
     earlier_run,
     pick_data,
@@ -32,6 +34,7 @@ from fsdp_qlora.planning.teacher import refuse_whole_logits
 from fsdp_qlora.sharding.optimizer import check_optimizer
 from fsdp_qlora.training.rl.client import check_server
 from fsdp_qlora.training.setup import Setup, SetupOptions, open_setup
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import fit_line
 
 log = logging.getLogger("fsdp_qlora")
@@ -61,6 +64,20 @@ def check_services(config: TrainConfig, folder: Path) -> None:
         check_server(config.teacher_url, [config.teacher], "teacher_url")
 
 
+def refuse_new_tokens(config: TrainConfig, model: ModelPlan) -> None:
+    """Raise UserError for an adapter with new tokens where the objective is not one of texts.
+
+    The head's gradient of these rows has one factor for all tokens, and a reference would have the
+    rows as they train.
+    """
+    if config.objective_row.kind_of_rows(config) != TEXTS and with_token_rows(model.meta.model):
+        raise UserError(
+            f"--objective {config.objective} trains an adapter on a frozen model, but --adapter "
+            f"{config.adapter} has rows of new tokens. Merge it first: fsdp-qlora merge --adapter "
+            f"{config.adapter} --out FOLDER. Then start from --model_name FOLDER."
+        )
+
+
 def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> PreparedRun:
     """Build the model without weights, read the rows, and describe the run. Called on every rank.
 
@@ -78,6 +95,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
     config = with_kept_context(config, decisions)
     model = plan_model(config, machine, store)
+    refuse_new_tokens(config, model)
     # Distributions of student and teacher are compared in chunks of tokens.
     if config.objective_row.distills:
         refuse_whole_logits(model)

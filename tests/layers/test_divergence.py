@@ -3,8 +3,6 @@ its gradients.
 """
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from tests.layers.test_head_loss import (
     targets_of_tokens,
 )
 
-Models = Callable[..., Path]
 FORMS = [LogitForm(), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 K = 8
 WANTED = TopTokens(K, VOCABULARY)
@@ -155,7 +152,7 @@ def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(
 
 
 @pytest.mark.parametrize("name", ["sum", "of each token", "divergence"])
-def test_new_tokens_of_an_unshared_head_train_with_every_loss(name: str, models: Models) -> None:
+def test_new_tokens_of_an_unshared_head_train_with_every_loss(name, models):
     model: Any = AutoModelForCausalLM.from_pretrained(
         models("llama", tie_word_embeddings=False), dtype=torch.float32
     ).requires_grad_(False)

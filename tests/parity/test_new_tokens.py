@@ -272,3 +272,15 @@ def test_new_tokens_are_refused_where_their_rows_cannot_train(options, message, 
     )
     with pytest.raises(UserError, match=message):
         run(parse_train_config(argv))
+
+
+def test_preferences_do_not_start_from_an_adapter_with_new_tokens(models, tmp_path):
+    folder = models("llama", tie_word_embeddings=True)
+    config = LoraConfig(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 319]}
+    )
+    get_peft_model(load_base(folder, four_bit=False), config).save_pretrained(tmp_path / "adapter")
+    options = {"model_name": folder, "dataset": "dummy", "dry_run": True, "objective": "dpo"}
+    argv = flags(train_type="lora", adapter=tmp_path / "adapter", **options)
+    with pytest.raises(UserError, match="has rows of new tokens"):
+        run(parse_train_config(argv))
