@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference, RowKind
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
@@ -209,11 +209,12 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other. "
             "Leave the format at auto, or give both."
         )
-    if chosen.kind_of_rows(c) != TEXTS:
-        yield from _answer_conflicts(c)
+    kind = chosen.kind_of_rows(c)
+    if kind != TEXTS:
+        yield from _answer_conflicts(c, kind)
 
 
-def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
+def _answer_conflicts(c: TrainConfig, kind: RowKind) -> Iterator[str]:
     """Conflicts with objectives whose rows are more than texts: pairs, labels and prompts."""
     # The reference, where there is one, is the model without its adapter: all else must stay.
     trained_too = _changed(c, "modules_to_save", "add_tokens")
@@ -230,8 +231,7 @@ def _answer_conflicts(c: TrainConfig) -> Iterator[str]:
             "only LoRA keeps a copy of it. Merge the adapter into the base first, or take an "
             "objective without a reference (cpo, simpo, orpo)."
         )
-    joins_texts = objective.kind_of_rows(c).has_teacher
-    if joins_texts and (c.batching == "padded" or c.context_parallel_size != 1):
+    if kind.has_teacher and (c.batching == "padded" or c.context_parallel_size != 1):
         yield (
             f"--objective {c.objective} joins two texts: leave out --batching padded and "
             "--context_parallel_size."

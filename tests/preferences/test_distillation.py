@@ -201,7 +201,7 @@ def test_rows_have_the_same_answer_behind_both_prompts(models, tmp_path):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"teacher_adapter": "there"}, "--teacher_adapter only works with --teacher NAME"),
-    ({"beta": 1.5}, "--beta of --objective distill is between 0"),
+    ({"beta": 1.5}, "--beta must be between 0"),
     ({"batching": "padded"}, "leave out --batching padded"),
     ({"precompute_reference": True}, "leave out --precompute_reference"),
     ({"train_type": "full"}, "trains an adapter on a frozen model"),
