@@ -78,13 +78,8 @@ class Float4Format(PublishedFormat):
         problem = wrong_type(weight.codes, (torch.uint8,))
         problem = problem or wrong_type(weight.scale, self.scale_types)
         problem = problem or self._wrong_global_scale(weight)
-        codes = weight.codes.shape
-        scales = weight.scale.shape
-        if not problem and not self._fits(codes, scales):
-            problem = (
-                f"{weight.codes.source} {list(codes)} in {self.name} has scales {list(scales)}, "
-                "which do not fit its shape"
-            )
+        if not problem and not self._fits(weight.codes.shape, weight.scale.shape):
+            problem = self.unfitting_scales(weight)
         return problem
 
     def _wrong_global_scale(self, weight: StoredWeight) -> str:

@@ -71,13 +71,8 @@ class Float8Format(PublishedFormat):
     def problem(self, weight: StoredWeight) -> str:
         problem = wrong_type(weight.codes, _CODE_TYPES)
         problem = problem or wrong_type(weight.scale, FLOAT_TYPES)
-        codes = weight.codes.shape
-        scales = weight.scale.shape
-        if not problem and not self._fits(codes, scales):
-            problem = (
-                f"{weight.codes.source} {list(codes)} in {self.name} has scales {list(scales)}, "
-                "which do not fit its shape"
-            )
+        if not problem and not self._fits(weight.codes.shape, weight.scale.shape):
+            problem = self.unfitting_scales(weight)
         return problem
 
     def _fits(self, codes: torch.Size, scales: torch.Size) -> bool:

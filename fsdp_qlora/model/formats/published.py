@@ -112,6 +112,13 @@ class PublishedFormat:
                 f"{weight.folder}: {weight.name} is not in {self.name}: {problem}. {ADVICE}"
             )
 
+    def unfitting_scales(self, weight: StoredWeight) -> str:
+        """Say that a weight's scales do not fit the shape of its codes."""
+        return (
+            f"{weight.codes.source} {list(weight.codes.shape)} in {self.name} has scales "
+            f"{list(weight.scale.shape)}, which do not fit its shape"
+        )
+
     def chosen(self, linears: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
         """The linear layers and expert parameters that the configuration says to be quantized.
 
