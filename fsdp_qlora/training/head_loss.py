@@ -28,15 +28,19 @@ _WHOLE_TILE = 128
 _FP16_SCALE = 2.0**10
 
 
-def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
+def tokens_at_a_time(
+    vocabulary: int, dtype: torch.dtype, chunk_bytes: int = MAX_CHUNK_BYTES
+) -> int:
     """The number of tokens whose logits are there at once: a chunk."""
-    tokens = max(1, MAX_CHUNK_BYTES // (vocabulary * _bytes_per_logit(dtype)))
+    tokens = max(1, chunk_bytes // (vocabulary * _bytes_per_logit(dtype)))
     return tokens - tokens % _WHOLE_TILE if tokens > _WHOLE_TILE else tokens
 
 
-def logits_bytes(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
+def logits_bytes(
+    num_tokens: int, vocabulary: int, dtype: torch.dtype, chunk_bytes: int = MAX_CHUNK_BYTES
+) -> int:
     """The maximum bytes that logits take at a time, computed in `dtype` for `num_tokens` tokens."""
-    tokens = min(num_tokens, tokens_at_a_time(vocabulary, dtype))
+    tokens = min(num_tokens, tokens_at_a_time(vocabulary, dtype, chunk_bytes))
     return tokens * vocabulary * _bytes_per_logit(dtype)
 
 
@@ -45,8 +49,16 @@ def _bytes_per_logit(dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float32 else 4 + dtype.itemsize
 
 
-def chunked_loss(hidden_NH: Tensor, head: Head, targets_N: Tensor, loss: TokenLoss) -> Tensor:
+def chunked_loss(
+    hidden_NH: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    loss: TokenLoss,
+    chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> Tensor:
     """The values of the tokens, float32 [R, N], or the sum of the only one, [].
+
+    chunk_bytes: for the logits of a chunk.
 
     Differentiable once, in hidden, weight and bias, by the first value. A trained 16-bit weight's
     gradient is rounded to 16 bits after each chunk, as where micro-batches add up. It is the
@@ -60,24 +72,21 @@ def chunked_loss(hidden_NH: Tensor, head: Head, targets_N: Tensor, loss: TokenLo
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
     rows = head.vocabulary.new_rows
     rows_EH = rows.trainable_tokens_delta if rows else None
+    # The number of tokens of a chunk, whose logits may be of several heads.
+    step = tokens_at_a_time(loss.num_logits * head.vocabulary.vocabulary, dtype, chunk_bytes)
     with torch.autocast(kind, enabled=False):
         hidden_NH = hidden_NH.to(dtype)
         trained = (hidden_NH, weight_VH, head.bias_V, rows_EH)
         if torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in trained
         ):
-            values_RN: Tensor = _ChunkedLoss.apply(*trained, (head, targets_N, loss))
+            values_RN: Tensor = _ChunkedLoss.apply(*trained, (head, targets_N, loss, step))
         else:
-            values_RN = _values_of_chunks(hidden_NH, head, targets_N, loss, _Gradients())
+            values_RN = _values_of_chunks(hidden_NH, head, targets_N, loss, step, _Gradients())
     if not loss.is_summed:
         return values_RN
-    chunks = values_RN[0].split(_chunk_size(head, loss, dtype))
+    chunks = values_RN[0].split(step)
     return torch.stack([chunk.sum() for chunk in chunks]).sum()
-
-
-def _chunk_size(head: Head, loss: TokenLoss, dtype: torch.dtype) -> int:
-    """The number of tokens of a chunk."""
-    return tokens_at_a_time(loss.num_logits * head.vocabulary.vocabulary, dtype)
 
 
 class _Gradients(NamedTuple):
@@ -130,7 +139,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         rows_EH: Tensor | None,
-        head_and_loss: tuple[Head, Tensor, TokenLoss],
+        head_and_loss: tuple[Head, Tensor, TokenLoss, int],
     ) -> Tensor:
         of_hidden, of_weight, of_bias, of_rows = ctx.needs_input_grad[:4]
         ctx.gradients = _Gradients(
@@ -161,14 +170,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _values_of_chunks(
-    hidden_NH: Tensor, head: Head, targets_N: Tensor, loss: TokenLoss, gradients: _Gradients
+    hidden_NH: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    loss: TokenLoss,
+    step: int,
+    gradients: _Gradients,
 ) -> Tensor:
-    """The values of the tokens, [R, N]; fills in the gradients of the first one's sum."""
+    """The values of the tokens, [R, N]; fills in the gradients of the first one's sum.
+
+    step: the number of tokens of a chunk.
+    """
     head = head.to(hidden_NH.dtype)
     vocabulary = head.vocabulary
     scale = gradients.scale if gradients.are_wanted else None
     values = []
-    step = _chunk_size(head, loss, hidden_NH.dtype)
     # Each chunk has collectives, so ranks that share a head must have equally many of them:
     # `MicroBatch.beside` adds targets that count nothing.
     for start in range(0, len(hidden_NH), step):

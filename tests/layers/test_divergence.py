@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.model.adapters.token_rows import NewTokens, TokenRows
-from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.attach_loss import attach_head_loss
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.divergence import Divergence
@@ -20,6 +19,7 @@ from fsdp_qlora.training.token_loss import Head, LogitForm, TokenLoss, whole_hea
 from fsdp_qlora.training.top_tokens import TopTokens
 from tests.layers.test_head_loss import (
     HIDDEN,
+    SEVEN_TOKENS,
     TOKENS,
     VOCABULARY,
     NewTensors,
@@ -61,7 +61,7 @@ def whole_logits(parts: list[torch.Tensor], form: LogitForm) -> torch.Tensor:
 @torch.no_grad()
 def top_tokens(hidden: torch.Tensor, head: Head) -> torch.Tensor:
     """The values of `WANTED`, [N, 2 * K + 1]."""
-    return chunked_loss(hidden, head, targets_of_tokens(), WANTED).T
+    return chunked_loss(hidden, head, targets_of_tokens(), WANTED, SEVEN_TOKENS).T
 
 
 def teacher_states() -> torch.Tensor:
@@ -71,9 +71,8 @@ def teacher_states() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("beta", "is_whole"), [*itertools.product([0.0, 0.3, 1.0], [True, False])])
 def test_divergence_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, beta: float, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, beta: float, is_whole: bool
 ) -> None:
-    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
     tolerance = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for form in FORMS:
         parts = parts_of_a_head(dtype)
@@ -101,7 +100,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
         agree = whole_logits(exact, form).argmax(-1) == best
         expected = divergence(student, of_teacher, beta) * (targets != -100)
         (64 * expected.sum()).backward()
-        losses, agreement = chunked_loss(parts[0], head, targets, loss)
+        losses, agreement = chunked_loss(parts[0], head, targets, loss, SEVEN_TOKENS)
         (64 * losses.sum()).backward()
         torch.testing.assert_close(
             losses.double(), expected.detach(), rtol=tolerance, atol=tolerance
@@ -109,7 +108,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
         if dtype == torch.float32:
             assert torch.equal(agreement.bool(), agree & (targets != -100))
         with torch.no_grad():
-            assert torch.equal(chunked_loss(parts[0], head, targets, loss)[0], losses)
+            assert torch.equal(chunked_loss(parts[0], head, targets, loss, SEVEN_TOKENS)[0], losses)
         for part, reference in zip(parts, exact, strict=True):
             assert part.grad is not None and reference.grad is not None and part.grad.dtype == dtype
             assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
@@ -132,11 +131,9 @@ def test_a_teacher_that_the_student_equals_costs_nothing() -> None:
         assert agreement.sum() == TOKENS - 2
 
 
-def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk() -> None:
     tokens = 16
-    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 2 * tokens * VOCABULARY * 4)
+    size = 2 * tokens * VOCABULARY * 4
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())
     head = whole_head(weight, bias)
     found = top_tokens(teacher_states(), head)
@@ -146,7 +143,7 @@ def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(
     )
     for loss in losses:
         with NewTensors() as made:
-            chunked_loss(hidden.requires_grad_(), head, targets_of_tokens(), loss)
+            chunked_loss(hidden.requires_grad_(), head, targets_of_tokens(), loss, size)
         chunks = [elements for elements in made.elements if elements > tokens * VOCABULARY // 4]
         assert max(chunks) <= 2 * tokens * VOCABULARY < TOKENS * VOCABULARY
 

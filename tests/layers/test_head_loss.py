@@ -27,6 +27,7 @@ from tests.layers.shards import LargestTensor
 TOKENS = 50
 HIDDEN = 32
 VOCABULARY = 700
+SEVEN_TOKENS = 7 * VOCABULARY * 8  # bytes of a chunk
 FORMS = [LogitForm(), LogitForm(scale=0.125), LogitForm(cap=5.0), LogitForm(scale=2.0, cap=3.0)]
 WARM = [LogitForm(temperature=0.7), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 
@@ -58,14 +59,13 @@ def whole_loss(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunked_loss_and_gradients_match_whole_logits(form, dtype, monkeypatch):
-    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
+def test_chunked_loss_and_gradients_match_whole_logits(form, dtype):
     parts = parts_of_a_head(dtype)
     exact = [part.detach().double().requires_grad_() for part in parts]
     # Of fp16's small numbers: a loss scale of 2^16 and 2^10 tokens in the step.
     (64 * whole_loss(exact[0], exact[1], exact[2], form)).backward()
     head = whole_head(parts[1], parts[2], form)
-    loss = chunked_loss(parts[0], head, targets_of_tokens(), CrossEntropy())
+    loss = chunked_loss(parts[0], head, targets_of_tokens(), CrossEntropy(), SEVEN_TOKENS)
     (64 * loss).backward()
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     assert loss.dtype == torch.float32
@@ -73,7 +73,7 @@ def test_chunked_loss_and_gradients_match_whole_logits(form, dtype, monkeypatch)
         whole_loss(exact[0], exact[1], exact[2], form).item(), rel=tolerance
     )
     with torch.no_grad():
-        again = chunked_loss(parts[0], head, targets_of_tokens(), CrossEntropy())
+        again = chunked_loss(parts[0], head, targets_of_tokens(), CrossEntropy(), SEVEN_TOKENS)
     assert torch.equal(again, loss)
     for part, reference in zip(parts, exact, strict=True):
         assert part.grad is not None and reference.grad is not None and part.grad.dtype == dtype
@@ -81,8 +81,7 @@ def test_chunked_loss_and_gradients_match_whole_logits(form, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("form", [*FORMS, *WARM])
-def test_token_losses_entropies_and_weighted_gradients_are_right(form, monkeypatch):
-    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
+def test_token_losses_entropies_and_weighted_gradients_are_right(form):
     parts = parts_of_a_head()
     factors = torch.linspace(-1, 2, TOKENS)
     targets = targets_of_tokens()
@@ -96,10 +95,10 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(form, monkeypat
     (expected * factors).sum().backward()
     head = whole_head(weight, bias, form)
     found, entropies = chunked_loss(
-        hidden.requires_grad_(), head, targets, CrossEntropy(with_entropy=True)
+        hidden.requires_grad_(), head, targets, CrossEntropy(with_entropy=True), SEVEN_TOKENS
     )
     (found * factors).sum().backward()
-    again = chunked_loss(hidden.detach(), head, targets, CrossEntropy(by_token=True))
+    again = chunked_loss(hidden.detach(), head, targets, CrossEntropy(by_token=True), SEVEN_TOKENS)
     assert torch.equal(again[0], found)
     own = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropies.double(), own.detach(), rtol=1e-5, atol=1e-6)
@@ -108,9 +107,9 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(form, monkeypat
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_chunked_loss_allocates_at_most_one_chunk_of_logits(monkeypatch):
+def test_chunked_loss_allocates_at_most_one_chunk_of_logits():
     tokens = 8
-    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", tokens * VOCABULARY * 4)
+    size = tokens * VOCABULARY * 4
     hidden, weight, bias = parts_of_a_head()
     weight = weight.detach()
     bias = bias.detach()
@@ -123,12 +122,12 @@ def test_chunked_loss_allocates_at_most_one_chunk_of_logits(monkeypatch):
         ),
     ):
         head = whole_head(weight, bias)
-        loss = chunked_loss(hidden, head, targets_of_tokens(), CrossEntropy())
+        loss = chunked_loss(hidden, head, targets_of_tokens(), CrossEntropy(), size)
         loss.backward()
     assert largest.elements <= max(tokens, HIDDEN) * VOCABULARY < TOKENS * VOCABULARY
     assert sum(kept) == 0  # besides the gradient of the hidden states
-    assert head_loss.tokens_at_a_time(VOCABULARY, torch.float32) == tokens
-    assert head_loss.logits_bytes(TOKENS, VOCABULARY, torch.float32) == tokens * VOCABULARY * 4
+    assert head_loss.tokens_at_a_time(VOCABULARY, torch.float32, size) == tokens
+    assert head_loss.logits_bytes(TOKENS, VOCABULARY, torch.float32, size) == size
 
 
 class NewTensors(TorchDispatchMode):
@@ -148,15 +147,14 @@ class NewTensors(TorchDispatchMode):
         return result
 
 
-def test_entropies_need_no_second_chunk_of_logits(monkeypatch):
+def test_entropies_need_no_second_chunk_of_logits():
     chunk = 32 * VOCABULARY
-    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", chunk * 6)
     hidden, weight, bias = (part.detach() for part in parts_of_a_head(torch.bfloat16))
     hidden.requires_grad_()
     found = []
     for loss in (CrossEntropy(by_token=True), CrossEntropy(with_entropy=True)):
         with NewTensors() as made:
-            chunked_loss(hidden, whole_head(weight, bias), targets_of_tokens(), loss)
+            chunked_loss(hidden, whole_head(weight, bias), targets_of_tokens(), loss, chunk * 6)
         found.append([elements for elements in made.elements if elements > chunk // 8])
     assert found[0] == found[1] and chunk in found[0]
 
