@@ -2,8 +2,8 @@
 itself, and a server.
 """
 
+import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,17 +62,8 @@ class TeacherServer(LoraServer):
 
 @pytest.fixture
 def served(models: Models) -> Iterator[Callable[..., TeacherServer]]:
-    servers: list[TeacherServer] = []
-
-    def start(**changed: Any) -> TeacherServer:
-        servers.append(TeacherServer(models("llama", **changed)))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with contextlib.ExitStack() as servers:
+        yield lambda **changed: servers.enter_context(TeacherServer(models("llama", **changed)))
 
 
 def on_policy(model: Path, rows: Path, **changed: Any) -> dict[str, Any]:
@@ -197,10 +188,8 @@ def test_a_server_answers_what_another_one_scores(served, models, tmp_path):
         model, write_rows(tmp_path / "rows.jsonl", rows), beta=1.0, batch_size=2, top_k=K
     )
     with LoraServer(str(model), sampler, sampler.end) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         run |= {"rollout_url": server.url, "teacher": teacher.base, "teacher_url": teacher.url}
         said = train_ok(2, tmp_path / "out", **run)
-        server.shutdown()
     assert said.count("The server uses the adapter") <= 2 and "ignores" not in said
     with torch.no_grad():
         seen = sampled(tmp_path / "out", "teacher_prompt_ids")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 Choose = Callable[[str, dict[str, Any]], tuple[list[int], list[float]]]
 Fault = Callable[[str, dict[str, Any]], tuple[int, Any] | None]
@@ -25,6 +25,8 @@ class LoraServer(ThreadingHTTPServer):
     faults: each may answer a path and a body itself, with a status and content: JSON, bytes as they
     are, an iterator of all that is sent, the place of a redirect, or None, which cuts the
     connection. asked: the paths and bodies of all requests. adapters: name -> folder.
+
+    In a with statement a thread of this process answers.
     """
 
     daemon_threads = True
@@ -40,6 +42,14 @@ class LoraServer(ThreadingHTTPServer):
         self.adapters: dict[str, str] = {}
         self.faults: list[Fault] = []
         self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.shutdown()
+        self.server_close()
 
     @property
     def url(self) -> str:

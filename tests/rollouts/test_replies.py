@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,9 +29,7 @@ COMPLETION = [3, 4]
 @pytest.fixture
 def server() -> Iterator[LoraServer]:
     with LoraServer("hub/teacher", lambda *_: ([], []), 1) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found
-        found.shutdown()
 
 
 @pytest.fixture

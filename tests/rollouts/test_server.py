@@ -69,9 +69,7 @@ def choose(adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float
 @pytest.fixture
 def server() -> Iterator[LoraServer]:
     with LoraServer("hub/base", choose, END) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found
-        found.shutdown()
 
 
 @pytest.fixture
@@ -211,10 +209,20 @@ def answer(**changes: Any) -> Any:
     return lambda path, body: (200, answer_of(body, **changes)) if "prompt" in body else None
 
 
-def says(content: Any, status: int = 200) -> Any:
-    """A fault: each answer is this, or what this makes."""
+def says(content: Any, status: int = 200, to: str = "prompt") -> Any:
+    """A fault: each answer to requests with this key is this, or what this makes."""
     made = content if callable(content) else lambda: content
-    return lambda path, body: (status, made()) if "prompt" in body else None
+    return lambda path, body: (status, made()) if to in body else None
+
+
+def always(content: Any, status: int = 200) -> Any:
+    """A fault: each answer is this."""
+    return lambda path, body: (status, content)
+
+
+def knows(*models: dict[str, Any]) -> Any:
+    """A fault: the server has these models."""
+    return always({"data": [*models]})
 
 
 def slowly(first: bytes, then: bytes) -> Any:
@@ -274,18 +282,10 @@ def slowly(first: bytes, then: bytes) -> Any:
             answer(logprobs=None),
             "no log-probability of each token, by which tokens are weighed, but none. It must",
         ),
-        (
-            lambda path, body: (
-                (400, {"error": {"message": "too long"}}) if "prompt" in body else None
-            ),
-            "HTTP 400: too long",
-        ),
-        (lambda path, body: (200, {"data": [{"id": "other"}]}), "--served-model-name /models/base"),
-        (
-            lambda path, body: (500, {}) if "lora_path" in body else None,
-            "does not load the adapter",
-        ),
-        (lambda path, body: (0, None) if "prompt" in body else None, "did not answer within 0.3 s"),
+        (says({"error": {"message": "too long"}}, 400), "HTTP 400: too long"),
+        (knows({"id": "other"}), "--served-model-name /models/base"),
+        (says({}, 500, to="lora_path"), "does not load the adapter"),
+        (says(None, 0), "did not answer within 0.3 s"),
     ],
 )
 def test_unusable_rollout_server_ends_the_run_in_one_sentence(engine, server, fault, said):
@@ -401,21 +401,12 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine, server):
             ),
             "RUNTIME_LORA",
         ),
-        (
-            lambda path, body: (200, {"data": [{"id": "other"}]}),
-            "has the model other, and the run trains hub/base",
-        ),
-        (lambda path, body: (200, []), "answers /v1/models without data"),
-        (
-            lambda path, body: (200, {"data": [{"id": None}]}),
-            "with null as data[0].id, which is a text",
-        ),
-        (
-            lambda path, body: (200, {"data": [{"id": "a", "parent": "b"}]}),
-            "answers /v1/models without a base model",
-        ),
-        (lambda path, body: (200, b"<html>"), "answers /v1/models with no JSON"),
-        (lambda path, body: (0, None), "did not answer within"),
+        (knows({"id": "other"}), "has the model other, and the run trains hub/base"),
+        (always([]), "answers /v1/models without data"),
+        (knows({"id": None}), "with null as data[0].id, which is a text"),
+        (knows({"id": "a", "parent": "b"}), "answers /v1/models without a base model"),
+        (always(b"<html>"), "answers /v1/models with no JSON"),
+        (always(None, 0), "did not answer within"),
     ],
 )
 def test_the_server_is_asked_before_the_run_begins(server, fault, said):
@@ -582,10 +573,8 @@ class Base(Sampler):
 def test_a_server_that_ignores_adapters_ends_the_run(models, tmp_path):
     sampler = Base(str(models()))
     with LoraServer("tiny", sampler, sampler.end) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         options = options_of(server, models(), tmp_path, "out", precision="bf16")
         output = finish(options, tmp_path / "logs", [1, 1]).output()
-        server.shutdown()
     assert ("[rank 1] error: The server ignores the adapter") in output and (
         "uses the adapter:"
     ) not in output
