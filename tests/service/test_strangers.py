@@ -75,6 +75,11 @@ NAMES: list[Callable[[str], Any]] = [
 ]
 
 
+Request = tuple[str, Any, dict[str, str]]
+"""A path, a body and headers."""
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
 class Stranger:
     """Makes wrong requests out of right ones: (path, body, headers)."""
 
@@ -123,8 +128,18 @@ class Stranger:
         }
         return {**bodies[kind], **of_model}
 
-    def wrong(self) -> tuple[str, Any, dict[str, str]]:
-        makers: list[Callable[[], tuple[str, Any, dict[str, str]]]] = [
+    def ask(self, count: int) -> None:
+        """Send wrong requests, each of which must be refused."""
+        for number in range(count):
+            path, body, headers = self.wrong()
+            shown = body[:200] if isinstance(body, bytes) else json.dumps(body)[:400]
+            assert is_refused(self.service, path, body, headers), (number, path, shown, headers)
+            # Its number counts as used where it was taken, though it failed.
+            last = {"request_id": f"{self.model}:{self.number + 1}"}
+            self.number += said(self.service, "/api/v1/retrieve_future", last)[0] == 200
+
+    def wrong(self) -> Request:
+        makers: list[Callable[[], Request]] = [
             self.odd_value,
             self.odd_value,
             self.bad_path,
@@ -140,7 +155,7 @@ class Stranger:
         ]
         return self.choose.choice(makers)()
 
-    def odd_value(self) -> tuple[str, Any, dict[str, str]]:
+    def odd_value(self) -> Request:
         """A field that is missing, has another type, or is not known."""
         kind = self.choose.choice(JSON)
         body = self.right(kind)
@@ -154,7 +169,7 @@ class Stranger:
             )
         return f"/api/v1/{kind}", body, {}
 
-    def bad_path(self) -> tuple[str, Any, dict[str, str]]:
+    def bad_path(self) -> Request:
         name = self.choose.choice(PATHS)
         kind = self.choose.choice([*OF_MODELS[1:], "create_sampling_session", "weights_info"])
         body = self.right(kind)
@@ -164,13 +179,13 @@ class Stranger:
             del body["base_model"]
         return f"/api/v1/{kind}", body, {}
 
-    def no_json(self) -> tuple[str, Any, dict[str, str]]:
+    def no_json(self) -> Request:
         body = self.choose.choice(
             [b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000, b'"x"', b"\0" * 999]
         )
         return f"/api/v1/{self.choose.choice(JSON)}", body, {}
 
-    def odd_tensor(self) -> tuple[str, Any, dict[str, str]]:
+    def odd_tensor(self) -> Request:
         """A forward_backward with something wrong in it."""
         [datum] = datums(1, self.choose.randrange(99))
         number = self.number + 1
@@ -210,13 +225,9 @@ class Stranger:
             del request.data[:]
         else:
             first.model_input[0].encoded_text.tokens *= 1_000
-        return (
-            "/api/v1/forward_backward",
-            request.SerializeToString(),
-            {"Content-Type": "application/x-protobuf"},
-        )
+        return "/api/v1/forward_backward", request.SerializeToString(), PROTOBUF
 
-    def odd_prompt(self) -> tuple[str, Any, dict[str, str]]:
+    def odd_prompt(self) -> Request:
         body = self.right("asample")
         odd: list[dict[str, Any]] = [
             {"prompt": {"chunks": []}},
@@ -245,7 +256,7 @@ class Stranger:
         ]
         return "/api/v1/asample", body | self.choose.choice(odd), {}
 
-    def odd_name(self) -> tuple[str, Any, dict[str, str]]:
+    def odd_name(self) -> Request:
         """A model, session or sampler that is none."""
         kind = self.choose.choice(
             [*OF_MODELS, "get_info", "asample", "create_model", "session_heartbeat"]
@@ -257,7 +268,7 @@ class Stranger:
         body[name] = self.choose.choice(NAMES)(body[name])
         return f"/api/v1/{kind}", body, {}
 
-    def odd_number(self) -> tuple[str, Any, dict[str, str]]:
+    def odd_number(self) -> Request:
         """A number that overflows somewhere."""
         kind, changed = self.choose.choice(
             [
@@ -277,7 +288,7 @@ class Stranger:
         )
         return f"/api/v1/{kind}", {**self.right(kind), **changed}, {}
 
-    def flipped_bits(self) -> tuple[str, Any, dict[str, str]]:
+    def flipped_bits(self) -> Request:
         """A forward_backward whose bits are flipped, or its numbers huge. Where it is still one, it
         is for no model.
         """
@@ -291,32 +302,26 @@ class Stranger:
         body = bytearray(request.SerializeToString())
         for _ in range(self.choose.choice([1, 3, 30])):
             body[self.choose.randrange(len(body))] ^= 1 << self.choose.randrange(8)
-        return "/api/v1/forward_backward", bytes(body), {"Content-Type": "application/x-protobuf"}
+        return "/api/v1/forward_backward", bytes(body), PROTOBUF
 
-    def no_key(self) -> tuple[str, Any, dict[str, str]]:
+    def no_key(self) -> Request:
         kind = self.choose.choice(["create_session", "healthz", "retrieve_future"])
         body = self.right("create_session") if kind == "create_session" else {}
-        return (
-            f"/api/v1/{kind}",
-            body,
-            {"X-API-Key": self.choose.choice(["", KEY[:-1], KEY + "x", "tml-\xe9"])},
-        )
+        key = self.choose.choice(["", KEY[:-1], KEY + "x", "tml-\xe9"])
+        return f"/api/v1/{kind}", body, {"X-API-Key": key}
 
-    def unknown(self) -> tuple[str, Any, dict[str, str]]:
+    def unknown(self) -> Request:
         path = self.choose.choice(
             ["/", "/api/v1/../../etc/passwd", "/api/v1/nothing", "/docs", "/api/v2/x", "/%00"]
         )
         return path, {}, {}
 
-    def rubbish(self) -> tuple[str, Any, dict[str, str]]:
+    def rubbish(self) -> Request:
         size = self.choose.choice([1, 100, 10_000, 70_000_000])
         body = (self.choose.randbytes(min(size, 10_000)) * (size // min(size, 10_000)))[:size]
         kind = self.choose.choice(["forward_backward", "optim_step", "asample"])
-        return (
-            f"/api/v1/{kind}",
-            body,
-            {"Content-Type": self.choose.choice(["application/x-protobuf", "a" * 99])},
-        )
+        content_type = self.choose.choice([PROTOBUF["Content-Type"], "a" * 99])
+        return f"/api/v1/{kind}", body, {"Content-Type": content_type}
 
 
 def is_refused(service: Service, path: str, body: Any, headers: dict[str, str]) -> bool:
@@ -329,11 +334,6 @@ def is_refused(service: Service, path: str, body: Any, headers: dict[str, str]) 
         return False
     status, answer = said(service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]})
     return status == 200 and "error" in answer
-
-
-def is_known(service: Service, request: str) -> bool:
-    """Whether a request was taken, so that its number counts as used though it failed."""
-    return said(service, "/api/v1/retrieve_future", {"request_id": request})[0] == 200
 
 
 def outside(service: Service) -> dict[Path, int]:
@@ -379,11 +379,7 @@ def test_hostile_requests_change_nothing_of_two_clients(
     before = outside(service)
     with ThreadPoolExecutor() as pool:
         loops = [pool.submit(trained, name) for name in ("first", "second")]
-        for number in range(count):
-            path, body, headers = stranger.wrong()
-            shown = body[:200] if isinstance(body, bytes) else json.dumps(body)[:400]
-            assert is_refused(service, path, body, headers), (number, path, shown, headers)
-            stranger.number += is_known(service, f"{stranger.model}:{stranger.number + 1}")
+        stranger.ask(count)
         assert [adapter(loop.result()) for loop in loops] == [undisturbed] * 2
     after = outside(service)
     assert {path for path in after.keys() - before.keys() if path.parent != tmp_path} == set()
@@ -395,12 +391,7 @@ def test_hostile_requests_change_nothing_of_two_clients(
 def test_wrong_requests_get_an_error_each(
     service: Service, before: dict[Path, int], seed: str
 ) -> None:
-    stranger = Stranger(service, int(seed))
-    for number in range(40):
-        path, body, headers = stranger.wrong()
-        shown = body[:200] if isinstance(body, bytes) else json.dumps(body)[:400]
-        assert is_refused(service, path, body, headers), (number, path, shown, headers)
-        stranger.number += is_known(service, f"{stranger.model}:{stranger.number + 1}")
+    Stranger(service, int(seed)).ask(40)
     assert outside(service) == before
     names = {path.name for path in service.folder.rglob("*") if path.is_file()}
     assert all(set(name) <= {*string.ascii_letters, *string.digits, *"._-"} for name in names)
