@@ -318,9 +318,7 @@ def _shown(value: object) -> str:
 
 
 def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
-    """Raise UserError for the run in a folder, a checkpoint or a mirror (its name), with these
-    differences.
-    """
+    """Raise UserError with the differences from the run in a folder, checkpoint or mirror."""
     advice = (
         "Give the same options to resume it, another folder, or --resume auto:replace to replace "
         "it."

@@ -120,7 +120,7 @@ def resolved_yaml(config: TrainConfig) -> str:
 
 
 def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The stored options that identify a run, and those of them that are not the default.
+    """The stored options that identify a run, and the ones that are not the default.
 
     None of them is a path, so that they can be published.
     """
@@ -153,7 +153,7 @@ def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
-    """The tokens of --add_tokens, those of .txt files in their place; each once.
+    """The tokens of --add_tokens, with tokens of .txt files in the files' place; each once.
 
     Raises:
         UserError: a file cannot be read or has no token, or a description has no token or another

@@ -78,8 +78,9 @@ class Layout:
 
     @property
     def p2p_channels(self) -> int:
-        """The maximum number of NCCL channels, each with buffers, of two ranks that exchange
-        tokens.
+        """The maximum number of NCCL channels of two ranks that exchange tokens.
+
+        Each channel has buffers.
 
         By itself NCCL takes 32 with NVLink.
         """

@@ -40,7 +40,7 @@ class Facts:
     def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
         """Add facts about the run by heading: environment, data, memory.
 
-        The file keeps those of the last start.
+        The file keeps the facts of the last start.
         """
         if self._path is None:
             return

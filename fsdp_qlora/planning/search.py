@@ -148,7 +148,7 @@ class Planner:
         model: built with options that differ from the variants' in the placement and the
             micro-batch alone.
         data: the run's rows; None for as many and as long ones as the options allow.
-        tokens: number of tokens to train on, if not those of the rows.
+        tokens: number of tokens to train on, if not the rows'.
     Attributes:
         on_operator: called while blocks are measured, as in `measure_blocks`; this takes most of
             the time.

@@ -109,8 +109,9 @@ def agree_on_parent(
 
 
 def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | None) -> str:
-    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other
-    weights.
+    """The hash of an adapter's weights.
+
+    Raises UserError if it has changed, or belongs to other weights.
     """
     try:
         digest = record_of(adapter.weights).sha256

@@ -65,8 +65,10 @@ class CrossEntropy:
     def of_chunk(
         self, hidden_CH: Tensor, targets_C: Tensor, head: Head, scale: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Everything is in place, since softmax in torch needs two more tensors of this size. The
-        gradient has the outputs' memory.
+        """Compute the losses and gradients in place.
+
+        softmax in torch needs two more tensors of this size. The gradient takes the outputs'
+        memory.
         """
         form = head.form
         vocabulary = head.vocabulary

@@ -106,8 +106,9 @@ def whole_head(
     form: LogitForm | None = None,
     new_rows: TokenRows | None = None,
 ) -> Head:
-    """A head that this rank has whole. new_rows: trained rows of new tokens, which the weight has
-    already.
+    """A head that this rank has whole.
+
+    new_rows: trained rows of new tokens, which the weight has already.
     """
     vocabulary = WholeVocabulary(len(weight_VH), new_rows)
     return Head(weight_VH, bias_V, form or LogitForm(), vocabulary)

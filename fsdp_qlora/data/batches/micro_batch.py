@@ -71,8 +71,9 @@ class MicroBatch:
         return {"input_ids": self.input_ids} | dict(self.documents) | dict(self.images)
 
     def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
-        """Copy to a device, with what only losses of documents read if they are asked
-        `per_document`.
+        """Copy to a device.
+
+        per_document: also copy what only losses of documents read.
         """
         names = ["input_ids", "target_rows", "targets"]
         if per_document:
@@ -376,8 +377,9 @@ def describe_documents(
 
 
 def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) -> dict[str, Any]:
-    """The arguments of `describe_documents` for one of the ranks that share a row; documents stay
-    whole.
+    """The arguments of `describe_documents` for one of the ranks that share a row.
+
+    Documents stay whole.
     """
     part = dict(documents)
     part["position_ids"] = documents["position_ids"].chunk(num_parts, dim=1)[index]

@@ -227,17 +227,16 @@ class TokenizedRows:
         return self.lengths - self.num_shared if shares_prompts else self.lengths
 
     def num_learned_from(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row's learned documents that a model computes in one micro-batch, int64
-        [rows].
-        """
+        """Tokens of each row's learned documents that a micro-batch computes, int64 [rows]."""
         if self.learns == "first_document":
             return self.splits
         return self.num_computed(shares_prompts=shares_prompts)
 
 
 class Lengths(NamedTuple):
-    """Tokens of each document in a micro-batch. shared: of each pair, tokens that both begin with,
-    computed once.
+    """Tokens of each document in a micro-batch.
+
+    shared: tokens that both documents of a pair begin with, computed once.
     """
 
     of_documents: list[int]
@@ -309,8 +308,9 @@ def _join_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 def join_completions(
     prompts: Sequence[Numbers], completions: Sequence[Numbers], numbers: Numbers
 ) -> TokenizedRows:
-    """A row of each prompt and its completion, which is learned. numbers: of the prompts' rows in
-    the dataset.
+    """A row of each prompt and its completion, which is learned.
+
+    numbers: of the prompts' rows in the dataset.
     """
     parts: list[np.ndarray] = []
     for prompt, completion in zip(prompts, completions, strict=True):

@@ -136,8 +136,9 @@ class TeacherCache:
                 raise Damaged(f"{name} is {forms[name]:.100}, and these rows need {form}")
 
     def check(self, number: int, arrays: TopTokenArrays) -> None:
-        """Check the values of a file. Raises Unusable, which names the first row that cannot be
-        learned from.
+        """Check the values of a file.
+
+        Raises Unusable, which names the first row that cannot be learned from.
         """
         ids, logps = arrays
         for start in range(0, len(ids), _PIECE):

@@ -24,7 +24,7 @@ from fsdp_qlora.utils.text import first_line
 
 NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
-"""The columns that are used, of those of a file."""
+"""The file's columns that are used."""
 
 # Times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times.
 _MOST_PACKED = 100
@@ -281,7 +281,7 @@ def _rows_of(batch: Any) -> Iterator[Row]:
 def _as_json(value: Any, kind: Any) -> Any:
     """A value of a table as lines of JSON have it. kind: its type of Arrow. Raises as `_parse`.
 
-    Structs have no nulls: tables fill with them what an object lacks. Those of maps and of JSON
+    Structs have no nulls: tables fill with them what an object lacks. Nulls of maps and of JSON
     texts were written.
     """
     import pyarrow

@@ -65,7 +65,7 @@ def read_turns(row: Row, column: str) -> Chat:
 def read_prompted(row: Row) -> Chat:
     """Messages in `prompt`, if there are any, and in `completion`.
 
-    Those of the prompt are not learned. Raises BadRow.
+    Messages of the prompt are not learned. Raises BadRow.
     """
     prompt = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")

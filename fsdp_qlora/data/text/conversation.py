@@ -55,8 +55,9 @@ class Prompt(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A turn behind its own prompt. Its row is the prompt, and the conversation that ends with it
-    from `place` on.
+    """A turn behind its own prompt.
+
+    Its row is the prompt, and the conversation that ends with it from `place` on.
     """
 
     text: str
@@ -197,9 +198,7 @@ class Conversation:
         return prompts
 
     def _behind(self, prompts: Sequence[Prompt]) -> Own | None:
-        """The last turn behind the first of its prompts with which it can be; None if none is
-        known.
-        """
+        """The last turn behind the first of its prompts that fits; None if none is known."""
         bounds = None
         for prompt in prompts:
             if self.text.startswith(prompt.written):
@@ -227,8 +226,9 @@ class Conversation:
         return Own(prompt.asked + self.text[place:], len(prompt.asked), place)
 
     def _bounds(self) -> Bounds:
-        """Where the last turn can begin, found by texts with other words in it, and in the message
-        before.
+        """Where the last turn can begin.
+
+        Found by texts with other words in it, and in the message before.
         """
         *before, last = self.messages
         # Where the text first differs from one with other words: the turn's own words are there.

@@ -42,9 +42,7 @@ class ImageProcessor:
 
     @classmethod
     def find(cls, folder: Path, name: str) -> "ImageProcessor | None":
-        """None where the folder of the model `name` has no such processor,
-        as with a model of text.
-        """
+        """None if the folder of the model `name` has no such processor, as with a model of text."""
         return cls(folder, name) if _files(folder) else None
 
     @property

@@ -164,8 +164,9 @@ class RequestedFormat(NamedTuple):
             )
 
     def find_prompt(self, row: Row) -> Reading:
-        """How the prompt of a row is read, which may lack an answer: by the first format that its
-        filled columns fit.
+        """How the prompt of a row is read, which may lack an answer.
+
+        The first format that its filled columns fit decides.
 
         Raises:
             BadRow: no column is a prompt, or it has images.

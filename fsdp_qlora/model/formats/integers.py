@@ -56,7 +56,7 @@ class IntegerFormat(PublishedFormat):
     decoded_type: ClassVar[str] = "the type of their scales"
 
     bits: int
-    """GPTQ's tensors tell those of layers for which the configuration has others."""
+    """GPTQ's tensors decide for layers for which the configuration has others."""
     is_transposed: bool = False
     """Whether matrices are stored as [in, out]."""
     is_awq: bool = False

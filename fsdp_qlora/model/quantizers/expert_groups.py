@@ -77,7 +77,7 @@ class Group(NamedTuple):
         return sums
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """For each choice its expert's row of those of all experts [E, n] -> [N, n]."""
+        """For each choice, its expert's row of all experts' rows [E, n] -> [N, n]."""
         if len(self.experts) == 1:
             return rows[self.where].expand(self.ends[-1], -1)
         # With `output_size` the host does not wait for the sum of the counts.

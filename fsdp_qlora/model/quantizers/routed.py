@@ -81,7 +81,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """Compute the experts of hidden_states [T, H] with indices and weights [T, K].
 
-    Arguments and result are those of transformers' own functions.
+    Arguments and result are the same as of transformers' own functions.
     """
     # The arguments have transformers' names, since some models pass them by keyword. A stable sort
     # keeps the tokens of an expert in order, so that sums have the same order in every run.

@@ -26,7 +26,7 @@ def make_planner(config: TrainConfig, gpus: GpuSet, tokens: float | None = None)
     The model is built without weights, and the rows are read if they can be.
 
     Args:
-        tokens: number of tokens to train on, if not those of the rows.
+        tokens: number of tokens to train on, if not the rows'.
     """
     model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
     tokenizer = _find_tokenizer(config, folder)

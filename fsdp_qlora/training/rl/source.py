@@ -105,7 +105,7 @@ class Rollouts:
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others "
-                    "than those of the checkpoint. Restore it, or resume from the checkpoint of a "
+                    "than the checkpoint. Restore it, or resume from the checkpoint of a "
                     f"step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
             if self.scorer.rewards:
