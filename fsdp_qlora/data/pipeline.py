@@ -58,28 +58,29 @@ class DatasetPipeline:
 
         Prompts, of a run that learns from its own completions, are not cached.
         """
-        source = self._source
         if self._makes_rows:
-            prompts = PromptRows(self._text)
-            rows, report = self._tokenize(source.entries(self._samples), prompts)
-            report.num_used = len(prompts.found)
-            report.num_tokens = sum(len(prompt.ids) for prompt in prompts.found)
-            return DatasetRows(rows, report, prompts.found)
-
-        def make() -> tuple[TokenizedRows, DataReport]:
-            entries = source.entries(self._samples, used=self._used)
-            tokenized = self._tokenize(entries, TextRows(self._text), show_progress=True)
-            # The key has the identity from before: rows of another content must not be kept for it.
-            if source.fingerprint() != source.identity:
-                raise UserError(
-                    f"{source.origin} was changed while it was read. Start again when it is "
-                    "complete."
-                )
-            return tokenized
-
-        rows, report = through_cache(self._key, make)
+            return self._read_prompts()
+        rows, report = through_cache(self._key, self._read_texts)
         # The same content may be at another path now.
-        return DatasetRows(rows, dataclasses.replace(report, origin=source.origin))
+        return DatasetRows(rows, dataclasses.replace(report, origin=self._source.origin))
+
+    def _read_prompts(self) -> DatasetRows:
+        prompts = PromptRows(self._text)
+        rows, report = self._tokenize(self._source.entries(self._samples), prompts)
+        report.num_used = len(prompts.found)
+        report.num_tokens = sum(len(prompt.ids) for prompt in prompts.found)
+        return DatasetRows(rows, report, prompts.found)
+
+    def _read_texts(self) -> tuple[TokenizedRows, DataReport]:
+        source = self._source
+        entries = source.entries(self._samples, used=self._used)
+        tokenized = self._tokenize(entries, TextRows(self._text), show_progress=True)
+        # The key has the identity from before: rows of another content must not be kept for it.
+        if source.fingerprint() != source.identity:
+            raise UserError(
+                f"{source.origin} was changed while it was read. Start again when it is complete."
+            )
+        return tokenized
 
     @property
     def _key(self) -> list[object]:
