@@ -166,6 +166,7 @@ def test_packages_import_only_what_the_drawn_map_has_below_or_right() -> None:
 # A part that the core does without, and the modules that may import it.
 BOUNDARIES = {
     "fsdp_qlora.planning.offers": {"fsdp_qlora.commands.plan"},
+    "fsdp_qlora.service": {"fsdp_qlora.commands.serve"},
     # A run writes its page at its end.
     "fsdp_qlora.observability.page": {"fsdp_qlora.commands.tools", "fsdp_qlora.run.supervision"},
 }
@@ -203,7 +204,16 @@ def test_only_planning_and_what_is_above_it_see_the_options_as_a_whole() -> None
         for module, name in imported
         if name == "TrainConfig" and module != LAUNCHER
     }
-    assert seeing == {"__init__", "api", "commands", "config", "export", "planning", "run"}
+    assert seeing == {
+        "__init__",
+        "api",
+        "commands",
+        "config",
+        "export",
+        "planning",
+        "run",
+        "service",
+    }
 
 
 def test_the_step_names_no_objective_and_no_model() -> None:

@@ -92,13 +92,14 @@ def run(args: argparse.Namespace) -> int | None:
             return status
     # Imported here, so that --help and wrong options answer at once.
     with importing():
-        from fsdp_qlora.run.serve import Address, serve
+        from fsdp_qlora.service.main import serve
+        from fsdp_qlora.service.opening import ServeOptions
 
     key = NO_KEY if args.api_key == NO_KEY else os.environ.get(_KEY_VARIABLE)
-    address = Address(
+    options = ServeOptions(
         args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher
     )
-    serve(config, address)
+    serve(config, options)
     return None
 
 

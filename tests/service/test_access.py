@@ -16,15 +16,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tinker
 
 from fsdp_qlora.service.access import Access
-from fsdp_qlora.service.app import App
 from fsdp_qlora.service.records import WAITING
+from fsdp_qlora.service.waiting_clients import WaitingClients
 from tests.helpers.models import Models
 from tests.helpers.run import ROOT, flags
 from tests.service.harness import KEY, Service, said
@@ -284,16 +283,14 @@ class _Results:
 @pytest.mark.parametrize("ending", ["the client has gone", "the records cannot be read"])
 def test_no_event_stays_of_a_client_that_waited(ending: str) -> None:
     failure = sqlite3.OperationalError("disk I/O error") if "records" in ending else None
-    reader = SimpleNamespace(bases=[SimpleNamespace(names=["base"])])
-    scheduler = SimpleNamespace(records=None, reader=reader, results=_Results(failure))
-    app = App(scheduler)  # type: ignore[arg-type]
+    clients = WaitingClients(_Results(failure))  # type: ignore[arg-type]
 
     async def wait_and_leave() -> None:
-        waiting = asyncio.create_task(app._wait_for("1"))
+        waiting = asyncio.create_task(clients.wait_for("1"))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises((asyncio.CancelledError, sqlite3.OperationalError)):
             await waiting
 
     asyncio.run(wait_and_leave())
-    assert app._waiting == {}
+    assert clients._events == {}

@@ -5,21 +5,15 @@ It plans, loads, and then executes one command after the other until it is asked
 
 import dataclasses
 import functools
-import json
 import logging
-import shlex
-import socket
-import sys
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 import uvicorn
-import yaml
 
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
@@ -50,47 +44,29 @@ from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.run.load_model import result_form
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.service.access import (
-    KEY_FILE,
-    NO_KEY,
     Access,
-    check_key,
-    is_of_this_machine,
-    kept_key,
 )
 from fsdp_qlora.service.adapter_store import AdapterStore
-from fsdp_qlora.service.app import App
+from fsdp_qlora.service.app import make_app
+from fsdp_qlora.service.client_requests import ClientRequests
 from fsdp_qlora.service.command_reader import Base
 from fsdp_qlora.service.commands import Sample, share
 from fsdp_qlora.service.connections import Connections
-from fsdp_qlora.service.entries import BaseEntry
 from fsdp_qlora.service.failures import Failures
+from fsdp_qlora.service.folder_identity import check_identity
 from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.opening import Opened, ServeOptions, open_folder_and_port
 from fsdp_qlora.service.reasons import reason_of
-from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.sampler import RequestSampler
 from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.service.training import RequestTargets, RequestTrainer
 from fsdp_qlora.service.worker import Worker
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
-from fsdp_qlora.utils.files import fingerprint_files, refusal_named, staged_file
 from fsdp_qlora.utils.text import fit_line, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
-# Options that change what an adapter computes, besides its rank, which is its own.
-_IDENTITY = (
-    "train_type",
-    "quant_type",
-    "double_quant",
-    "group_size",
-    "n_bits",
-    "int8_threshold",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_parameters",
-)
 # Of a token's hidden state, for each of its targets: chosen, in the compute dtype, its gradient.
 _HIDDEN_COPIES = 3
 _PAUSE_SECONDS = 0.5  # between two signs of life while nothing is to do
@@ -100,22 +76,7 @@ _LESS_MEMORY = (
 )
 
 
-class Address(NamedTuple):
-    """Where a service listens, and what it keeps."""
-
-    host: str
-    port: int
-    folder: Path
-    """Records and checkpoints."""
-    max_models: int
-    """The maximum number of adapters in host memory."""
-    api_key: str | None
-    """The key that clients must send; None for the one in the folder, "none" for no key."""
-    teacher: str | None = None
-    """A second, frozen model."""
-
-
-def serve(config: TrainConfig, address: Address) -> None:
+def serve(config: TrainConfig, options: ServeOptions) -> None:
     """Serve one base to many clients. Called on every rank.
 
     Raises:
@@ -124,27 +85,29 @@ def serve(config: TrainConfig, address: Address) -> None:
     """
     ranks = enter_rank(config)
     if config.dry_run:
-        _plan(config, ranks, None, address)
+        _plan(config, ranks, None, options)
         return
     with open_supervised_session(ranks, Signals(), hang_minutes=config.hang_minutes) as session:
-        _serve_in_session(config, address, session)
+        _serve_in_session(config, options, session)
 
 
-def _serve_in_session(config: TrainConfig, address: Address, session: SupervisedSession) -> None:
+def _serve_in_session(
+    config: TrainConfig, options: ServeOptions, session: SupervisedSession
+) -> None:
     """Plan, load and work, until the ranks agree to stop. Nothing of the models is left then."""
     ranks = session.ranks
     store = session.store
     scheduler = None
     with session.kept_until_all_connect():
         # First of all: a port or a folder that is in use is no reason to plan for minutes.
-        opened = _opened(address) if ranks.is_rank_0 else None
-        planned = _plan(config, ranks, store, address)
+        opened = open_folder_and_port(options) if ranks.is_rank_0 else None
+        planned = _plan(config, ranks, store, options)
         for base in planned:
             check_resources(base.config, base.placed)
         # Only when all fit: a download may take an hour.
         bases = [base.fetch() for base in planned]
         if opened is not None:
-            _check_identity(opened.records, address.folder, bases[0])
+            check_identity(opened.records, options.folder, bases[0])
     # The group owns the store from then on, so what else needs a part of it takes it before.
     failures = Failures(session.store_of("commands"), ranks)
     session.start_group(bases[0].placed.layout)
@@ -158,120 +121,20 @@ def _serve_in_session(config: TrainConfig, address: Address, session: Supervised
         least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
         worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
     if opened is not None:
-        scheduler = _start_server([*map(_described, bases, workers)], opened, config, address)
+        scheduler = _start_server([*map(_described, bases, workers)], opened, config, options)
     watchdog = Watchdog(
         control.heartbeat,
         session.presence,
         hang_minutes=config.hang_minutes,
-        output_dir=address.folder,
+        output_dir=options.folder,
     )
     session.signals.is_starting = False
     with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
         _work(workers, scheduler, control, failures)
 
 
-class Opened(NamedTuple):
-    """Records, socket and key, which rank 0 opens before the model is loaded.
-
-    key: None if requests need none.
-    """
-
-    records: Records
-    listening: socket.socket
-    key: str | None
-
-
-def _opened(address: Address) -> Opened:
-    """Open the folder's records and the socket to listen at.
-
-    They come first, since either may be refused.
-    """
-    # Without a key, everybody who reaches the port could use the GPUs.
-    has_no_key = address.api_key == NO_KEY
-    if has_no_key and not is_of_this_machine(address.host):
-        raise UserError(
-            f"--host {address.host} accepts other machines, and --api_key none accepts anybody on "
-            "them. Leave out --api_key."
-        )
-    if address.api_key is not None and not has_no_key:
-        check_key(address.api_key, "--api_key or TINKER_API_KEY")
-    records = Records(address.folder)
-    key = None if has_no_key else address.api_key or _key_of(address.folder)
-    try:
-        return Opened(records, socket.create_server((address.host, address.port)), key)
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--host {address.host} --port {address.port}: {error}. Give another address or port."
-        ) from error
-
-
-def _key_of(folder: Path) -> str:
-    """The key that is kept in the folder.
-
-    How clients get it is printed past the filter that hides secrets.
-    """
-    key, is_new = kept_key(folder)
-    value = key if is_new else f'"$(cat {shlex.quote(str(folder / KEY_FILE))})"'
-    print(
-        f"Clients need this service's key:\n    export TINKER_API_KEY={value}",
-        file=sys.__stdout__,
-        flush=True,
-    )
-    return key
-
-
-def _check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
-    """Refuse a folder whose adapters were made in another way.
-
-    They would compute something else here.
-
-    Raises:
-        UserError: names what differs, with both values.
-    """
-    options = resolved_options(base.config)
-    identity = {name: options[name] for name in _IDENTITY}
-    identity["precision"] = base.placed.model.precision.name
-    identity["the base's weights"] = fingerprint_files(base.weights.files.files.values())
-    # As it comes back from the records: tuples are lists there.
-    identity = json.loads(json.dumps(identity))
-    named: BaseEntry = {"model": base.config.base_name or base.config.model_name}
-    known = records.bases.get("base") or named
-    before = known.get("identity")
-    if before is None and known["model"] != named["model"]:
-        raise UserError(
-            f"--folder {folder} has the adapters of {known['model']}. Give another folder."
-        )
-    changes = [
-        f"{name} was {before[name]} and is {value}"
-        for name, value in identity.items()
-        if before is not None and name in before and before[name] != value
-    ]
-    if changes:
-        raise UserError(
-            f"--folder {folder} has adapters of another base or options: {'; '.join(changes)}. "
-            "Give the same options and base, or another folder."
-        )
-    records.bases.put("base", named | {"identity": identity})
-    _note_options(base.config, folder)
-
-
-def _note_options(config: TrainConfig, folder: Path) -> None:
-    """Write config.yaml into the folder.
-
-    `generate`, `evaluate` and `merge` find the base of a saved adapter by it.
-    """
-    here = Path(config.model_name).expanduser()
-    if here.is_dir():
-        # Other commands may be started in another folder, where a relative path means nothing.
-        config = dataclasses.replace(config, model_name=str(here.resolve()))
-    named = RESULT_OPTIONS - {"lora_rank"}  # each adapter has its own
-    options = {name: value for name, value in resolved_options(config).items() if name in named}
-    with refusal_named("folder", folder), staged_file(folder / "config.yaml") as partial:
-        partial.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
-
-
 def _plan(
-    config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address
+    config: TrainConfig, ranks: Ranks, store: dist.Store | None, options: ServeOptions
 ) -> list[PlannedBase]:
     """Plan the base, and the teacher in the memory that the base leaves of a GPU."""
     machine = Machine.of(config, ranks)
@@ -292,14 +155,14 @@ def _plan(
         )
     size = format_bytes(adapter_bytes(placed))
     line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
-    log.info(line, config.lora_rank, address.max_models, size)
-    if address.teacher:
-        log.info("%s", fit_line("Teacher: ", address.teacher))
+    log.info(line, config.lora_rank, options.max_models, size)
+    if options.teacher:
+        log.info("%s", fit_line("Teacher: ", options.teacher))
         # Both are planned before either is loaded, so the base's memory still counts as free.
         if machine.gpu_memory:
             left = machine.gpu_memory[0] - placed.memory.reserved
             machine = dataclasses.replace(machine, free=max(0, left))
-        teacher_options = teacher_config(dataclasses.replace(config, teacher=address.teacher))
+        teacher_options = teacher_config(dataclasses.replace(config, teacher=options.teacher))
         # The trainer needs one, which has no work: nothing of the teacher trains.
         teacher_options = dataclasses.replace(teacher_options, optimizer="sgd")
         teacher_store = dist.PrefixStore(TEACHER, store) if store else None
@@ -389,22 +252,22 @@ def _described(base: FetchedBase, worker: Worker) -> Base:
 
 
 def _start_server(
-    bases: list[Base], opened: Opened, config: TrainConfig, address: Address
+    bases: list[Base], opened: Opened, config: TrainConfig, options: ServeOptions
 ) -> Scheduler:
     """Answer requests in a thread of rank 0; returns the scheduler that has the work."""
     steps, minutes = save_times(config.save_every)
     scheduler = Scheduler(
         opened.records,
-        address.folder,
+        options.folder,
         bases,
         max_rank=config.lora_rank,
-        max_models=address.max_models,
+        max_models=options.max_models,
         save_times=(steps, 60 * minutes),
     )
-    app = App(scheduler)
-    scheduler.results.on_done = app.wake
+    requests = ClientRequests(scheduler)
+    scheduler.results.on_done = requests.waiting.wake
     connections = Connections()
-    access = Access(app.api, opened.key, address.host, on_allowed=connections.trust)
+    access = Access(make_app(requests), opened.key, options.host, on_allowed=connections.trust)
     settings = uvicorn.Config(
         access,
         http=connections.protocol(),
