@@ -45,10 +45,10 @@ from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.server_engine import ServerEngine
-from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.rl.waiting import check_stop
 from fsdp_qlora.training.setup import Setup
+from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.run_files import ADAPTERS, ROLLOUTS_FILE
@@ -234,7 +234,13 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
 
 
 def open_source(
-    config: TrainConfig, plan: Plan, setup: Setup, trainer: Trainer, folder: Path, *, run_id: str
+    config: TrainConfig,
+    plan: Plan,
+    setup: Setup,
+    trainer: Trainer,
+    folder: Path,
+    run_id: str,
+    teacher: Teacher | None,
 ) -> RowSource:
     """Return the run's rows: the dataset, or completions that the model generates."""
     if not plan.data.prompts:
@@ -242,7 +248,6 @@ def open_source(
     stops = Stops(plan.model.tokenizer, trainer.model, setup.stop_text)
     # Answers of an earlier version of the adapter are weighed by how likely that one found them.
     looks_back = config.num_iterations > 1 or config.rollout_url
-    target_values = trainer.collator.target_values
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
@@ -254,7 +259,7 @@ def open_source(
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
         next_check=0 if config.rollout_url else None,
-        teacher=target_values if isinstance(target_values, ServerTeacher) else None,
+        teacher=teacher,
     )
 
 

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.batches.teacher_cache import (
     CACHE_FOLDER,
     TeacherCache,
@@ -44,6 +43,7 @@ from fsdp_qlora.run.session import Session, enter_rank, open_session
 from fsdp_qlora.training.forward import ForwardPass, top_tokens_of_rows
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
+from fsdp_qlora.training.teacher import CachedTeacher, Teacher
 from fsdp_qlora.training.top_tokens import TopTokens
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import cache_folder, fingerprint_files, record_of, refusal_named
@@ -75,13 +75,13 @@ def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> No
             )
         teacher_base(run.config, run.plan.teacher, session).fetch()
     session.start_group(run.plan.placed.layout)
-    teacher_targets(run.config, run.plan, ranks, Control(), output)
+    open_teacher(run.config, run.plan, ranks, Control(), output)
 
 
-def teacher_targets(
+def open_teacher(
     config: TrainConfig, plan: Plan, ranks: Ranks, control: Control, output: Path | None = None
-) -> TargetValues | None:
-    """Return the teacher's top tokens: read from files, computed, or requested from its server.
+) -> Teacher | None:
+    """Return the teacher: its files, which are computed if they are missing, or its server.
 
     None without a separate teacher. Called on every rank, with the teacher's files on this machine.
     The teacher leaves memory before this returns.
@@ -106,28 +106,41 @@ def teacher_targets(
         # The folder must have all files: its teacher is not here to make one again.
         _missing([*caches.values()], ranks, config.teacher)
         _say_read(caches)
-    elif plan.teacher:
-        in_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
-        top_tokens = dataclasses.replace(top_tokens, k=min(top_tokens.k, in_teacher))
-        root = output or cache_folder() / CACHE_FOLDER
-        teacher_options = teacher_config(config)
-        # The key has hashes of all weights, which rank 0 computes for all.
-        own_key = _key(teacher_options, plan, vocabulary) if ranks.is_rank_0 else ""
-        [key, *_] = all_gather_strings(own_key, ranks.device)
-        folder = TeacherFolder(key, top_tokens.k, config.teacher)
-        caches = _teacher_caches(plan, root, folder, vocabulary)
-        missing = _begin(caches, root, folder, ranks, output)
-        if missing:
-            forward = _load(teacher_options, plan, ranks, control)
-            _compute(missing, forward, top_tokens, ranks)
-            del forward
-            gc.collect()  # modules and hooks know each other
-            release_cached_memory(ranks.device)
-        else:
-            _say_read(caches)
-    else:
+        return CachedTeacher(caches)
+    if plan.teacher is None:
         return None
-    return lambda table, rows: caches[table.digest].target_values(table, rows)
+    return _computed(config, plan, ranks, control, top_tokens, output)
+
+
+def _computed(
+    config: TrainConfig,
+    plan: Plan,
+    ranks: Ranks,
+    control: Control,
+    top_tokens: TopTokens,
+    output: Path | None,
+) -> CachedTeacher:
+    """Compute the files that are missing, with the teacher that is planned."""
+    assert plan.teacher is not None and config.teacher is not None
+    vocabulary = top_tokens.vocabulary
+    in_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
+    top_tokens = dataclasses.replace(top_tokens, k=min(top_tokens.k, in_teacher))
+    root = output or cache_folder() / CACHE_FOLDER
+    teacher_options = teacher_config(config)
+    # The key has hashes of all weights, which rank 0 computes for all.
+    own_key = _key(teacher_options, plan, vocabulary) if ranks.is_rank_0 else ""
+    [key, *_] = all_gather_strings(own_key, ranks.device)
+    folder = TeacherFolder(key, top_tokens.k, config.teacher)
+    caches = _teacher_caches(plan, root, folder, vocabulary)
+    missing = _begin(caches, root, folder, ranks, output)
+    if missing:
+        # The teacher has no name here, so that it leaves memory with the call.
+        _compute(missing, _load(teacher_options, plan, ranks, control), top_tokens, ranks)
+        gc.collect()  # modules and hooks know each other
+        release_cached_memory(ranks.device)
+    else:
+        _say_read(caches)
+    return CachedTeacher(caches)
 
 
 def _teacher_caches(

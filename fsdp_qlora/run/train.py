@@ -34,7 +34,7 @@ from fsdp_qlora.run.load_model import result_form, warn_left_out
 from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, show_samples
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.run.supervision import RunSupervisor
-from fsdp_qlora.run.teach import teacher_targets
+from fsdp_qlora.run.teach import open_teacher
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped
@@ -113,6 +113,7 @@ def train_and_export(
 ) -> None:
     """Load the model, run the remaining steps, and save the result."""
     config = run.config
+    setup = run.setup
     ranks = supervisor.ranks
     start = supervisor.start
     folder = supervisor.folder.path
@@ -120,8 +121,9 @@ def train_and_export(
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with supervisor.loading():
         # Before the student is loaded: the two need not fit beside each other.
-        target_values = teacher_targets(config, plan, ranks, supervisor.control)
+        teacher = open_teacher(config, plan, ranks, supervisor.control)
         mesh = base.load().mesh
+        target_values = teacher.targets if teacher else None
         trainer = build_trainer(config, plan, ranks, supervisor.control, target_values)
         if config.precompute_reference:
             plan = precompute_reference(config, plan, trainer, identity["facts"])
@@ -140,7 +142,7 @@ def train_and_export(
     supervisor.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     supervisor.facts.describe(lambda: run_facts(plan))
     form = result_form(config, plan.model, base.weights)
-    measurements = open_extra_measurements(config, plan, run.setup, trainer, folder)
+    measurements = open_extra_measurements(config, plan, setup, trainer, folder)
     total_steps = plan.schedule.total_steps
     with supervisor.recording(state, identity, measurements, total_steps=total_steps) as recorder:
         progress = supervisor.restore(state)
@@ -149,7 +151,7 @@ def train_and_export(
                 # Only a GPU is probed; on a CPU --recompute auto means all.
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
-                source = open_source(config, plan, run.setup, trainer, folder, run_id=start.run_id)
+                source = open_source(config, plan, setup, trainer, folder, start.run_id, teacher)
                 train(trainer, plan.data, source, progress, recorder)
         except (RunStopped, NotFinite, RolloutError) as error:
             # The newest checkpoint is a result until the run continues.

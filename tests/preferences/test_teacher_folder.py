@@ -24,7 +24,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.planning.teacher import teacher_config
 from fsdp_qlora.run.prepare import prepare_run
-from fsdp_qlora.run.teach import teacher_targets
+from fsdp_qlora.run.teach import open_teacher
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.models import Models, edit_weights
 from tests.helpers.rows import make_rows, write_rows
@@ -71,9 +71,9 @@ def read(options: Options, folder: Path) -> dict[str, torch.Tensor]:
     """What a student is told of all rows, as a run reads it before it loads anything."""
     config = parse_train_config(flags(**{**options, "teacher": folder}))
     plan = prepare_run(config, ALONE, None).plan
-    target_values = teacher_targets(config, plan, ALONE, Control())
-    assert target_values
-    return target_values(plan.data.train, np.arange(len(plan.data.train)))  # type: ignore[no-any-return]
+    teacher = open_teacher(config, plan, ALONE, Control())
+    assert teacher
+    return teacher.targets(plan.data.train, np.arange(len(plan.data.train)))
 
 
 def refusal(options: Options, folder: Path) -> str:

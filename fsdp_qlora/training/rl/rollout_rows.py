@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.training.rl.rollout_file import Rollout
-from fsdp_qlora.training.rl.server_teacher import ServerTeacher
+from fsdp_qlora.training.teacher import Teacher
 
 
 def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
@@ -41,7 +41,7 @@ def _over_tokens(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.
     return np.concatenate(parts)
 
 
-def rows_with_teacher(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> TokenizedRows:
+def rows_with_teacher(rollouts: Sequence[Rollout], teacher: Teacher | None) -> TokenizedRows:
     """The rows of a step that learns from a teacher: a server, or the model itself.
 
     For the model itself, a row has a second document: the completion behind the teacher's prompt.

@@ -17,7 +17,7 @@ from fsdp_qlora.training.rl.replies import Reply
 
 @dataclass(eq=False)
 class ServerTeacher:
-    """Has a server give a teacher's k top tokens in the place of each token.
+    """A `Teacher` on a server, which gives its k top tokens in the place of each token.
 
     They are of the student's vocabulary.
     """
@@ -32,7 +32,7 @@ class ServerTeacher:
         # For each token of the completions that were asked about last, as `TopTokens` has them.
         self._values = torch.zeros(1, 2 * self.k + 1)
 
-    def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def targets(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """The teacher's tokens of rows, in the form of `TeacherCache.target_values`.
 
         For the completions that were asked about last; other rows get any values.

@@ -36,8 +36,8 @@ from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.rollout_file import Rollout, append_rollouts, mark_of, truncate_rollouts
 from fsdp_qlora.training.rl.rollout_rows import rows_of_rollouts, rows_with_teacher
-from fsdp_qlora.training.rl.server_teacher import ServerTeacher
 from fsdp_qlora.training.rl.waiting import run_on_rank_0
+from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 
 log = logging.getLogger("fsdp_qlora")
@@ -68,7 +68,7 @@ class Rollouts:
     """The option: group, batch or none."""
     next_check: int | None = None
     """The first step that may find whether a server uses the adapter; None if it is known."""
-    teacher: ServerTeacher | None = None
+    teacher: Teacher | None = None
     """On a server, if one is asked."""
 
     def steps(
