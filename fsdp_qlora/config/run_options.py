@@ -46,7 +46,7 @@ class RunOptions:
         MAY_DIFFER,
         OF_RESULT,
     ] = "auto"
-    """Distribution of the model: full_shard needs the minimum memory, shard_grad_op keeps gathered
+    """Distribution of the model: full_shard needs the least memory, shard_grad_op keeps gathered
     weights until the backward pass, ddp replicates the model on every process, hybrid_ shards
     within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model
     fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them,

@@ -126,7 +126,7 @@ class TrainOptions(TypedDict, total=False):
     precompute_reference: bool
     "Compute the reference's log-probabilities for dpo, ipo and kto once before training, and cache them with the tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."
     teacher: str | PathLike[str] | None
-    "Model that distill learns from, a name or folder, or a folder that `teach` wrote. Its probabilities for the rows are computed before training, quantized as train_type says and sharded by the same plan; distill_on_policy needs it on a server, teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."
+    "Model that distill learns from, a name or folder, or a folder that `teach` wrote. It is quantized as train_type says and sharded by the same plan, and computes its probabilities before training; distill_on_policy needs it on a server, teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."
     teacher_adapter: str | PathLike[str] | None
     "Folder of a PEFT adapter of the teacher."
     teacher_url: str | PathLike[str] | None
@@ -154,7 +154,7 @@ class TrainOptions(TypedDict, total=False):
     auto: bool
     "Choose the fastest settings that are planned to fit the GPUs before training: batch_size and gradient_accumulation_steps with the same rows per step, and sharding_strategy and use_cpu_offload where these are auto. A resumed run keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."
     sharding_strategy: Literal['auto', 'full_shard', 'shard_grad_op', 'ddp', 'hybrid_full_shard', 'hybrid_shard_grad_op']
-    "Distribution of the model: full_shard needs the minimum memory, shard_grad_op keeps gathered weights until the backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."
+    "Distribution of the model: full_shard needs the least memory, shard_grad_op keeps gathered weights until the backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."
     recompute: Literal['auto', 'all', 'none', 'offload'] | int
     "Decoder blocks that recompute their activations in the backward pass instead of keeping them (activation checkpointing): all needs little memory, none is the fastest, a number means the first ones, and offload is all with the blocks' inputs in host memory, for very long rows. On GPUs auto finds the smallest number that fits, by probing before the first step; on a CPU auto means all."
     use_cpu_offload: Literal['auto'] | bool | int
