@@ -202,9 +202,9 @@ class LearningOptions:
     # == distillation ==
     teacher: str | None = None
     """Model that distill learns from, a name or folder, or a folder that `teach` wrote. It is
-    quantized as train_type says and sharded by the same plan, and computes its probabilities before
-    training; distill_on_policy needs it on a server, teacher_url. By default the
-    frozen base, with the prompts of the columns teacher_prompt and teacher_system.
+    quantized as train_type says, sharded by the same plan, and computes its probabilities before
+    training; distill_on_policy needs it on a server, teacher_url. By default the frozen base, with
+    the prompts of the columns teacher_prompt and teacher_system.
     """
     teacher_adapter: str | None = None
     """Folder of a PEFT adapter of the teacher."""

@@ -70,9 +70,9 @@ class RunOptions:
     """
     context_parallel_size: Annotated[Literal["auto"] | int, SIZE_OR_WORD, MAY_DIFFER] = 1
     """Processes of a machine that share each micro-batch, for rows too long for one GPU: each
-    computes a part of the tokens, and in attention a part of the heads. Each optimizer step then
-    has N times fewer rows. auto picks the smallest N that fits the longest rows, and multiplies
-    gradient_accumulation_steps by it.
+    computes a part of the tokens, and in attention a part of the heads. With N of them, an
+    optimizer step has N times fewer rows. auto picks the smallest N that fits the longest rows, and
+    multiplies gradient_accumulation_steps by it.
     """
 
     # == output ==

@@ -126,7 +126,7 @@ class TrainOptions(TypedDict, total=False):
     precompute_reference: bool
     "Compute the reference's log-probabilities for dpo, ipo and kto once before training, and cache them with the tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."
     teacher: str | PathLike[str] | None
-    "Model that distill learns from, a name or folder, or a folder that `teach` wrote. It is quantized as train_type says and sharded by the same plan, and computes its probabilities before training; distill_on_policy needs it on a server, teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."
+    "Model that distill learns from, a name or folder, or a folder that `teach` wrote. It is quantized as train_type says, sharded by the same plan, and computes its probabilities before training; distill_on_policy needs it on a server, teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."
     teacher_adapter: str | PathLike[str] | None
     "Folder of a PEFT adapter of the teacher."
     teacher_url: str | PathLike[str] | None
@@ -160,7 +160,7 @@ class TrainOptions(TypedDict, total=False):
     use_cpu_offload: Literal['auto'] | bool | int
     "Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs auto offloads all if the model does not fit otherwise."
     context_parallel_size: Literal['auto'] | int
-    "Processes of a machine that share each micro-batch, for rows too long for one GPU: each computes a part of the tokens, and in attention a part of the heads. Each optimizer step then has N times fewer rows. auto picks the smallest N that fits the longest rows, and multiplies gradient_accumulation_steps by it."
+    "Processes of a machine that share each micro-batch, for rows too long for one GPU: each computes a part of the tokens, and in attention a part of the heads. With N of them, an optimizer step has N times fewer rows. auto picks the smallest N that fits the longest rows, and multiplies gradient_accumulation_steps by it."
     output_dir: str | PathLike[str]
     "Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."
     save_model: bool
