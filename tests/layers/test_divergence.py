@@ -70,9 +70,7 @@ def teacher_states() -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("beta", "is_whole"), [*itertools.product([0.0, 0.3, 1.0], [True, False])])
-def test_divergence_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, beta: float, is_whole: bool
-) -> None:
+def test_divergence_and_gradients_are_those_of_whole_logits(dtype, beta, is_whole):
     tolerance = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for form in FORMS:
         parts = parts_of_a_head(dtype)
@@ -114,7 +112,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
             assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
 
 
-def test_a_teacher_that_the_student_equals_costs_nothing() -> None:
+def test_a_teacher_that_the_student_equals_costs_nothing():
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())
     head = whole_head(weight, bias)
     for beta, teacher in itertools.product([0.0, 0.5, 1.0], ["whole", "top tokens"]):
@@ -131,7 +129,7 @@ def test_a_teacher_that_the_student_equals_costs_nothing() -> None:
         assert agreement.sum() == TOKENS - 2
 
 
-def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk() -> None:
+def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk():
     tokens = 16
     size = 2 * tokens * VOCABULARY * 4
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())

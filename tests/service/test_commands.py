@@ -65,12 +65,12 @@ def sent(command: Command) -> Command:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: type(each).__name__)
-def test_a_command_arrives_as_it_was_sent(command: Command) -> None:
+def test_a_command_arrives_as_it_was_sent(command):
     assert sent(command) == command
 
 
 @pytest.mark.parametrize("likely", [0, 3], ids=["one_target", "several"])
-def test_arrays_of_a_training_request_arrive_bit_by_bit(likely: int) -> None:
+def test_arrays_of_a_training_request_arrive_bit_by_bit(likely):
     request = TrainRequest.read(parse_train_request(training_body(1, likely=likely)), LIMITS)
     arrived = sent(ForwardBackward(MODEL, 1, request))
     assert isinstance(arrived, ForwardBackward) and arrived.request is not None
@@ -127,7 +127,7 @@ def create(scheduler: Scheduler) -> None:
     scheduler.finish([])
 
 
-def test_a_body_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_parsed_once(tmp_path, monkeypatch):
     parsed = count_parses(monkeypatch)
     scheduler = started(tmp_path)
     create(scheduler)
@@ -142,9 +142,7 @@ def test_a_body_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(scheduler.take(0.0), ForwardBackward) and len(parsed) == 1
 
 
-def test_repeated_requests_are_read_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_requests_are_read_one_at_a_time(tmp_path, monkeypatch):
     scheduler = started(tmp_path)
     create(scheduler)
     for seq in (1, 2):

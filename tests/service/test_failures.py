@@ -46,7 +46,7 @@ def train(client: tinker.TrainingClient, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
+def test_a_pass_that_fails_on_all_ranks_fails_alone(failing):
     client = failing.trainer(seed=2)
     twin = failing.trainer(seed=2)
     for each in (client, twin):
@@ -70,7 +70,7 @@ def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
 
 
 @pytest.mark.nightly
-def test_a_pass_that_fails_on_one_rank_is_tried_three_times(failing: Service) -> None:
+def test_a_pass_that_fails_on_one_rank_is_tried_three_times(failing):
     client = failing.trainer(seed=2)
     twin = failing.trainer(seed=2)
     for each in (client, twin):
@@ -91,7 +91,7 @@ def test_a_pass_that_fails_on_one_rank_is_tried_three_times(failing: Service) ->
 
 
 @pytest.mark.nightly
-def test_a_rank_that_is_stopped_ends_the_service_which_goes_on(failing: Service) -> None:
+def test_a_rank_that_is_stopped_ends_the_service_which_goes_on(failing):
     client = failing.trainer(seed=2)
     twin = failing.trainer(seed=2)
     for each in (client, twin):

@@ -25,7 +25,6 @@ from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.utils.errors import UserError
-from tests.helpers.models import Models
 from tests.helpers.run import ROOT, flags
 from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
 
@@ -51,9 +50,7 @@ def ended(service: Service, *more: str) -> str:
 
 
 @pytest.mark.slow
-def test_another_alpha_is_refused_and_an_older_folder_taken_over(
-    models: Models, tmp_path: Path
-) -> None:
+def test_another_alpha_is_refused_and_an_older_folder_taken_over(models, tmp_path):
     service = Service(models(), tmp_path / "folder", 1, api_key=KEY)
     try:
         processes = [
@@ -120,7 +117,7 @@ def fill(disk: Path, left: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_fails_requests_and_nothing_else(models: Models, small_disk: Path) -> None:
+def test_a_full_disk_fails_requests_and_nothing_else(models, small_disk):
     service = Service(models(), small_disk / "folder", 1, save_every="2")
     try:
         client = service.trainer(seed=3)
@@ -190,7 +187,7 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["zeros", "cut", "rubbish", "empty", "schema", "folder", "pipe", "gone"]
 )
-def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, how: str) -> None:
+def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path, how):
     records = Records(tmp_path)
     for number in range(200):
         records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"x" * 500)
@@ -204,7 +201,7 @@ def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, ho
 
 
 @pytest.mark.quick
-def test_what_is_written_together_is_written_or_not(tmp_path: Path) -> None:
+def test_what_is_written_together_is_written_or_not(tmp_path):
     records = Records(tmp_path)
     with pytest.raises(ZeroDivisionError), records.all_or_none():
         records.models.put("a", MODEL_ENTRY)
@@ -214,7 +211,7 @@ def test_what_is_written_together_is_written_or_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
+def test_results_are_kept_by_count_and_by_bytes(tmp_path):
     records = Records(tmp_path)
     sampler = f"direct:{'0' * 32}"
     for number in range(10):
@@ -237,7 +234,7 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path: Path, fails: bool) -> None:
+def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path, fails):
     folder = tmp_path / "weights"
     folder.mkdir()
     (folder / "old").write_text("")
@@ -251,7 +248,7 @@ def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path: Path, fails: bool
 
 
 @pytest.mark.quick
-def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -> None:
+def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path):
     records = Records(tmp_path)
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
     scheduler = Scheduler(records, tmp_path, [base], max_rank=8, max_models=1, save_times=(0, 0.0))
@@ -278,7 +275,7 @@ def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -
 
 
 @pytest.mark.quick
-def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path: Path) -> None:
+def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path):
     records = Records(tmp_path)
     base = Base(["base"], "base", Limits(10, 10, 10, 10))
     scheduler = Scheduler(records, tmp_path, [base], max_rank=8, max_models=1, save_times=(0, 0.0))

@@ -37,9 +37,7 @@ def undisturbed(service: Service, tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_when_the_service_is_back(
-    service: Service, undisturbed: tuple[bytes, float], tmp_path: Path
-) -> None:
+def test_a_loop_goes_on_when_the_service_is_back(service, undisturbed, tmp_path):
     whole, seconds = undisturbed
     loop = threading.Thread(
         target=main, args=(service.url, service.model, tmp_path / "log.jsonl", STEPS)
@@ -54,9 +52,7 @@ def test_a_loop_goes_on_when_the_service_is_back(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("moment", range(10))
-def test_killed_services_and_clients_end_with_equal_bytes(
-    service: Service, undisturbed: tuple[bytes, float], tmp_path: Path, moment: int
-) -> None:
+def test_killed_services_and_clients_end_with_equal_bytes(service, undisturbed, tmp_path, moment):
     whole, seconds = undisturbed
     choose = random.Random(moment)
     log = tmp_path / "log.jsonl"

@@ -62,9 +62,7 @@ class Model:
     ],
     ids=lambda each: ",".join(f"{name}={value:g}" for name, value in each.items()),
 )
-def test_a_step_that_overflows_fails_and_is_not_kept(
-    service: Service, params: dict[str, float]
-) -> None:
+def test_a_step_that_overflows_fails_and_is_not_kept(service, params):
     model = Model(service, seed=3)
     twin = Model(service, seed=3)
     for each in (model, twin):
@@ -79,7 +77,7 @@ def test_a_step_that_overflows_fails_and_is_not_kept(
     assert_equal(model.adapter("end"), twin.adapter("end"), 0)
 
 
-def test_times_to_live_have_bounds_and_listings_go_on(service: Service) -> None:
+def test_times_to_live_have_bounds_and_listings_go_on(service):
     model = Model(service)
     uri = model.ask("save_weights", path="kept")["path"]
     rest = tinker.RestClient(base_url=service.url, api_key=KEY)
@@ -131,7 +129,7 @@ def wide(width: int) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("width", [321, 524_288, 2**40, 2**62])
-def test_a_small_request_of_many_values_takes_no_memory(service: Service, width: int) -> None:
+def test_a_small_request_of_many_values_takes_no_memory(service, width):
     model = Model(service)
     processes = [
         psutil.Process(service.process.pid),
@@ -143,7 +141,7 @@ def test_a_small_request_of_many_values_takes_no_memory(service: Service, width:
     assert "error" not in model.train(wide(64))
 
 
-def test_settings_and_targets_that_are_no_numbers_are_refused(service: Service) -> None:
+def test_settings_and_targets_that_are_no_numbers_are_refused(service):
     model = Model(service)
 
     def fractions(message: Any) -> None:
@@ -163,7 +161,7 @@ def test_settings_and_targets_that_are_no_numbers_are_refused(service: Service) 
     assert "error" not in model.train()
 
 
-def test_stop_texts_are_few_and_short(service: Service) -> None:
+def test_stop_texts_are_few_and_short(service):
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
 
     def sample(stop: Any, **other: Any) -> Any:
@@ -180,7 +178,7 @@ def test_stop_texts_are_few_and_short(service: Service) -> None:
         assert "error" not in sample(stop), stop
 
 
-def test_metadata_is_bounded_json(service: Service) -> None:
+def test_metadata_is_bounded_json(service):
     session = {"tags": [], "sdk_version": "1"}
     deep: Any = "x"
     for _ in range(100):
@@ -200,7 +198,7 @@ def test_metadata_is_bounded_json(service: Service) -> None:
     assert said(service, "/api/v1/training_runs?limit=1000", b"", "GET")[0] == 200
 
 
-def test_odd_numbers_of_requests_are_refused_and_used_ones_answered(service: Service) -> None:
+def test_odd_numbers_of_requests_are_refused_and_used_ones_answered(service):
     model = Model(service)
     step = {"adam_params": STEP.model_dump()}
     for number in (0, -1, 2**62, 2**70, 1.5, "1", None, True, 50_000):

@@ -49,7 +49,7 @@ def read_flipped(likely: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("likely", [0, 3], ids=["one_target", "several"])
-def test_flipped_bits_are_read_or_refused(likely: int) -> None:
+def test_flipped_bits_are_read_or_refused(likely):
     read, refused, most = in_fresh_process(read_flipped, likely)
     assert min(read, refused) > 100  # both are tried
     assert most < 16 * 2**20

@@ -2,7 +2,6 @@
 new ones.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,7 @@ def around(service: Service) -> dict[str, float]:
 
 
 @on_two_ranks
-def test_a_model_of_the_clients_own_name_is_never_a_folder(
-    service: Service, tmp_path: Path
-) -> None:
+def test_a_model_of_the_clients_own_name_is_never_a_folder(service, tmp_path):
     other = tmp_path / "home"
     (other / "weights" / "thesis").mkdir(parents=True)
     (other / "weights" / "thesis" / "chapter").write_text("of another user")
@@ -78,7 +75,7 @@ def test_a_model_of_the_clients_own_name_is_never_a_folder(
 
 
 @on_two_ranks
-def test_a_session_that_is_not_known_makes_no_model(service: Service) -> None:
+def test_a_session_that_is_not_known_makes_no_model(service):
     body = {"base_model": service.model, "lora_config": {"rank": 2}, "model_seq_id": 0}
     for session in (HEX, "../x", "", None, "\udfff", 3):
         answer = outcome(service, "/api/v1/create_model", {**body, "session_id": session})
@@ -93,7 +90,7 @@ def test_a_session_that_is_not_known_makes_no_model(service: Service) -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("again", ["deleted", "overwritten"])
-def test_a_name_saved_anew_is_sampled_from_its_new_weights(service: Service, again: str) -> None:
+def test_a_name_saved_anew_is_sampled_from_its_new_weights(service, again):
     client = service.trainer(seed=4)
     rest = tinker.RestClient(base_url=service.url, api_key=KEY)
 
@@ -127,7 +124,7 @@ def test_a_name_saved_anew_is_sampled_from_its_new_weights(service: Service, aga
 
 
 @on_two_ranks
-def test_halves_of_surrogates_are_answered_as_other_texts(service: Service) -> None:
+def test_halves_of_surrogates_are_answered_as_other_texts(service):
     half = "\ud800"
     for path, body in (
         ("get_info", {"model_id": half}),
@@ -153,7 +150,7 @@ def test_halves_of_surrogates_are_answered_as_other_texts(service: Service) -> N
 
 
 @pytest.mark.quick
-def test_a_folder_is_below_the_services_whatever_its_parts_are(tmp_path: Path) -> None:
+def test_a_folder_is_below_the_services_whatever_its_parts_are(tmp_path):
     root = tmp_path / "service"
     root.mkdir()
     assert folder_below(root, MODEL, "live", "3") == root / f"{HEX}_train_0" / "live" / "3"
@@ -167,7 +164,7 @@ def test_a_folder_is_below_the_services_whatever_its_parts_are(tmp_path: Path) -
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["session", "model", "sampler", "request", "checkpoint"])
-def test_names_have_one_form_each(kind: str) -> None:
+def test_names_have_one_form_each(kind):
     right = {
         "session": [HEX],
         "model": [MODEL],

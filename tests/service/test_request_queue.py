@@ -1,7 +1,6 @@
 """The order in which requests are done: models by turns, each model's by their numbers."""
 
 import time
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ def order(waiting: RequestQueue, count: int) -> list[tuple[int, int]]:
     return done
 
 
-def test_models_take_turns_however_many_requests_each_has() -> None:
+def test_models_take_turns_however_many_requests_each_has():
     waiting = queue(*passes(0, *range(300)))
     order(waiting, 5)
     for request in (*passes(1, 0, 1), *samples(2, 40)):
@@ -56,7 +55,7 @@ def test_models_take_turns_however_many_requests_each_has() -> None:
     assert waiting.take(0) is None
 
 
-def test_requests_of_a_model_are_done_by_their_numbers() -> None:
+def test_requests_of_a_model_are_done_by_their_numbers():
     waiting = queue(*passes(0, 2, 1, 0))
     assert order(waiting, 3) == [(0, 0), (0, 1), (0, 2)]
     for request in passes(0, 5, 4):
@@ -68,7 +67,7 @@ def test_requests_of_a_model_are_done_by_their_numbers() -> None:
     assert waiting.take(0) is None
 
 
-def test_a_hole_fails_what_is_behind_it_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hole_fails_what_is_behind_it_after_a_while(monkeypatch):
     waiting = queue(*passes(0, 1, 2), *passes(1, 0))
     assert waiting.take_late() == []
     now = time.monotonic()
@@ -79,7 +78,7 @@ def test_a_hole_fails_what_is_behind_it_after_a_while(monkeypatch: pytest.Monkey
     assert sorted(order(waiting, 2)) == [(0, 2), (1, 0)]
 
 
-def test_requests_far_ahead_are_refused_and_passed_ones_given_up() -> None:
+def test_requests_far_ahead_are_refused_and_passed_ones_given_up():
     waiting = queue(*passes(0, 0, 1))
     with pytest.raises(UserError, match="ahead"):
         waiting.check(*passes(0, 20_000))
@@ -91,7 +90,7 @@ def test_requests_far_ahead_are_refused_and_passed_ones_given_up() -> None:
     assert after_a_kill.number_of(passes(0, 0)[0].target) == 5
 
 
-def test_a_session_that_fills_the_queue_is_told_to_wait() -> None:
+def test_a_session_that_fills_the_queue_is_told_to_wait():
     waiting = queue()
     large = [request._replace(size=2**30) for request in passes(0, 0, 1, 2)]
     for request in large[:2]:
@@ -106,7 +105,7 @@ def test_a_session_that_fills_the_queue_is_told_to_wait() -> None:
     assert not waiting._counts and not waiting._bytes
 
 
-def test_cancelled_samples_leave_nothing_behind() -> None:
+def test_cancelled_samples_leave_nothing_behind():
     waiting = queue(*samples(0, 2))
     assert waiting.remove_sample(samples(0, 2)[0].id) is not None
     assert waiting.remove_sample("x") is None
@@ -116,7 +115,7 @@ def test_cancelled_samples_leave_nothing_behind() -> None:
     assert not waiting._next
 
 
-def test_a_clock_that_jumps_changes_no_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_changes_no_expiry(monkeypatch):
     clock = WallClock()
     before = time.time()
     monkeypatch.setattr(time, "time", lambda: before + 10**9)
@@ -124,5 +123,5 @@ def test_a_clock_that_jumps_changes_no_expiry(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("seconds", [1e18, 10.0**300, float("inf")])
-def test_dates_beyond_the_calendar_are_its_end(seconds: Any) -> None:
+def test_dates_beyond_the_calendar_are_its_end(seconds):
     assert date_of(seconds).startswith("9999")

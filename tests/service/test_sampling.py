@@ -39,7 +39,7 @@ def trained(service: Service) -> tuple[tinker.TrainingClient, tinker.SamplingCli
 Trained = tuple[tinker.TrainingClient, tinker.SamplingClient, Plain]
 
 
-def test_logprobs_of_samples_equal_those_computed_for_them(trained: Trained) -> None:
+def test_logprobs_of_samples_equal_those_computed_for_them(trained):
     _, sampler, plain = trained
     for params in (
         {"seed": 3},
@@ -58,7 +58,7 @@ def test_logprobs_of_samples_equal_those_computed_for_them(trained: Trained) -> 
         assert_equal([torch.tensor(answer.logprobs)], [expected[len(PROMPT) - 1 :]])
 
 
-def test_greedy_answers_equal_those_of_peft(trained: Trained) -> None:
+def test_greedy_answers_equal_those_of_peft(trained):
     _, sampler, plain = trained
     tokens = [*PROMPT]
     for _ in range(12):
@@ -71,7 +71,7 @@ def test_greedy_answers_equal_those_of_peft(trained: Trained) -> None:
 
 
 @on_two_ranks
-def test_seeds_repeat_answers_and_samples_differ(trained: Trained) -> None:
+def test_seeds_repeat_answers_and_samples_differ(trained):
     _, sampler, _ = trained
     first, again, other = (
         [each.tokens for each in sample(sampler, 4, seed=seed, temperature=2.0)]
@@ -83,7 +83,7 @@ def test_seeds_repeat_answers_and_samples_differ(trained: Trained) -> None:
 
 
 @on_two_ranks
-def test_answers_end_with_what_stops_them(service: Service, trained: Trained) -> None:
+def test_answers_end_with_what_stops_them(service, trained):
     _, sampler, _ = trained
     [whole] = sample(sampler, temperature=0.0, stop=[])
     place = next(
@@ -99,7 +99,7 @@ def test_answers_end_with_what_stops_them(service: Service, trained: Trained) ->
 
 
 @on_two_ranks
-def test_prompts_get_their_likeliest_tokens(trained: Trained) -> None:
+def test_prompts_get_their_likeliest_tokens(trained):
     _, sampler, plain = trained
     prompt = types.ModelInput.from_ints(PROMPT)
     options = types.SamplingParams(max_tokens=1)
@@ -116,9 +116,7 @@ def test_prompts_get_their_likeliest_tokens(trained: Trained) -> None:
 
 
 @on_two_ranks
-def test_samplers_keep_their_weights_while_training_goes_on(
-    service: Service, trained: Trained
-) -> None:
+def test_samplers_keep_their_weights_while_training_goes_on(service, trained):
     client, sampler, _ = trained
     base = service.client().create_sampling_client(base_model=service.model).result()
     unnamed = client.save_weights_and_get_sampling_client().result()
@@ -136,7 +134,7 @@ def test_samplers_keep_their_weights_while_training_goes_on(
 
 
 @on_two_ranks
-def test_a_larger_teacher_is_sampled_from_and_asked(service: Service, trained: Trained) -> None:
+def test_a_larger_teacher_is_sampled_from_and_asked(service, trained):
     teacher = service.client().create_sampling_client(base_model=service.teacher).result()
     plain = AutoModelForCausalLM.from_pretrained(service.teacher)
     [answer] = sample(trained[1], seed=3)

@@ -359,9 +359,7 @@ on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indire
     "count",
     [pytest.param(60, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)],
 )
-def test_hostile_requests_change_nothing_of_two_clients(
-    service: Service, tmp_path: Path, count: int
-) -> None:
+def test_hostile_requests_change_nothing_of_two_clients(service, tmp_path, count):
     """Two loops train while a stranger asks; they end with the bytes of one that
     nobody disturbs.
     """
@@ -388,9 +386,7 @@ def test_hostile_requests_change_nothing_of_two_clients(
 
 @on_two_ranks
 @pytest.mark.parametrize("seed", all_slow_but("", "01234", nightly="1234"))
-def test_wrong_requests_get_an_error_each(
-    service: Service, before: dict[Path, int], seed: str
-) -> None:
+def test_wrong_requests_get_an_error_each(service, before, seed):
     Stranger(service, int(seed)).ask(40)
     assert outside(service) == before
     names = {path.name for path in service.folder.rglob("*") if path.is_file()}
@@ -406,7 +402,7 @@ def test_wrong_requests_get_an_error_each(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
-def test_what_is_not_served_is_refused_by_name_and_the_next_goes_on(service: Service) -> None:
+def test_what_is_not_served_is_refused_by_name_and_the_next_goes_on(service):
     client = service.trainer()
     data = datums(2)
     refused: list[tuple[str, Callable[[], Any]]] = [

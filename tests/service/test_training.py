@@ -8,7 +8,7 @@ import torch
 from tinker import RequestFailedError, types
 from torch import Tensor
 
-from tests.service.harness import CLIPPED, Plain, Service, assert_equal, datums, logprobs_of
+from tests.service.harness import CLIPPED, Plain, assert_equal, datums, logprobs_of
 
 pytestmark = pytest.mark.slow
 on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
@@ -24,7 +24,7 @@ LOSSES: list[tuple[str, Mapping[str, float]]] = [
 ]
 
 
-def test_sft_equals_plain_peft_over_steps_of_several_requests(service: Service) -> None:
+def test_sft_equals_plain_peft_over_steps_of_several_requests(service):
     client = service.trainer(rank=4, seed=7)
     plain = Plain(
         service.model, service.saved(client.save_weights_for_sampler("start").result().path)
@@ -47,9 +47,7 @@ def test_sft_equals_plain_peft_over_steps_of_several_requests(service: Service) 
 @pytest.mark.parametrize(
     ("loss_fn", "config"), LOSSES, ids=lambda each: each if isinstance(each, str) else ""
 )
-def test_losses_of_policies_equal_their_formulas(
-    service: Service, loss_fn: str, config: Mapping[str, float]
-) -> None:
+def test_losses_of_policies_equal_their_formulas(service, loss_fn, config):
     client = service.trainer(rank=2, seed=3)
     plain = Plain(
         service.model, service.saved(client.save_weights_for_sampler("start").result().path)
@@ -72,7 +70,7 @@ def test_losses_of_policies_equal_their_formulas(
 
 
 @on_two_ranks
-def test_a_custom_loss_gives_its_own_gradient(service: Service) -> None:
+def test_a_custom_loss_gives_its_own_gradient(service):
     client = service.trainer()
     plain = Plain(
         service.model, service.saved(client.save_weights_for_sampler("start").result().path)
@@ -102,7 +100,7 @@ def test_a_custom_loss_gives_its_own_gradient(service: Service) -> None:
 
 
 @on_two_ranks
-def test_forward_alone_leaves_no_gradient(service: Service) -> None:
+def test_forward_alone_leaves_no_gradient(service):
     client = service.trainer()
     data = datums(3)
     before = service.adapter(client, "before")
@@ -113,7 +111,7 @@ def test_forward_alone_leaves_no_gradient(service: Service) -> None:
 
 
 @on_two_ranks
-def test_a_request_larger_than_a_chunk_counts_as_a_whole(service: Service) -> None:
+def test_a_request_larger_than_a_chunk_counts_as_a_whole(service):
     client = service.trainer(seed=2)
     plain_client = service.trainer(seed=2)
     client.holder._client_config = client.holder.get_client_config().model_copy(
@@ -129,7 +127,7 @@ def test_a_request_larger_than_a_chunk_counts_as_a_whole(service: Service) -> No
     assert_equal(service.adapter(client, "end"), service.adapter(plain_client, "end"))
 
 
-def test_saved_states_go_on_with_and_without_the_optimizer(service: Service) -> None:
+def test_saved_states_go_on_with_and_without_the_optimizer(service):
     client = service.trainer(seed=5)
 
     def train(each: object, steps: range) -> None:
@@ -156,7 +154,7 @@ def test_saved_states_go_on_with_and_without_the_optimizer(service: Service) -> 
     assert client.save_state("middle", overwrite=True).result().path == path
 
 
-def test_two_clients_in_turns_equal_each_alone(service: Service) -> None:
+def test_two_clients_in_turns_equal_each_alone(service):
     def trained(*seeds: int) -> list[dict[str, Tensor]]:
         clients = [service.trainer(rank=2 + seed, seed=seed, train_mlp=seed != 1) for seed in seeds]
         for step in range(3):
