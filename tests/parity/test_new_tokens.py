@@ -254,7 +254,7 @@ def test_tokens_that_the_model_has_start_from_their_rows(models):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"modules_to_save": "embed_tokens"}, "give one of them"),
+        ({"modules_to_save": "embed_tokens"}, "Give one of them"),
         ({"objective": "dpo"}, "it cannot be used with --add_tokens"),
         ({"train_type": "full"}, "has no adapter: leave out --add_tokens"),
         ({"add_tokens": "no_such_file.txt"}, "a file of tokens cannot be read"),
