@@ -146,7 +146,12 @@ def predictions(batch: MicroBatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("family", "ranks", "changed", "reason"),
     [
-        ("llama", 3, {"context_parallel_size": 3}, r"attention has 8 heads.*Possible: 1, 2, 4, 8"),
+        (
+            "llama",
+            3,
+            {"context_parallel_size": 3},
+            r"attention has 8 heads.*Give one of 1, 2, 4, 8",
+        ),
         ("llama", 3, {"context_parallel_size": 2}, r"must divide both the 3 ranks of a machine"),
         (
             "llama",
