@@ -30,57 +30,79 @@ def called(arguments: object) -> dict[str, Any]:
     }
 
 
+# The columns of sets of which "go on</s>" is learned of the row.
+ANSWERED: dict[str, dict[str, Any]] = {
+    "Alpaca": {"instruction": "hi", "input": "so", "output": "go on"},
+    "Alpaca with another name of the input": {
+        "instruction": "hi",
+        "context": "so",
+        "output": "go on",
+    },
+    "GPTeacher": {"instruction": "hi", "input": "so", "response": "go on"},
+    "Dolly": {"instruction": "hi", "context": "so", "response": "go on", "category": "x"},
+    "MetaMath": {"type": "x", "query": "hi", "original_question": "x", "response": "go on"},
+    "CodeFeedback": {"query": "hi", "answer": "go on", "lang": "x"},
+    "Magicoder": {"lang": "x", "seed": "x", "problem": "hi", "solution": "go on"},
+    "HelpSteer": {"prompt": "hi", "response": "go on", "helpfulness": 4},
+    "input and output": {"input": "hi", "output": "go on"},
+    "FLAN": {"inputs": "hi", "targets": "go on", "task": "x"},
+    "source and target": {"source": "hi", "target": "go on"},
+    "user and assistant": {"user": "hi", "assistant": "go on"},
+    "OpenOrca": {"id": "x", "system_prompt": "so", "question": "hi", "response": "go on"},
+    "GSM8K": {"question": "hi", "answer": "go on"},
+    "s1K": {"question": "hi", "solution": "go on", "cot_type": "x"},
+    "SQuAD": {
+        "id": "x",
+        "context": "so",
+        "question": "hi",
+        "answers": {"text": ["go on", "no"], "answer_start": [0, 1]},
+    },
+    "answers in a list": {"question": "hi", "answer": ["go on"]},
+    "TRL, text": {"prompt": "hi ", "completion": "go on"},
+    "TRL, chats": {"prompt": [ASK], "completion": [SAY]},
+    "Numina": {"problem": "hi", "solution": "go on", "messages": [ASK, SAY]},
+    "messages as text": {"messages": json.dumps([ASK, SAY])},
+    "OpenAI, weights": {"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]},
+    "LLaMA-Factory, parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "value": "hi"}]},
+            {**SAY, "content": [{"type": "text", "value": "go on"}], "loss_weight": 1.0},
+        ]
+    },
+    "LLaMA-Factory, weights": {"messages": [ASK, {**SAY, "loss_weight": 0.0}, ASK, SAY]},
+    "no_robots": {"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY], "category": "x"},
+    "WildChat": {
+        "conversation_hash": "x",
+        "conversation": [{**ASK, "language": "x", "toxic": False}, {**SAY, "toxic": False}],
+        "turn": 1,
+    },
+    "OpenHermes": {"conversations": SHARED, "source": "x", "category": None},
+    "SlimOrca": {"conversations": [{**SHARED[0], "weight": 0.0}, {**SHARED[1], "weight": 1.0}]},
+    "OpenThoughts": {"system": "so", "conversations": SHARED},
+    "LMSYS": {"conversation_id": "x", "model": "x", "conversation": [ASK, SAY], "turn": 1},
+    "ms-swift, pairs": {"conversation": [{"human": "hi", "assistant": "go on"}]},
+    "Gemini": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "hi"}]},
+            {"role": "model", "parts": [{"text": "go on"}]},
+        ]
+    },
+    "KTO, a good answer": {"messages": [ASK, SAY], "label": True},
+    "no images": {"messages": [ASK, SAY], "images": []},
+    "no dialogue": {"instruction": "Say <user>: hi", "output": "go on"},
+}
 # The columns of a set -> what is learned of the row.
 LEARNED: dict[str, tuple[dict[str, Any], str]] = {
-    "Alpaca": ({"instruction": "hi", "input": "so", "output": "go on"}, "go on</s>"),
-    "Alpaca with another name of the input": (
-        {"instruction": "hi", "context": "so", "output": "go on"},
-        "go on</s>",
-    ),
-    "GPTeacher": ({"instruction": "hi", "input": "so", "response": "go on"}, "go on</s>"),
-    "Dolly": (
-        {"instruction": "hi", "context": "so", "response": "go on", "category": "x"},
-        "go on</s>",
-    ),
+    **{name: (row, "go on</s>") for name, row in ANSWERED.items()},
     "ms-swift": (
         {"query": "hi", "response": "go on", "system": "so", "history": [["a", "no"]]},
         "no</s>go on</s>",
     ),
     "ms-swift, pretraining": ({"response": "go on"}, "<s>go on</s>"),
-    "MetaMath": (
-        {"type": "x", "query": "hi", "original_question": "x", "response": "go on"},
-        "go on</s>",
-    ),
-    "CodeFeedback": ({"query": "hi", "answer": "go on", "lang": "x"}, "go on</s>"),
-    "Magicoder": ({"lang": "x", "seed": "x", "problem": "hi", "solution": "go on"}, "go on</s>"),
-    "HelpSteer": ({"prompt": "hi", "response": "go on", "helpfulness": 4}, "go on</s>"),
-    "input and output": ({"input": "hi", "output": "go on"}, "go on</s>"),
-    "FLAN": ({"inputs": "hi", "targets": "go on", "task": "x"}, "go on</s>"),
-    "source and target": ({"source": "hi", "target": "go on"}, "go on</s>"),
-    "user and assistant": ({"user": "hi", "assistant": "go on"}, "go on</s>"),
-    "OpenOrca": (
-        {"id": "x", "system_prompt": "so", "question": "hi", "response": "go on"},
-        "go on</s>",
-    ),
-    "GSM8K": ({"question": "hi", "answer": "go on"}, "go on</s>"),
-    "s1K": ({"question": "hi", "solution": "go on", "cot_type": "x"}, "go on</s>"),
-    "SQuAD": (
-        {
-            "id": "x",
-            "context": "so",
-            "question": "hi",
-            "answers": {"text": ["go on", "no"], "answer_start": [0, 1]},
-        },
-        "go on</s>",
-    ),
-    "answers in a list": ({"question": "hi", "answer": ["go on"]}, "go on</s>"),
-    "TRL, text": ({"prompt": "hi ", "completion": "go on"}, "go on</s>"),
-    "TRL, chats": ({"prompt": [ASK], "completion": [SAY]}, "go on</s>"),
     "UltraChat": (
         {"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY, ASK, SAY]},
         "go on</s>go on</s>",
     ),
-    "Numina": ({"problem": "hi", "solution": "go on", "messages": [ASK, SAY]}, "go on</s>"),
     "open-r1": (
         {
             "problem": "hi",
@@ -90,47 +112,6 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "<think>so</think>no</s>",
     ),
-    "messages as text": ({"messages": json.dumps([ASK, SAY])}, "go on</s>"),
-    "OpenAI, weights": ({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}, "go on</s>"),
-    "LLaMA-Factory, parts": (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "value": "hi"}]},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "text", "value": "go on"}],
-                    "loss_weight": 1.0,
-                },
-            ]
-        },
-        "go on</s>",
-    ),
-    "LLaMA-Factory, weights": (
-        {"messages": [ASK, {**SAY, "loss_weight": 0.0}, ASK, SAY]},
-        "go on</s>",
-    ),
-    "no_robots": (
-        {"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY], "category": "x"},
-        "go on</s>",
-    ),
-    "WildChat": (
-        {
-            "conversation_hash": "x",
-            "conversation": [{**ASK, "language": "x", "toxic": False}, {**SAY, "toxic": False}],
-            "turn": 1,
-        },
-        "go on</s>",
-    ),
-    "OpenHermes": ({"conversations": SHARED, "source": "x", "category": None}, "go on</s>"),
-    "SlimOrca": (
-        {"conversations": [{**SHARED[0], "weight": 0.0}, {**SHARED[1], "weight": 1.0}]},
-        "go on</s>",
-    ),
-    "OpenThoughts": ({"system": "so", "conversations": SHARED}, "go on</s>"),
-    "LMSYS": (
-        {"conversation_id": "x", "model": "x", "conversation": [ASK, SAY], "turn": 1},
-        "go on</s>",
-    ),
     "Capybara": (
         {
             "source": "x",
@@ -138,20 +119,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "go on</s>no</s>",
     ),
-    "ms-swift, pairs": ({"conversation": [{"human": "hi", "assistant": "go on"}]}, "go on</s>"),
-    "Gemini": (
-        {
-            "contents": [
-                {"role": "user", "parts": [{"text": "hi"}]},
-                {"role": "model", "parts": [{"text": "go on"}]},
-            ]
-        },
-        "go on</s>",
-    ),
-    "KTO, a good answer": ({"messages": [ASK, SAY], "label": True}, "go on</s>"),
-    "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
     "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
-    "no dialogue": ({"instruction": "Say <user>: hi", "output": "go on"}, "go on</s>"),
     "Guanaco": (
         {"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"},
         " go on no</s>",
@@ -189,17 +157,19 @@ RATED = [
     }
     for n in (1, 2)
 ]
+NO = {**SAY, "content": "no"}
+KTO_COMMANDS = ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")
 # The columns of a set -> what the refusal says, and commands that it offers and that work: all.
 REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "KTO chats": (
         [{**BAD, "label": True}, BAD],
         "a.jsonl:2: its label is false: a bad answer",
-        ("--columns ignore=label", "--max_bad_rows 1", "--objective kto"),
+        KTO_COMMANDS,
     ),
     "KTO texts": (
         [{"prompt": "hi", "completion": "go on", "label": n} for n in (True, False)],
         "its label is false",
-        ("--columns ignore=label", "--max_bad_rows 1", "--objective kto"),
+        KTO_COMMANDS,
     ),
     "classes": (
         [{"text": "go on", "label": 3}],
@@ -221,21 +191,6 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "audios: only text",
         ("--columns ignore=audios",),
     ),
-    "an image in an instruction": (
-        [{"instruction": "<image>\nWho?", "output": "go on"}],
-        "instruction: it shows <image>, and only text",
-        (),
-    ),
-    "an image in a prompt": (
-        [{"prompt": "Who? <image>", "completion": "go on"}],
-        "prompt: it shows <image>, and only text",
-        (),
-    ),
-    "an image in the text": (
-        [{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}],
-        "turn 1: it shows <image>, and only text",
-        (),
-    ),
     "context beside messages": (
         [{"messages": [ASK, SAY], "context": "so"}],
         "trains without it",
@@ -246,168 +201,154 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "input is filled",
         ("--columns ignore=input",),
     ),
+    "hh-rlhf": ([HH, HH], "these rows are preferences", ("--objective dpo",)),
+    "rated answers": (RATED, "its answers have ratings", ("--rating_threshold 4 --objective dpo",)),
+}
+# Texts that are dialogues, and what the refusal calls them. --dataset_format text takes them.
+DIALOGUES: dict[str, tuple[Rows, str]] = {
     "ChatML": (
         [{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo on<|im_end|>\n"}],
         "(<|im_start|>): questions would be learned",
-        ("--dataset_format text",),
     ),
-    "Llama 2": (
-        [{"text": "<s>[INST] hi [/INST] go on </s>"}],
-        "([INST]): questions",
-        ("--dataset_format text",),
-    ),
+    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): questions"),
     "ChatML from the second row on": (
         [{"text": "go on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2],
         "(<|im_start|>): questions",
-        ("--dataset_format text",),
     ),
     "oasst1": (
         [{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}],
         "one message of a tree",
-        ("--dataset_format text",),
     ),
+}
+# Rows without known columns, and the columns that the refusal proposes.
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "samsum": (
-        [{"id": "1", "dialogue": "so so so", "summary": "go on"}],
-        "missing columns",
-        ("--columns instruction=dialogue output=summary",),
+        {"id": "1", "dialogue": "so so so", "summary": "go on"},
+        "instruction=dialogue output=summary",
     ),
     "CNN": (
-        [{"article": "so so so", "highlights": "go on", "id": "1"}],
-        "missing columns",
-        ("--columns instruction=article output=highlights",),
+        {"article": "so so so", "highlights": "go on", "id": "1"},
+        "instruction=article output=highlights",
     ),
-    "unknown chats": ([{"dialog": [ASK, SAY]}], "missing columns", ("--columns messages=dialog",)),
-    "one unknown text": ([{"body": "go on"}], "missing columns", ("--columns text=body",)),
-    "a long text": (
-        [{"url": "x", "title": "so", "body": LONG}],
-        "missing columns",
-        ("--columns text=body",),
-    ),
+    "unknown chats": ({"dialog": [ASK, SAY]}, "messages=dialog"),
+    "one unknown text": ({"body": "go on"}, "text=body"),
+    "a long text": ({"url": "x", "title": "so", "body": LONG}, "text=body"),
     "names with blanks": (
-        [{"My question": "hi", "its reply": "go on"}],
-        "missing columns",
-        ("--columns 'instruction=My question' 'output=its reply'",),
+        {"My question": "hi", "its reply": "go on"},
+        "'instruction=My question' 'output=its reply'",
     ),
     "Camel": (
-        [{"role_1": "x", "message_1": "so so", "message_2": "go on"}],
-        "missing columns",
-        ("--columns instruction=message_1 output=message_2",),
+        {"role_1": "x", "message_1": "so so", "message_2": "go on"},
+        "instruction=message_1 output=message_2",
     ),
     "BELLE's evaluation": (
-        [{"id": "x", "question": "hi", "std_answer": "go on", "class": "x"}],
-        "missing columns",
-        ("--columns instruction=question output=std_answer",),
+        {"id": "x", "question": "hi", "std_answer": "go on", "class": "x"},
+        "instruction=question output=std_answer",
+    ),
+}
+# Preferences, and options under which the chosen answers alone are learned.
+PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "UltraFeedback": (
+        {"prompt": "hi", **PAIR, "chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        "messages=chosen --dataset_format messages",
+    ),
+    "scored answers": (
+        {"prompt": "hi", **PAIR},
+        "completion=chosen --dataset_format prompt_completion",
+    ),
+    "Orca's pairs": (
+        {"system": "so", "question": "hi", **PAIR},
+        "instruction=question output=chosen --dataset_format alpaca",
+    ),
+    "LLaMA-Factory's pairs": (
+        {
+            "conversations": SHARED[:1],
+            "chosen": SHARED[1],
+            "rejected": {**SHARED[1], "value": "no"},
+        },
+        "prompt=conversations completion=chosen --dataset_format prompt_completion",
+    ),
+    "StackExchange's pairs": (
+        {"question": "hi", "response_j": "go on", "response_k": "no"},
+        "instruction=question output=response_j --dataset_format alpaca",
+    ),
+}
+HALF_A_PAIR = "turn 2 has half a surrogate pair"
+# Rows for which the refusal offers no command.
+WITHOUT_REMEDY: dict[str, tuple[Rows, str]] = {
+    "an image in an instruction": (
+        [{"instruction": "<image>\nWho?", "output": "go on"}],
+        "instruction: it shows <image>, and only text",
+    ),
+    "an image in a prompt": (
+        [{"prompt": "Who? <image>", "completion": "go on"}],
+        "prompt: it shows <image>, and only text",
+    ),
+    "an image in the text": (
+        [{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}],
+        "turn 1: it shows <image>, and only text",
     ),
     "BFCL": (
         [{"id": "x", "question": [[ASK]], "function": [FUNCTION]}],
         'No columns have texts, or questions with answers. The first row: {"id"',
-        (),
     ),
     "WizardLM's tests": (
         [{"idx": n, "Skill": "Math", "Difficulty": 4, "Instruction": f"hi {n}"} for n in (1, 2)],
         "missing columns",
-        (),
     ),
-    "InstructWild": ([{"instruction": "hi", "id": n} for n in (1, 2)], "missing columns", ()),
-    "ToolBench": ([SEARCHED], "missing columns", ()),
+    "InstructWild": ([{"instruction": "hi", "id": n} for n in (1, 2)], "missing columns"),
+    "ToolBench": ([SEARCHED], "missing columns"),
     "trees of another kind": (
         [{"post": "x", "replies": [{"post": "x", "replies": []}]}],
         "missing columns",
-        (),
     ),
-    "a table of diseases": ([DISEASE, DISEASE], "missing columns", ()),
-    "a long row": ([{"a": {"b": LONG * 10}}], "so it is so...", ()),
-    "hh-rlhf": ([HH, HH], "these rows are preferences", ("--objective dpo",)),
-    "UltraFeedback": (
-        [
-            {
-                "prompt": "hi",
-                **PAIR,
-                "chosen": [ASK, SAY],
-                "rejected": [ASK, {**SAY, "content": "no"}],
-            }
-        ],
-        "preferences",
-        ("--objective dpo", "--columns messages=chosen --dataset_format messages"),
-    ),
-    "scored answers": (
-        [{"prompt": "hi", **PAIR}],
-        "preferences",
-        ("--objective dpo", "--columns completion=chosen --dataset_format prompt_completion"),
-    ),
-    "Orca's pairs": (
-        [{"system": "so", "question": "hi", **PAIR}],
-        "preferences",
-        ("--objective dpo", "--columns instruction=question output=chosen --dataset_format alpaca"),
-    ),
-    "LLaMA-Factory's pairs": (
-        [
-            {
-                "conversations": SHARED[:1],
-                "chosen": SHARED[1],
-                "rejected": {**SHARED[1], "value": "no"},
-            }
-        ],
-        "preferences",
-        (
-            "--objective dpo",
-            "--columns prompt=conversations completion=chosen --dataset_format prompt_completion",
-        ),
-    ),
-    "StackExchange's pairs": (
-        [{"question": "hi", "response_j": "go on", "response_k": "no"}],
-        "preferences",
-        (
-            "--objective dpo",
-            "--columns instruction=question output=response_j --dataset_format alpaca",
-        ),
-    ),
-    "rated answers": (RATED, "its answers have ratings", ("--rating_threshold 4 --objective dpo",)),
+    "a table of diseases": ([DISEASE, DISEASE], "missing columns"),
+    "a long row": ([{"a": {"b": LONG * 10}}], "so it is so..."),
     "LIMA": (
         [{"conversations": ["hi", "go on"], "source": "x"}],
         "conversations is not a list of turns",
-        (),
     ),
     "translation": (
         [{"translation": {"en": "hi", "fr": "no"}}],
         "missing columns. It has: translation",
-        (),
     ),
     "lists for columns": (
         [{"instruction": ["hi"], "output": ["go on"]}],
         "instruction is not text but list",
-        (),
     ),
     "half a pair in reasoning": (
         [{"messages": [ASK, {**SAY, "reasoning_content": HALF}]}],
-        "turn 2 has half a surrogate pair",
-        (),
+        HALF_A_PAIR,
     ),
-    "half a pair in arguments": (
-        [{"messages": [ASK, called({"a": [{"b": HALF}]})]}],
-        "turn 2 has half a surrogate pair",
-        (),
-    ),
+    "half a pair in arguments": ([{"messages": [ASK, called({"a": [{"b": HALF}]})]}], HALF_A_PAIR),
     "half a pair in arguments as text": (
         [{"messages": [ASK, called(json.dumps({HALF: 1}))]}],
-        "turn 2 has half a surrogate pair",
-        (),
+        HALF_A_PAIR,
     ),
     "half a pair in a tool": (
         [{"messages": [ASK, SAY], "tools": [{**FUNCTION, "description": HALF}]}],
         "tools has half a surrogate pair",
-        (),
     ),
     "arguments in a list": (
         [{"messages": [ASK, called([["a", "x"]])]}],
         "turn 2: the arguments of go are not an object",
-        (),
     ),
     "an assistant that calls": (
         [{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}],
         "turn 2: the chat template writes no tool calls; --prompt_template",
-        (),
     ),
+}
+REFUSED |= {name: (rows, says, ()) for name, (rows, says) in WITHOUT_REMEDY.items()}
+REFUSED |= {
+    name: (rows, says, ("--dataset_format text",)) for name, (rows, says) in DIALOGUES.items()
+}
+REFUSED |= {
+    name: ([row], "missing columns", (f"--columns {columns}",))
+    for name, (row, columns) in UNKNOWN.items()
+}
+REFUSED |= {
+    name: ([row], "preferences", ("--objective dpo", f"--columns {columns}"))
+    for name, (row, columns) in PREFERENCES.items()
 }
 # Options with their values, as a message offers them.
 OFFERED = re.compile(
