@@ -30,12 +30,22 @@ from tests.parity.test_images import gemma3, make_multimodal, picture, png
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.quick
-SAY = {"role": "assistant", "content": "go on"}
 PLACE = {"type": "image"}
+OPENAI_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 
 
-def ask(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}, SAY]
+def ask(content: Any, answer: Any = "go on") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def row_of(turns: list[dict[str, Any]], *images: Any) -> dict[str, Any]:
+    """The columns of a row, without one for images if it has none."""
+    return {"messages": turns, "images": [*images]} if images else {"messages": turns}
+
+
+def shows(image: str) -> dict[str, Any]:
+    """A row whose question shows an image."""
+    return row_of(ask("<image>who?"), image)
 
 
 def text(said: str) -> dict[str, str]:
@@ -43,7 +53,7 @@ def text(said: str) -> dict[str, str]:
 
 
 # The columns of a row -> what its first turn shows, and its images.
-SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
+SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]] | str, list[Any]]] = {
     "in the text": (
         {"messages": ask("so<image>who?"), "images": ["a.png"]},
         [text("so"), PLACE, text("who?")],
@@ -69,20 +79,8 @@ SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
         [PLACE],
         [Path("d/a.png")],
     ),
-    "OpenAI": (
-        {
-            "messages": ask(
-                [{"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}]
-            )
-        },
-        [PLACE],
-        [b"x"],
-    ),
-    "datasets": (
-        {"messages": ask("<image>"), "images": [{"path": "a.png", "bytes": b"x"}]},
-        [PLACE],
-        [b"x"],
-    ),
+    "OpenAI": ({"messages": ask([OPENAI_IMAGE])}, [PLACE], [b"x"]),
+    "datasets": (row_of(ask("<image>"), {"path": "a.png", "bytes": b"x"}), [PLACE], [b"x"]),
     "none": ({"messages": ask("who?"), "images": []}, "who?", []),
 }
 
@@ -95,104 +93,44 @@ def test_images_are_found_in_the_columns_datasets_use(name):
     assert chat.messages[1]["content"] == ([text("go on")] if images else "go on")
 
 
-# The columns of a row -> why it is left out.
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": (
-        {"messages": ask("<image>who?"), "images": ["b.png"]},
-        "the image .*b.png cannot be read, or is no image .No such file",
-    ),
-    "damaged": (
-        {"messages": ask("<image>who?"), "images": ["cut.png"]},
-        "the image .*cut.png cannot be read, or is no image",
-    ),
-    "not one": (
-        {"messages": ask("<image>who?"), "images": ["rows.jsonl"]},
-        "rows.jsonl cannot be read, or is no image",
-    ),
-    "a URL": (
-        {"messages": ask("<image>"), "images": ["https://a/b.png"]},
-        "image 1: https://a/b.png is a URL. Download",
-    ),
-    "too few": (
-        {"messages": ask("<image><image>"), "images": ["a.png"]},
-        "turn 1 shows more images than the 1 of the row",
-    ),
-    "too many": (
-        {"messages": ask("<image>who?"), "images": ["a.png"] * 2},
-        "has 2 images, and its messages show 1 of them",
-    ),
-    "an answer": (
-        {"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]},
-        "an answer has an image",
-    ),
-    "base64": (
-        {"messages": ask([{**PLACE, "image": "data:,e"}])},
-        "turn 1: an image is not base64",
-    ),
-    "no room": (
-        {"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]},
-        "no room for a response",
-    ),
-    "a pipe": (
-        {"messages": ask("<image>who?"), "images": ["pipe.png"]},
-        "pipe.png cannot be read, .*it is not a file but a folder, a pipe",
-    ),
-    "a device": (
-        {"messages": ask("<image>who?"), "images": ["/dev/zero"]},
-        "/dev/zero cannot be read, .*it is not a file but",
-    ),
-    "a link to one": (
-        {"messages": ask("<image>who?"), "images": ["zero.png"]},
-        "zero.png cannot be read, .*it is not a file but",
-    ),
-    "of the kernel": (
-        {"messages": ask("<image>who?"), "images": ["/proc/kmsg"]},
-        "/proc/kmsg cannot be read, or is no image",
-    ),
-    "too long a file": (
-        {"messages": ask("<image>who?"), "images": ["long.png"]},
-        "long.png cannot be read, .*it has 129 MiB, more than 128",
-    ),
-    "PostScript": (
-        {"messages": ask("<image>who?"), "images": ["gs.png"]},
-        r"gs.png cannot be read, .*\(cannot identify image file\)",
-    ),
-    "too many pixels": (
-        {"messages": ask("<image>who?"), "images": ["wide.png"]},
-        r"with it the row has more than 44 megapixels; FSDP_QLORA_MAX_ROW_MIB raises that",
-    ),
-    "too many of all": (
-        {"messages": ask("<image><image>"), "images": ["half.png"] * 2},
+TOKEN = "<image_soft_token>"
+LONG = "so " * 150 + "<image>"
+# The image of a row whose question shows one -> why it is left out.
+BAD_IMAGES = {
+    "b.png": "the image .*b.png cannot be read, or is no image .No such file",
+    "cut.png": "the image .*cut.png cannot be read, or is no image",
+    "rows.jsonl": "rows.jsonl cannot be read, or is no image",
+    "https://a/b.png": "image 1: https://a/b.png is a URL. Download",
+    "pipe.png": "pipe.png cannot be read, .*it is not a file but a folder, a pipe",
+    "/dev/zero": "/dev/zero cannot be read, .*it is not a file but",
+    "zero.png": "zero.png cannot be read, .*it is not a file but",
+    "/proc/kmsg": "/proc/kmsg cannot be read, or is no image",
+    "long.png": "long.png cannot be read, .*it has 129 MiB, more than 128",
+    "gs.png": r"gs.png cannot be read, .*\(cannot identify image file\)",
+    "wide.png": "with it the row has more than 44 megapixels; FSDP_QLORA_MAX_ROW_MIB raises that",
+    "deep.png": "of mode I;16.*; convert it to 8 bits",
+    "float.tiff": "of mode F; convert it to 8 bits",
+}
+# The columns of a row, and why it is left out.
+BAD: list[tuple[dict[str, Any], str]] = [
+    *((shows(image), says) for image, says in BAD_IMAGES.items()),
+    (row_of(ask("<image><image>"), "a.png"), "turn 1 shows more images than the 1 of the row"),
+    (row_of(ask("<image>?"), "a.png", "a.png"), "has 2 images, and its messages show 1 of them"),
+    (row_of(ask("who?", [{**PLACE, "image": "a.png"}])), "an answer has an image"),
+    (row_of(ask([{**PLACE, "image": "data:,e"}])), "turn 1: an image is not base64"),
+    (row_of([*ask("who?"), *ask(LONG)], "a.png"), "no room for a response"),
+    (
+        row_of(ask("<image><image>"), "half.png", "half.png"),
         "half.png .*with it the row has more than 44",
     ),
-    "of 16 bits": (
-        {"messages": ask("<image>who?"), "images": ["deep.png"]},
-        "of mode I;16.*; convert it to 8 bits",
-    ),
-    "of floats": (
-        {"messages": ask("<image>who?"), "images": ["float.tiff"]},
-        "of mode F; convert it to 8 bits",
-    ),
-    "the model's token": (
-        {"messages": ask("<image>a <image_soft_token>?"), "images": ["a.png"]},
-        "has the token that stands for an image",
-    ),
-    "of text alone": (
-        {"messages": ask("a <image_soft_token>?")},
-        "has the token that stands for an image",
-    ),
-    "in an answer": (
-        {
-            "messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}],
-            "images": ["a.png"],
-        },
-        "has the token that stands",
-    ),
-    "the token": (
-        {"messages": ask("<image><start_of_image>"), "images": ["a.png"]},
+    (row_of(ask(f"<image>a {TOKEN}?"), "a.png"), "has the token that stands for an image"),
+    (row_of(ask(f"a {TOKEN}?")), "has the token that stands for an image"),
+    (row_of(ask("<image>who?", TOKEN), "a.png"), "has the token that stands for an image"),
+    (
+        row_of(ask("<image><start_of_image>"), "a.png"),
         "template shows 2 of the row's 1 images",
     ),
-}
+]
 
 
 @pytest.fixture(scope="module")
@@ -245,13 +183,12 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare, tmp_path):
-    good = {"messages": ask("<image>who?"), "images": ["a.png"]}
-    rows = [good, *(row for row, _ in BAD.values()), good]
+    rows = [shows("a.png"), *(row for row, _ in BAD), shows("a.png")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = prepare(path, max_bad_rows=0.95)
     assert data.train.row_numbers.tolist() == [1, len(rows)] and len(data.train.images) == 2
     for number, ((place, reason), (_, says)) in enumerate(
-        zip(data.rejected, BAD.values(), strict=True), start=2
+        zip(data.rejected, BAD, strict=True), start=2
     ):
         assert place.endswith(f"rows.jsonl:{number}")
         assert re.search(says, reason)
@@ -261,9 +198,9 @@ def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare, 
 
 
 ROWS_OF_TEXT = [
-    {"instruction": "a <image_soft_token>?", "output": "go on"},
-    {"text": "<image_soft_token> " * 200},
-    {"prompt": "so", "chosen": " go", "rejected": " <image_soft_token>"},
+    {"instruction": f"a {TOKEN}?", "output": "go on"},
+    {"text": f"{TOKEN} " * 200},
+    {"prompt": "so", "chosen": " go", "rejected": f" {TOKEN}"},
 ]
 
 
@@ -281,9 +218,7 @@ def test_tokens_of_images_are_never_learned(prepare, model, tmp_path):
     row = {"messages": [*ask("who?"), *ask("<image>so<image>")], "images": ["a.png", "a.png"]}
     data = prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), learn="all").train
     tokenizer = AutoTokenizer.from_pretrained(model)
-    shown = np.isin(
-        data.input_ids, tokenizer.convert_tokens_to_ids(["<image_soft_token>", "<start_of_image>"])
-    )
+    shown = np.isin(data.input_ids, tokenizer.convert_tokens_to_ids([TOKEN, "<start_of_image>"]))
     assert shown.sum() == 10 and not data.learned[shown].any()
     written = tokenizer.decode(data.input_ids[data.learned])
     assert (
@@ -306,7 +241,7 @@ def test_images_are_read_from_tables_and_instruction_rows(prepare, tmp_path):
 
 
 def test_cached_rows_are_rebuilt_if_an_image_changes(prepare, tmp_path, monkeypatch):
-    rows = [{"messages": ask("<image>who?"), "images": [name]} for name in ("a.png", "cut.png")]
+    rows = [shows(name) for name in ("a.png", "cut.png")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     first = prepare(path, max_bad_rows=0.5).train
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "cut.png")
@@ -371,7 +306,7 @@ def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare, tmp_path
     sys.addaudithook(
         lambda event, args: started.append(str(args[0])) if hears and event in kinds else None
     )
-    rows = [{"messages": ask("<image>who?"), "images": [f"{seed}.bin"]} for seed in range(400)]
+    rows = [shows(f"{seed}.bin") for seed in range(400)]
     for seed in range(400):
         (tmp_path / f"{seed}.bin").write_bytes(damaged(seed))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -380,19 +315,12 @@ def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare, tmp_path
     assert 20 < len(data.train_rows) < 300 and len(data.train_rows) + len(data.rejected) == 400
     assert {*started} <= {sys.executable}  # which fills the chat template
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
-    assert {
-        re.sub(
-            r".*bin (cannot be read|and).*",
-            "",
-            reason,
-        )
-        for _, reason in data.rejected
-    } <= {""}
+    assert all(re.fullmatch(r".*bin (cannot be read|and).*", why) for _, why in data.rejected)
     assert not [warning for warning in recwarn if "PIL" in str(warning.filename)]
 
 
 def test_relative_paths_are_of_the_rows_folder_or_the_current_one(prepare, tmp_path, monkeypatch):
-    rows = [{"messages": ask("<image>who?"), "images": ["a.png"]}] * 2
+    rows = [shows("a.png")] * 2
     (other := tmp_path / "other").mkdir()
     (other / "a.png").write_bytes(png(picture(30, 20, seed=2)))
     first, second = (
