@@ -36,6 +36,11 @@ from tests.planning.test_placement import REPEATS_KEYS
 
 pytestmark = pytest.mark.quick
 
+ONE_CARD = ("--gpu", "RTX 3090")
+TWO_CARDS = (*ONE_CARD, "--num_gpus", "2")
+CARD_OF_12_GIB = ("--gpu", "RTX 3060")
+CARD_OF_24_GIB = ("--gpu", "RTX 4090")
+
 
 @pytest.mark.parametrize(
     ("written", "name"),
@@ -105,42 +110,43 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_names(written, near):
         find_gpu(written)
 
 
-def test_a_well_known_model_is_found_with_owner_and_suffix():
-    found = known_config("meta-llama/Llama-2-70b-hf")
-    assert found is not None and found.num_hidden_layers == 80
-    assert known_config("Qwen/Qwen3-8B-Base").num_key_value_heads == 8  # type: ignore[union-attr]
-    names = (
-        "meta-llama/Llama-3.1-70B-Instruct",
-        "mistralai/Mistral-Nemo-Instruct-2407",
-        "Qwen/Qwen3.6-35B-A3B-FP8",
-    )
-    assert [config and config.hidden_size for config in map(known_config, names)] == [
-        8192,
-        5120,
-        2048,
-    ]
-    for name in ("llama-3.1-70b", "llama3.1:70b", "unsloth/Llama 3.1 70B-Instruct"):
-        assert known_config(name).num_hidden_layers == 80  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("name", "size", "value"),
+    [
+        ("meta-llama/Llama-2-70b-hf", "num_hidden_layers", 80),
+        ("Qwen/Qwen3-8B-Base", "num_key_value_heads", 8),
+        ("meta-llama/Llama-3.1-70B-Instruct", "hidden_size", 8192),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "hidden_size", 5120),
+        ("Qwen/Qwen3.6-35B-A3B-FP8", "hidden_size", 2048),
+        ("llama-3.1-70b", "num_hidden_layers", 80),
+        ("llama3.1:70b", "num_hidden_layers", 80),
+        ("unsloth/Llama 3.1 70B-Instruct", "num_hidden_layers", 80),
+    ],
+)
+def test_a_well_known_model_is_found_with_owner_and_suffix(name, size, value):
+    assert getattr(known_config(name), size) == value
+
+
+def test_a_model_that_is_not_well_known_is_not_found():
     assert known_config("someone/else") is None
 
 
+BILLIONS = {
+    "deepseek-ai/DeepSeek-R1-0528": 671,
+    "moonshotai/Kimi-K2-Instruct": 1026,
+    "zai-org/GLM-4.5-Air": 107,
+    "deepseek-v4-flash": 284,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
+    "gemma4:26b-a4b": 25.2,
+}
+
+
 def test_a_mixture_of_any_size_is_built_without_memory_for_it():
-    sizes = {
-        "deepseek-ai/DeepSeek-R1-0528": 671,
-        "moonshotai/Kimi-K2-Instruct": 1026,
-        "zai-org/GLM-4.5-Air": 107,
-    }
-    sizes |= {
-        "deepseek-v4-flash": 284,
-        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
-        "gemma4:26b-a4b": 25.2,
-    }
     how = {"attn_implementation": "auto", "dtype": torch.float32, "compute_dtype": torch.float32}
-    for name, billions in sizes.items():
+    for name, billions in BILLIONS.items():
         model = build_meta_model(known_config(name), **how, device=torch.device("cpu"))  # type: ignore[arg-type]
-        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
-            billions, abs=0.6
-        )
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count / 1e9 == pytest.approx(billions, abs=0.6)
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
         assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
     # 120 GB each
@@ -174,52 +180,37 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 def test_memory_is_planned_for_the_context_that_the_rows_decide(models, planned, tmp_path):
     rows = [{"prompt": "red", "completion": "blue" * (1 + number % 40)} for number in range(200)]
     options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
-    argv = ("--gpu", "RTX 3060")
-    found = planned(*argv, **options, context_length="auto")
+    found = planned(*CARD_OF_12_GIB, **options, context_length="auto")
     [number] = re.findall(r"--context_length (\d+)", found["command"])
-    assert int(number) in (64, 128) and found == planned(*argv, **options, context_length=number)
+    assert int(number) in (64, 128)
+    assert found == planned(*CARD_OF_12_GIB, **options, context_length=number)
     # No rows decide, and auto takes at most what the model can, and 4,096.
     for name, most in ((models(), 256), ("qwen3-0.6b", 4096)):
-        found = planned(*argv, model_name=name, context_length="auto")
-        assert found == planned(*argv, model_name=name, context_length=most)
+        found = planned(*CARD_OF_12_GIB, model_name=name, context_length="auto")
+        assert found == planned(*CARD_OF_12_GIB, model_name=name, context_length=most)
 
 
 def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(planned):
-    small = planned("--gpu", "RTX 4090", model_name="qwen3-8b", context_length=1024)
+    small = planned(*CARD_OF_24_GIB, model_name="qwen3-8b", context_length=1024)
     assert small["fits"] and small["host_bytes"] < 2**30
-    large = planned(
-        "--gpu",
-        "RTX 3090",
-        "--num_gpus",
-        "2",
-        model_name="llama-2-70b",
-        context_length=2048,
-    )
+    large = planned(*TWO_CARDS, model_name="llama-2-70b", context_length=2048)
     assert large["fits"] and 30 * 2**30 < large["host_bytes"] < 45 * 2**30
     assert "--use_cpu_offload true" in large["command"]
     # The 2024 program: 178 tokens/s with two rows of this length.
     assert 100 < large["tokens_per_second"] < 300
-    with_a_price = planned(
-        "--gpu",
-        "RTX 4090",
-        "--price_per_hour",
-        "0.5",
-        "--million_tokens",
-        "36",
-        model_name="qwen3-8b",
-    )
+    price = ("--price_per_hour", "0.5", "--million_tokens", "36")
+    with_a_price = planned(*CARD_OF_24_GIB, *price, model_name="qwen3-8b")
     assert with_a_price["cost_usd"] == pytest.approx(0.5 * with_a_price["hours"], abs=0.01)
 
 
 def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(plan):
     options = {"model_name": "llama-2-70b", "use_cpu_offload": False, "context_length": 2048}
-    status, said = plan("--explain", "--gpu", "RTX 3090", "--num_gpus", "2", **options)
+    status, said = plan("--explain", *TWO_CARDS, **options)
     assert status == 1 and "does not fit" in said and "it would fit with:" in said
     assert "quantized weights" in said and "the driver and ECC" in said
     # 80 blocks; rank 16 on 7 layers of widths 8192, 1024 and 28672; 16 bytes a weight, two ranks.
-    assert (
-        f"served: {80 * 16 * (4 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672)) * 8 / 2**30:.1f}"
-    ) in said
+    widths = 4 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672)
+    assert f"served: {80 * 16 * widths * 8 / 2**30:.1f}" in said
     lines = [line for line in said.splitlines() if "fsdp-qlora train" not in line]
     assert max(map(len, lines)) <= 80
     [settings] = [line for line in said.splitlines() if "fsdp-qlora train" in line]
@@ -233,18 +224,19 @@ def test_a_plan_shows_progress_beside_its_output(capsys, monkeypatch):
     assert "Measuring blocks" in captured.err and "Measuring" not in captured.out
 
 
-def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new():
-    names = {
-        "NVIDIA A100-SXM4-80GB": (79.3, 80),
-        "NVIDIA H200": (139.8, 90),
-        "NVIDIA H100 80GB HBM3": (79.1, 90),
-    }
-    found = [nearest_gpu(memory, name, capability) for name, (memory, capability) in names.items()]
-    assert [gpu.name for gpu in found] == [
-        "a GPU like an A100 80GB",
-        "H200",
-        "a GPU like an H100 SXM",
-    ]
+@pytest.mark.parametrize(
+    ("memory", "name", "capability", "found"),
+    [
+        (79.3, "NVIDIA A100-SXM4-80GB", 80, "a GPU like an A100 80GB"),
+        (139.8, "NVIDIA H200", 90, "H200"),
+        (79.1, "NVIDIA H100 80GB HBM3", 90, "a GPU like an H100 SXM"),
+    ],
+)
+def test_a_gpu_is_planned_as_the_nearest_one_as_new(memory, name, capability, found):
+    assert nearest_gpu(memory, name, capability).name == found
+
+
+def test_memory_alone_is_planned_as_the_nearest_gpu():
     assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
@@ -261,7 +253,7 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(models, plan, planne
         "context_length": 256,
         "dataset_format": "text",
     }
-    gpu = ("--gpu", "RTX 3060")
+    gpu = CARD_OF_12_GIB
     found = planned(*gpu, **options)
     [first, *_] = planned(*gpu, "--auto", **options)
     assert found["tokens"] == first["tokens"] == 3 * sum(lengths)
@@ -313,7 +305,7 @@ def test_a_teachers_pass_is_planned_beside_its_student(plan, planned):
 
     Training it would take over twice as long as its forward pass.
     """
-    cards = ("--gpu", "RTX 3090", "--num_gpus", "2", "--million_tokens", "10")
+    cards = (*TWO_CARDS, "--million_tokens", "10")
     options = {"context_length": 2048, "batch_size": 4}
     distilled = {
         "model_name": "qwen2.5-7b",
@@ -330,10 +322,8 @@ def test_a_teachers_pass_is_planned_beside_its_student(plan, planned):
     # it depends on torch
     assert [float(found[2]), float(found[3])] == pytest.approx([5.4, 39.5], rel=0.01)
     trained = planned(*cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options)
-    assert (
-        float(found[1]) * 2 < trained["hours"]
-        and "5.1" in (ROOT / "docs/distillation.md").read_text()
-    )
+    assert float(found[1]) * 2 < trained["hours"]
+    assert "5.1" in (ROOT / "docs/distillation.md").read_text()
 
 
 def test_planned_step_time_includes_the_hosts_kernel_launches():
@@ -344,81 +334,66 @@ def test_planned_step_time_includes_the_hosts_kernel_launches():
         seconds(count_work(size, turn, num_shards=1, recomputed_share=share, host_share=0.0), gpu)
         for turn, share in ((short, 1.0), (short._replace(tokens=2 * 64), 1.0), (short, 0.0))
     ]
-    assert times[0] == times[1] == pytest.approx(24 * 3 * BLOCK_SECONDS) and times[
-        2
-    ] == pytest.approx(times[0] * 2 / 3)
+    assert times[0] == times[1] == pytest.approx(24 * 3 * BLOCK_SECONDS)
+    assert times[2] == pytest.approx(times[0] * 2 / 3)
+
+
+def rows_per_step(found: dict[str, Any]) -> int:
+    """The rows of a rank's step in a proposed command."""
+    chosen = dict(itertools.pairwise(found["command"].split()))
+    batch_size = int(chosen.get("--batch_size", 1))
+    return batch_size * int(chosen.get("--gradient_accumulation_steps", 1))
 
 
 def test_auto_gives_settings_with_the_same_global_batch_fastest_first(plan, planned):
+    small = ("--auto", "--gpu_memory_gib", "5.5")
     options = {
         "model_name": "qwen3-0.6b",
         "batch_size": 4,
         "gradient_accumulation_steps": 2,
         "context_length": 4096,
     }
-    found = planned("--auto", "--gpu_memory_gib", "5.5", **options)
+    found = planned(*small, **options)
     speeds = [each["tokens_per_second"] for each in found]
-    assert (
-        len(found) == 3
-        and all(each["fits"] for each in found)
-        and speeds == sorted(speeds, reverse=True)
-    )
-    for each in found:
-        chosen = dict(itertools.pairwise(each["command"].split()))
-        assert (
-            int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1))
-            == 8
-        )
-    _, said = plan("--auto", "--gpu_memory_gib", "5.5", **options)
+    assert len(found) == 3 and all(each["fits"] for each in found)
+    assert speeds == sorted(speeds, reverse=True)
+    assert [rows_per_step(each) for each in found] == [8, 8, 8]
+    _, said = plan(*small, **options)
     assert "the fastest that fit:" in said and "faster, but without a margin:" in said
     # What is given is kept, and more than this card has is not chosen.
-    kept = planned(
-        "--auto",
-        "--gpu_memory_gib",
-        "5.5",
-        recompute="all",
-        use_cpu_offload=True,
-        **options,
-    )
-    assert all(
-        "--recompute all" in each["command"] and "--use_cpu_offload true" in each["command"]
-        for each in kept
-    )
+    for each in planned(*small, recompute="all", use_cpu_offload=True, **options):
+        assert "--recompute all" in each["command"]
+        assert "--use_cpu_offload true" in each["command"]
 
 
 def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(plan, planned):
     options = {"model_name": "qwen3-8b", "context_length": 78475, "lora_rank": 32}
-    status, said = plan("--gpu", "RTX 4090", **options)
+    status, said = plan(*CARD_OF_24_GIB, **options)
     assert status == 1 and "long rows: MLPs in 10 pieces of tokens" in said
-    [best, *_] = planned("--auto", "--gpu", "RTX 4090", **options)
+    [best, *_] = planned("--auto", *CARD_OF_24_GIB, **options)
     for command in (said, best["command"]):
         assert "--recompute offload" in command and "--use_cpu_offload false" in command
     # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB.
     # of one block, in its backward pass
     repeated = 2 * 2 * 78475 * (32 - 8) * 128 if REPEATS_KEYS else 0
-    assert best["fits"] and best["reserved_bytes"] == pytest.approx(
-        16.2 * 2**30 + repeated, rel=0.04
-    )
+    assert best["fits"]
+    assert best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
 
 
 def test_a_plan_says_how_many_ranks_must_share_a_long_row(plan, planned, caplog):
-    gpus = ("--gpu", "RTX 3090", "--num_gpus", "2")
     options = {"model_name": "qwen3-8b", "context_length": 196608}
-    status, said = plan(*gpus, **options)
+    status, said = plan(*TWO_CARDS, **options)
     assert status == 1 and "--context_parallel_size 2" in said and "--recompute offload" in said
     options |= {"recompute": "offload", "use_cpu_offload": False, "gradient_accumulation_steps": 3}
-    status, said = plan(*gpus, context_parallel_size="auto", **options)
+    status, said = plan(*TWO_CARDS, context_parallel_size="auto", **options)
     # Of a block, in 16 bits: queries and outputs of 32 heads, keys and values of 8, of which half
     # stay.
     sent = 2 * 98304 * (32 + 8) * 128 * 2 / 2
-    assert (
-        status == 0
-        and (f"2 ranks share rows: 98,304 tokens each, {sent / 2**20:.2f} MiB sent per block")
-        in said
-    )
+    shares = f"2 ranks share rows: 98,304 tokens each, {sent / 2**20:.2f} MiB sent per block"
+    assert status == 0 and shares in said
     assert "--gradient_accumulation_steps 6 " in said and "--context_parallel_size 2" in said
     assert "rows per step" not in said
-    _, said = plan(*gpus, context_parallel_size="auto", **options | {"context_length": 512})
+    _, said = plan(*TWO_CARDS, context_parallel_size="auto", **options | {"context_length": 512})
     assert "share rows" not in said and "--context_parallel_size 1" not in said
     for length, size in ((512, 1), (49152, 2)):
         config = TrainConfig(
@@ -438,13 +413,9 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(plan, planned, caplog)
 def test_auto_increases_the_batch_if_none_is_requested(plan, planned):
     def found(**options: Any) -> tuple[float, int]:
         [first, *_] = planned("--auto", *gpus, model_name="qwen2.5-72b", **options)
-        chosen = dict(itertools.pairwise(first["command"].split()))
-        rows = int(chosen.get("--batch_size", 1)) * int(
-            chosen.get("--gradient_accumulation_steps", 1)
-        )
-        return first["tokens_per_second"], rows
+        return first["tokens_per_second"], rows_per_step(first)
 
-    gpus = ("--gpu", "RTX 3090", "--num_gpus", "2", "--price_per_hour", "0.6")
+    gpus = (*TWO_CARDS, "--price_per_hour", "0.6")
     (speed, rows) = found()
     (asked, one) = found(batch_size=1)
     (accumulated, eight) = found(gradient_accumulation_steps=8)
@@ -455,7 +426,7 @@ def test_auto_increases_the_batch_if_none_is_requested(plan, planned):
     _, said = plan("--auto", *gpus, model_name="qwen2.5-72b")
     assert f"2 x {rows} rows per step" in said
     # More rows are not proposed where they do not fit.
-    _, said = plan("--auto", "--gpu", "RTX 3060", model_name="llama-2-70b", use_cpu_offload=False)
+    _, said = plan("--auto", *CARD_OF_12_GIB, model_name="llama-2-70b", use_cpu_offload=False)
     assert "1 x 1 rows per step" in said and "1 x 2 rows per step" not in said
 
 
@@ -470,15 +441,10 @@ def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path):
     planner = make_planner(config, GpuSet(nearest_gpu(6.0), 2))
     chosen = choose_settings(config, planner.model, None, None, {})
     best = vars(planner.fastest()[0].config)
-    assert (
-        chosen == {name: best[name] for name in chosen}
-        and chosen["batch_size"] < 8
-        and len(chosen) == 4
-    )
-    run = dict.fromkeys(RUN_KEYS) | {
-        "options": vars(config) | chosen | {"use_cpu_offload": 7},
-        "world_size": 2,
-    }
+    assert chosen == {name: best[name] for name in chosen}
+    assert chosen["batch_size"] < 8 and len(chosen) == 4
+    stored = vars(config) | chosen | {"use_cpu_offload": 7}
+    run = dict.fromkeys(RUN_KEYS) | {"options": stored, "world_size": 2}
     (tmp_path / "run.json").write_text(json.dumps(run))
 
     def kept(config: TrainConfig, num_ranks: int = 2) -> dict[str, Any]:
@@ -504,42 +470,39 @@ def test_settings_chosen_by_auto_have_the_same_plan_without_auto(objective, plan
         "context_length": 2048,
         "objective": objective,
     }
-    for found in planned("--auto", "--gpu", "RTX 3060", **options):
+    for found in planned("--auto", *CARD_OF_12_GIB, **options):
         words = found["command"].split()[2:]
-        again = planned("--gpu", "RTX 3060", *words)
+        again = planned(*CARD_OF_12_GIB, *words)
         assert again | {"command": found["command"]} == found
+
+
+# Options beside --gpu "RTX 3090" -> what is said.
+REFUSED: dict[str, str] = {
+    "--num_gpus 0": "--num_gpus must be above 0",
+    f"--num_gpus {10**23}": "--num_gpus must be above 0 and at most 1e9",
+    "--host_ram_gib nan": "--host_ram_gib must be above 0",
+    "--million_tokens -1": "--million_tokens must be above 0",
+    "--price_per_hour inf": "--price_per_hour must be above 0",
+    f"--batch_size {10**12}": "--batch_size times --context_length",
+    "--model_name {nothing}": "has weights of size 0",
+    "--colour red": "colour",
+    "--model_name qwen3-9b": "qwen3-8b",
+    "--model_name {empty}": "has no config.json",
+    "--model_name qwen3-8b --use_cpu_offload 99": "36 decoder blocks",
+    "--model_name qwen3-8b --recompute 99": "36 decoder blocks",
+    "--train_type qlora --n_bits 3": "hqq_lora",
+    "--model_name {model} --dataset none.jsonl": "none.jsonl",
+}
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         ([], "Give --gpu NAME"),
-        (["--gpu", "RTX 3090", "--num_gpus", "0"], "--num_gpus must be above 0"),
-        (
-            ["--gpu", "RTX 3090", "--num_gpus", f"{10**23}"],
-            "--num_gpus must be above 0 and at most 1e9",
-        ),
+        (["--gpu", "RTX 3095"], "RTX 3090"),
         (["--gpu_memory_gib", "nan"], "--gpu_memory_gib must be above 0"),
         (["--gpu_memory_gib", "1e300"], "--gpu_memory_gib must be above 0"),
-        (["--gpu", "RTX 3090", "--host_ram_gib", "nan"], "--host_ram_gib must be above 0"),
-        (["--gpu", "RTX 3090", "--million_tokens", "-1"], "--million_tokens must be above 0"),
-        (["--gpu", "RTX 3090", "--price_per_hour", "inf"], "--price_per_hour must be above 0"),
-        (["--gpu", "RTX 3090", "--batch_size", f"{10**12}"], "--batch_size times --context_length"),
-        (["--gpu", "RTX 3090", "--model_name", "{nothing}"], "has weights of size 0"),
-        (["--gpu", "RTX 3090", "--colour", "red"], "colour"),
-        (["--gpu", "RTX 3095"], "RTX 3090"),
-        (["--gpu", "RTX 3090", "--model_name", "qwen3-9b"], "qwen3-8b"),
-        (["--gpu", "RTX 3090", "--model_name", "{empty}"], "has no config.json"),
-        (
-            ["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--use_cpu_offload", "99"],
-            "36 decoder blocks",
-        ),
-        (
-            ["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--recompute", "99"],
-            "36 decoder blocks",
-        ),
-        (["--gpu", "RTX 3090", "--train_type", "qlora", "--n_bits", "3"], "hqq_lora"),
-        (["--gpu", "RTX 3090", "--model_name", "{model}", "--dataset", "none.jsonl"], "none.jsonl"),
+        *(([*ONE_CARD, *words.split()], said) for words, said in REFUSED.items()),
     ],
 )
 def test_plan_refuses_bad_input_in_one_sentence(argv, said, capsys, monkeypatch, models, tmp_path):
@@ -580,8 +543,6 @@ def test_as_many_answers_at_a_time_as_the_card_has_room_for(capsys):
         "rewards": "number",
         "num_generations": 8,
         "batch_size": 4,
-    }
-    asked |= {
         "gradient_accumulation_steps": 16,
         "context_length": 1536,
         "max_completion_length": 1024,
