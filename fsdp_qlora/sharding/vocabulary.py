@@ -484,7 +484,7 @@ class SharedHead(_RowExchange):
     ) -> None:
         """Add up the gradients of this rank's hidden states that all ranks have computed.
 
-        grad: [R * N, v]. weight: [v, H]. own: filled with the sum, [N, H].
+        grad: [R * N, v]. weight: [v, H]. out: filled with the sum, [N, H].
         """
         # Each rank knows the part of a gradient that its own columns of the logits give, for the
         # tokens of all: a sum over ranks is the sum over V.

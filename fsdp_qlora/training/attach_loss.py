@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.model.adapters.token_rows import head_token_rows
 from fsdp_qlora.sharding.vocabulary import shared_head_of
-from fsdp_qlora.training.head_loss import chunked_loss
+from fsdp_qlora.training.head_loss import MAX_CHUNK_BYTES, chunked_loss
 from fsdp_qlora.training.token_loss import Head, LogitForm, TokenLoss, WholeVocabulary
 
 
@@ -31,11 +31,16 @@ class HeadLoss(Protocol):
         """
 
 
-def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
+def attach_head_loss(
+    model: PreTrainedModel, form: LogitForm, chunk_bytes: int = MAX_CHUNK_BYTES
+) -> HeadLoss:
     """Give a sharded model a method that computes the loss from its decoder and head.
 
     `probe_head_loss` tries whether the model allows that. FSDP2 gathers weights around `forward`,
     and around methods that are registered with it.
+
+    Args:
+        chunk_bytes: as for `chunked_loss`.
     """
     head = model.get_output_embeddings()
     shared = shared_head_of(model)
@@ -52,7 +57,7 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
         has_others = len(hidden) > len(targets)
         states = hidden.split(len(targets)) if has_others else (hidden,)
         values = [
-            chunked_loss(each.hidden_NH, each.head, targets, each.loss)
+            chunked_loss(each.hidden_NH, each.head, targets, each.loss, chunk_bytes)
             for each in loss.passes(states, own_head)
         ]
         return torch.cat(values) if len(values) > 1 else values[0]

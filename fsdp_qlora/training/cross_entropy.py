@@ -33,6 +33,7 @@ class CrossEntropy:
     """Give each token's and, without gradient, the entropy of the whole distribution, [2, N]."""
 
     num_logits = 1
+    needs_chunks = False
 
     @property
     def is_summed(self) -> bool:

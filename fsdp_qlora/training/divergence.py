@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.training.cross_entropy import CrossEntropy
-from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary, needs_chunks
+from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary
 
 # The least probability of an outcome, whose logarithm is taken: far below any that matters, and a
 # normal number in float32.
@@ -43,6 +43,7 @@ class Divergence:
     """The teacher's hidden states, [N, H], instead of ids and logps."""
 
     is_summed = False
+    needs_chunks = True
 
     @property
     def num_values(self) -> int:
@@ -107,7 +108,7 @@ class Divergence:
         return values_RC, torch.mul(grad_CV.mul_(slope), factor_C1, out=outputs_CV)
 
     def of_whole_logits(self, logits: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
-        raise needs_chunks()
+        raise NotImplementedError
 
 
 def divergence_terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:

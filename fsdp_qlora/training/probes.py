@@ -27,6 +27,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.attach_loss import HeadLoss, attach_head_loss, free_head_before_backward
 from fsdp_qlora.training.cross_entropy import CrossEntropy
+from fsdp_qlora.training.head_loss import MAX_CHUNK_BYTES
 from fsdp_qlora.training.token_loss import LogitForm
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
@@ -68,7 +69,10 @@ def few_tokens(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def probe_head_loss(
-    model: PreTrainedModel, inputs: Mapping[str, Any], temperature: float = 1.0
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    temperature: float = 1.0,
+    chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> HeadLoss | None:
     """Find out whether a model's loss can be computed over chunks of tokens.
 
@@ -77,6 +81,7 @@ def probe_head_loss(
     Args:
         inputs: the base model's arguments, as in a step, for `few_tokens`.
         temperature: of the loss that is returned.
+        chunk_bytes: as for `chunked_loss`, for the loss that is returned.
     Returns:
         The loss, or None where the model needs whole logits, which is said in one line.
     """
@@ -92,7 +97,7 @@ def probe_head_loss(
         form = min(errors, key=lambda form: errors[form])
         if errors[form] <= _LOSS_TOLERANCE[logits.dtype]:
             free_head_before_backward(model)
-            return attach_head_loss(model, form._replace(temperature=temperature))
+            return attach_head_loss(model, form._replace(temperature=temperature), chunk_bytes)
         reason = "its logits are not its head's outputs, scaled or capped as its config says"
     log.info("The loss is computed from whole logits, which takes more memory: %s.", reason)
     return None

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fsdp_qlora.model.adapters.token_rows import TokenRows
 from fsdp_qlora.sharding.vocabulary import SharedHead
-from fsdp_qlora.utils.errors import UserError
 
 
 class WholeVocabulary:
@@ -126,6 +125,10 @@ class TokenLoss(Protocol):
         """Values of each token, without a reference's."""
 
     @property
+    def needs_chunks(self) -> bool:
+        """Whether it cannot be computed of whole logits, which would be too large for it."""
+
+    @property
     def num_logits(self) -> int:
         """Memory that a token of a chunk takes, in logits of the vocabulary."""
 
@@ -162,7 +165,7 @@ class TokenLoss(Protocol):
         Args:
             logits: the policy's and behind them a reference's, [copies * N, V].
         Raises:
-            UserError: it needs the loss in chunks.
+            NotImplementedError: it `needs_chunks`.
         """
 
 
@@ -172,10 +175,3 @@ class HeadPass(NamedTuple):
     hidden_NH: Tensor
     head: Head
     loss: TokenLoss
-
-
-def needs_chunks() -> UserError:
-    """The error of a loss that whole logits would be too large for."""
-    return UserError(
-        "--objective distill needs the loss in chunks, which this model does not allow."
-    )

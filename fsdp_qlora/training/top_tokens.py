@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.training.divergence import LEAST, take_outcomes
-from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary, needs_chunks
+from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class TopTokens:
     """A teacher may know more tokens than its student."""
 
     is_summed = False
+    needs_chunks = True
     num_logits = 1
 
     @property
@@ -75,4 +76,4 @@ class TopTokens:
         return torch.cat([ids_CK, logps_CL], dim=1)
 
     def of_whole_logits(self, logits: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
-        raise needs_chunks()
+        raise NotImplementedError

@@ -216,7 +216,7 @@ class Trainer:
         losses, on_device = self.forward.token_losses(
             micro_batch, objective.loss, per_document=objective.per_document
         )
-        return self.objective.measure(losses, on_device, totals)
+        return objective.measure(losses, on_device, totals)
 
     def _prepare(self, step: int, index: int, *, is_last: bool) -> None:
         """Make ready for this rank's next micro-batch: heartbeat, gradient sync and random seed."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.training.attach_loss import rows_of_copies
 from fsdp_qlora.training.token_loss import TokenLoss
+from fsdp_qlora.utils.errors import UserError
 
 
 def loss_of_logits(
@@ -23,7 +24,15 @@ def loss_of_logits(
     """Compute the loss from the model's own logits; the arguments are those of `HeadLoss`.
 
     For a batch of one row, a model that can do so computes the logits of these rows alone.
+
+    Raises:
+        UserError: the loss needs chunks.
     """
+    # Before the model runs: its weights stay as they are, and no logits are made for nothing.
+    if loss.needs_chunks:
+        raise UserError(
+            "--objective distill needs the loss in chunks, which this model does not allow."
+        )
     takes_rows = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     # transformers takes the same positions of every row of the batch.
     skips = len(inputs["input_ids"]) == 1 and takes_rows

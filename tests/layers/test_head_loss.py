@@ -260,17 +260,20 @@ def _compare(folders: dict[str, str]) -> int:
     set_up_logging(ranks, verbose=False)
     start_process_group(ranks)
     mesh = build_mesh(ranks, sharding_strategy="full_shard")
-    head_loss.MAX_CHUNK_BYTES = 5 * WORDS * 4
     ids = ids_of(ranks.rank)
     labels = torch.cat([torch.full((1, 3), -100), ids[:, 3:]], dim=1)[:, : ids.shape[1]]
     rows, targets = learned_rows(labels)
     missing = max(LENGTHS) - 1 - len(rows)
     learned = F.pad(rows, (0, missing)), F.pad(targets, (0, missing), value=-100)
+    # Chunks of five tokens, so that each rank has several.
+    chunk_bytes = 5 * WORDS * 4
+    assert head_loss.tokens_at_a_time(WORDS, torch.float32, chunk_bytes) < len(learned[0]) / 2
 
     def sharded(model: Any) -> tuple[Any, Any]:
         fp32 = PRECISIONS["fp32"]
         shard_model(ModelParts(model), mesh, sharding_strategy="full_shard", precision=fp32)
-        return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
+        inputs = {"input_ids": few_tokens(model)}
+        return model, probe_head_loss(model, inputs, chunk_bytes=chunk_bytes)
 
     for case, folder in folders.items():
         own = AutoModelForCausalLM.from_pretrained(
