@@ -43,8 +43,24 @@ def read(messages: list[dict[str, Any]], **columns: Any) -> Chat:
     return chat
 
 
-# Messages in parts -> as OpenAI's chat API has them.
+# Answers that think "hm" and say "blue".
+THINKING: dict[str, dict[str, Any]] = {
+    "reasoning with text": says(text("hm", "reasoning"), text("blue")),
+    "Anthropic": says({"type": "thinking", "thinking": "hm", "signature": "x"}, text("blue")),
+    "Mistral": says({"type": "thinking", "thinking": [text("h"), text("m")]}, text("blue")),
+    "OpenAI's responses": says(
+        {"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]},
+        text("blue", "output_text"),
+    ),
+    "Gemini": {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "blue"}]},
+    "in a field too": says(text("hm", "thinking"), text("blue"), reasoning_content="hm"),
+    "a list in a field": {**THINKS, "reasoning_content": [text("hm", "summary_text")]},
+}
+ADDS = {"type": "tool_use", "name": "add", "input": {"a": 1}}
+FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+# Messages in parts behind a question -> as OpenAI's chat API has them.
 SAME: dict[str, tuple[list[Any], list[Any]]] = {
+    **{name: ([answer], [THINKS]) for name, answer in THINKING.items()},
     "text": (
         [
             {**ASK, "content": [text("so"), text("rt", "input_text")]},
@@ -52,46 +68,14 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
         ],
         [ASK, {"role": "assistant", "content": "blue"}],
     ),
-    "reasoning with text": ([ASK, says(text("hm", "reasoning"), text("blue"))], [ASK, THINKS]),
-    "Anthropic": (
-        [ASK, says({"type": "thinking", "thinking": "hm", "signature": "x"}, text("blue"))],
-        [ASK, THINKS],
-    ),
-    "Mistral": (
-        [ASK, says({"type": "thinking", "thinking": [text("h"), text("m")]}, text("blue"))],
-        [ASK, THINKS],
-    ),
-    "OpenAI's responses": (
-        [
-            ASK,
-            says(
-                {"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]},
-                text("blue", "output_text"),
-            ),
-        ],
-        [ASK, THINKS],
-    ),
     "a summary": (
-        [ASK, says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))],
-        [ASK, {**THINKS, "reasoning_content": "h\n\nm"}],
+        [says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))],
+        [{**THINKS, "reasoning_content": "h\n\nm"}],
     ),
-    "Gemini": (
-        [ASK, {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "blue"}]}],
-        [ASK, THINKS],
-    ),
-    "in a field too": (
-        [ASK, says(text("hm", "thinking"), text("blue"), reasoning_content="hm")],
-        [ASK, THINKS],
-    ),
-    "a list in a field": (
-        [ASK, {**THINKS, "reasoning_content": [text("hm", "summary_text")]}],
-        [ASK, THINKS],
-    ),
-    "reasoning alone": ([ASK, says(text("hm", "reasoning"))], [ASK, {**THINKS, "content": ""}]),
+    "reasoning alone": ([says(text("hm", "reasoning"))], [{**THINKS, "content": ""}]),
     "a call and its result": (
         [
-            ASK,
-            says(text("so"), {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}),
+            says(text("so"), {**ADDS, "id": "c1"}),
             {
                 "role": "user",
                 "content": [
@@ -100,31 +84,19 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
                 ],
             },
         ],
-        [ASK, CALLS, RESULT, ASK],
+        [CALLS, RESULT, ASK],
     ),
     "a call alone": (
-        [
-            ASK,
-            says(
-                {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
-            ),
-        ],
-        [ASK, {"role": "assistant", "tool_calls": CALLS["tool_calls"]}],
+        [says(FUNCTION_CALL)],
+        [{"role": "assistant", "tool_calls": CALLS["tool_calls"]}],
     ),
     "a call in a field too": (
-        [
-            ASK,
-            says(
-                text("so"),
-                {"type": "tool_use", "name": "add", "input": {"a": 1}},
-                tool_calls=[{"id": "c1", **CALL}],
-            ),
-        ],
-        [ASK, CALLS],
+        [says(text("so"), ADDS, tool_calls=[{"id": "c1", **CALL}])],
+        [CALLS],
     ),
     "parameters": (
-        [ASK, {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}],
-        [ASK, {"role": "assistant", "tool_calls": [CALL]}],
+        [{"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}],
+        [{"role": "assistant", "tool_calls": [CALL]}],
     ),
 }
 
@@ -132,7 +104,7 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_parts_are_what_their_types_say(name):
     parts, fields = SAME[name]
-    assert read([*parts, THINKS]).messages == [*fields, THINKS]
+    assert read([ASK, *parts, THINKS]).messages == [ASK, *fields, THINKS]
 
 
 def test_parts_mean_the_same_in_every_format_and_in_prompts():
@@ -154,39 +126,26 @@ def test_parts_mean_the_same_in_every_format_and_in_prompts():
     assert isinstance(prompt, Chat) and prompt.messages == [ASK, THINKS, ASK]
 
 
+# What the refusal calls a part -> a turn that has it.
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "tool_result, and only text": says(text("blue", "tool_result")),
+    "redacted_thinking, and only text": says({"type": "redacted_thinking", "data": "x"}),
+    "functionCall, and only text": says({"functionCall": {"name": "add"}}),
+    "reasoning, which only an answer can have": {**ASK, "content": [text("hm", "reasoning")]},
+    "tool_use, which only an answer can have": {**ASK, "content": [{"type": "tool_use"}]},
+    "document, and only text": {**ASK, "content": [text("x", "document")]},
+}
+GOES = {"type": "tool_use", "name": "go", "input": {}}
+HIDDEN = {"type": "reasoning", "encrypted_content": "x"}
 # The reason -> a turn behind a question.
 BAD: dict[str, dict[str, Any]] = {
-    "turn 2: a part of its content is tool_result, and only text": says(
-        text("blue", "tool_result")
-    ),
-    "turn 2: a part of its content is redacted_thinking, and only text": says(
-        {"type": "redacted_thinking", "data": "x"}
-    ),
-    "turn 2: a part of its content is functionCall, and only text": says(
-        {"functionCall": {"name": "add"}}
-    ),
-    "turn 2: a part of its content is reasoning, which only an answer can have": {
-        **ASK,
-        "content": [text("hm", "reasoning")],
-    },
-    "turn 2: a part of its content is tool_use, which only an answer can have": {
-        **ASK,
-        "content": [{"type": "tool_use"}],
-    },
-    "turn 2: a part of its content is document, and only text": {
-        **ASK,
-        "content": [text("x", "document")],
-    },
+    **{f"turn 2: a part of its content is {part}": turn for part, turn in UNKNOWN.items()},
     "turn 2: its parts are not in the order": says(text("blue"), text("hm", "reasoning")),
     "turn 2: its reasoning in reasoning_content differs from": says(
         text("hm", "reasoning"), text("a"), reasoning_content="ah"
     ),
-    "turn 2: its reasoning has no text": says(
-        {"type": "reasoning", "encrypted_content": "x"}, text("blue")
-    ),
-    "turn 2: its tool calls differ from": says(
-        {"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]
-    ),
+    "turn 2: its reasoning has no text": says(HIDDEN, text("blue")),
+    "turn 2: its tool calls differ from": says(GOES, tool_calls=[CALL]),
     "turn 2: a tool call without a name": says({"type": "tool_use", "input": {}}),
 }
 
@@ -251,10 +210,8 @@ def test_the_answer_of_a_tool_is_text_or_parts_or_json():
         (DAY, "2026-01-02"),
         ([], ""),
     ):
-        assert (
-            read([ASK, CALLS, {"role": "tool", "content": content}, THINKS]).messages[2]["content"]
-            == words
-        )
+        result = {"role": "tool", "content": content}
+        assert read([ASK, CALLS, result, THINKS]).messages[2]["content"] == words
 
 
 def test_a_value_that_json_cannot_have_is_named():
