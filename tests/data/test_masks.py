@@ -6,13 +6,20 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.batches.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
+from fsdp_qlora.data.batches.tokenization import (
+    DOUBLE_BOS,
+    MERGED,
+    NO_END,
+    EncodedRow,
+    encode,
+)
 from fsdp_qlora.data.content import BadRow, Chat, Fields, Segment
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.conversation import APART
@@ -79,15 +86,26 @@ def mask(learn: str, kind: str = "byte_level") -> list[int]:
     return [int(bit) for bit in MASKS[kind, learn].split()]
 
 
+def encoded(
+    tokenizer: PreTrainedTokenizerFast,
+    format_name: str,
+    row: dict[str, Any],
+    learn: str = "assistant",
+    **chosen: Any,
+) -> list[EncodedRow]:
+    """The rows that a row of a dataset becomes."""
+    row_format = FORMATS[format_name]
+    renderer = Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template, [WORKER])
+    rendered = renderer.render(row_format.read(row))
+    return [*encode([(1, each) for each in rendered], tokenizer, 1000)]
+
+
 def tokens_of(
     kind: str, format_name: str, row: dict[str, Any], learn: str = "assistant", **chosen: Any
 ) -> tuple[list[str], list[int], tuple[str, ...]]:
     """The row's tokens, 1 for each that is learned, and the notes on the row."""
     tokenizer = spelled_tokenizer(kind)
-    row_format = FORMATS[format_name]
-    renderer = Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template, [WORKER])
-    [rendered] = renderer.render(row_format.read(row))
-    [found] = encode([(1, rendered)], tokenizer, 1000)
+    [found] = encoded(tokenizer, format_name, row, learn, **chosen)
     return (
         tokenizer.convert_ids_to_tokens(found.ids.tolist()),
         found.learned.astype(int).tolist(),
@@ -102,6 +120,20 @@ def test_a_chat_is_learned_turn_by_turn(kind, tags, learn):
     assert tokens == TOKENS[kind].split()
     assert learned == mask(learn, kind)
     assert notes == ()
+
+
+def of_messages(
+    *messages: dict[str, Any], learn: str = "assistant", chat: str | None = None
+) -> tuple[list[str], list[int], tuple[str, ...]]:
+    return tokens_of("byte_level", "messages", {"messages": [*messages]}, learn, chat=chat)
+
+
+def fill(
+    chat_template: ChatTemplate, worker: TemplateWorker = WORKER, chat: Chat | None = None
+) -> list[list[str]]:
+    """What is learned of each row of a chat."""
+    rows, _ = chat_template.fill(chat or Chat(CHAT["messages"]), worker, learn="assistant")
+    return [[segment.text for segment in row if segment.learned] for row in rows]
 
 
 def test_turns_are_learned_whole_if_tokens_begin_with_a_sign():
@@ -132,14 +164,12 @@ def test_turns_of_weight_0_are_masked(tags, weight):
     messages[1] |= weight
     chat = template(TAGS[tags])
     for learn in ("assistant", "last"):
-        assert tokens_of("byte_level", "messages", {"messages": messages}, learn, chat=chat)[
-            1:
-        ] == (mask("last"), ())
-    _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, "all", chat=chat)
+        assert of_messages(*messages, learn=learn, chat=chat)[1:] == (mask("last"), ())
+    _, learned, _ = of_messages(*messages, learn="all", chat=chat)
     assert learned == [1] * 8 + [0] * 3 + [1] * 9
     messages[3] |= weight
     with pytest.raises(BadRow, match="weight above 0"):
-        tokens_of("byte_level", "messages", {"messages": messages}, chat=chat)
+        of_messages(*messages, chat=chat)
 
 
 def test_template_workers_render_rows_in_order():
@@ -164,41 +194,20 @@ def test_turns_rewritten_later_by_a_template_become_own_rows():
     rewriting = template(
         TAGS["without"].replace("m.content", "(m.content if loop.last else '...')")
     )
-    rows = [
-        tokens_of(
-            "byte_level",
-            "messages",
-            {"messages": CHAT["messages"][:length]},
-            "last",
-            chat=rewriting,
-        )
-        for length in (2, 4)
-    ]
     tokenizer = spelled_tokenizer("byte_level")
-    row_format = FORMATS["messages"]
-    renderer = Renderer(
-        tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template, [WORKER]
-    )
-    rendered = renderer.render(row_format.read(CHAT))
-    found = encode([(1, row) for row in rendered], tokenizer, 1000)
-    assert [row.ids.tolist() for row in found] == [
-        tokenizer.convert_tokens_to_ids(tokens) for tokens, _, _ in rows
-    ]
-    assert [row.notes for row in encode([(1, row) for row in rendered], tokenizer, 1000)] == [
-        (APART,),
-        (),
-    ]
+    found = encoded(tokenizer, "messages", CHAT, chat=rewriting)
+    for row, length in zip(found, (2, 4), strict=True):
+        tokens, _, _ = of_messages(*CHAT["messages"][:length], learn="last", chat=rewriting)
+        assert tokenizer.convert_ids_to_tokens(row.ids.tolist()) == tokens
+    assert [row.notes for row in found] == [(APART,), ()]
     tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
 
 
 def test_rows_of_tool_chats_begin_with_the_tokens_of_their_prompts():
     tokenizer = spelled_tokenizer("byte_level")
-    row_format = FORMATS["messages"]
     for name, messages in ((KEEPS, CALLING), (BEHIND, WORDS)):
         tokenizer.chat_template = TEMPLATES[name]
-        renderer = Renderer(tokenizer, ChosenTemplate(), "assistant", row_format.template, [WORKER])
-        rendered = renderer.render(row_format.read({"messages": messages}))
-        found = encode([(1, row) for row in rendered], tokenizer, 1000)
+        found = encoded(tokenizer, "messages", {"messages": messages})
         assert [row.ids[: row.learned.argmax()].tolist() for row in found] == [
             tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
             for turn in (1, 3)
@@ -232,11 +241,10 @@ def test_a_hostile_template_fails_only_its_own_row(bad, impatient):
     only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), only_here)
     with pytest.raises((BadRow, UserError), match=re.escape(word)) as error:
-        chat_template.fill(Chat(CHAT["messages"]), impatient, learn="assistant")
+        fill(chat_template, impatient)
     assert error.type is refusal
     if refusal is BadRow:
-        rows, _ = chat_template.fill(Chat(turns("so", "no")), impatient, learn="assistant")
-        assert [segment.text for segment in rows[0] if segment.learned] == ["no</s>"]
+        assert fill(chat_template, impatient, Chat(turns("so", "no"))) == [["no</s>"]]
 
 
 def test_a_worker_imports_no_module_of_the_current_folder(tmp_path, monkeypatch):
@@ -246,9 +254,7 @@ def test_a_worker_imports_no_module_of_the_current_folder(tmp_path, monkeypatch)
         )
     monkeypatch.chdir(tmp_path)
     worker = TemplateWorker()
-    ChatTemplate(spelled_tokenizer("byte_level"), template()).fill(
-        Chat(CHAT["messages"]), worker, learn="assistant"
-    )
+    fill(ChatTemplate(spelled_tokenizer("byte_level"), template()), worker)
     worker.close()
     assert not (tmp_path / "ran").exists()
 
@@ -269,19 +275,17 @@ def deep_list(depth: int) -> Any:
 CALLS_ITSELF = (
     "{% macro call() %}{{ call() }}{% endmacro %}{{ call() if tools and tools[0].name == 'self' }}"
 )
+SHORT = turns("hi", "no")
 # Chat that costs its row alone -> a word of the reason.
 EXTREME = {
-    "tools that JSON cannot say": (
-        Chat(turns("hi", "no"), [{"name": object()}]),
-        "cannot represent",
-    ),
-    "tools nested 400 deep": (Chat(turns("hi", "no"), [{"name": "go", **nested(400)}]), ""),
+    "tools that JSON cannot say": (Chat(SHORT, [{"name": object()}]), "cannot represent"),
+    "tools nested 400 deep": (Chat(SHORT, [{"name": "go", **nested(400)}]), ""),
     "a tool for which the template calls itself": (
-        Chat(turns("hi", "no"), [{"name": "self"}]),
+        Chat(SHORT, [{"name": "self"}]),
         "nested too deeply",
     ),
     "tools nested 5,000 deep": (
-        Chat(turns("hi", "no"), [{"name": deep_list(5000)}]),
+        Chat(SHORT, [{"name": deep_list(5000)}]),
         "cannot represent|too deeply",
     ),
     "100,000 messages": (Chat(turns(*["hi"] * 100_000)), "did not end within"),
@@ -296,10 +300,10 @@ def test_extreme_chats_are_rejected_as_bad_rows(name):
     )
     worker = TemplateWorker(seconds_per_chat=2)
     try:
-        chat_template.fill(Chat(turns("hi", "no")), worker, learn="assistant")
+        fill(chat_template, worker, Chat(SHORT))
         with pytest.raises(BadRow, match=reason) if reason else contextlib.nullcontext():
-            chat_template.fill(chat, worker, learn="assistant")
-        assert chat_template.fill(Chat(turns("hi", "no")), worker, learn="assistant")
+            fill(chat_template, worker, chat)
+        assert fill(chat_template, worker, Chat(SHORT))
     finally:
         worker.close()
 
@@ -319,7 +323,8 @@ def test_prompts_are_filled_in_the_bounded_process_too():
 def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(monkeypatch):
     worker = TemplateWorker()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), template())
-    first = chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+    ask = partial(chat_template.fill, Chat(CHAT["messages"]), worker, learn="assistant")
+    first = ask()
     for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
         assert worker._process is not None
         worker._process.send_signal(number)
@@ -328,13 +333,13 @@ def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(monkeypatch
             "fsdp_qlora.distributed.supervision.clock.within",
             lambda _, call, all=limits: within(next(all), call),
         )
-        assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
+        assert ask() == first
     monkeypatch.undo()
     worker.seconds_per_chat = 0.1
     endless = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
     for refusal in (BadRow, BadRow, UserError):  # three in a row are the template's fault
         with pytest.raises(refusal, match="did not end within"):
-            endless.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+            fill(endless, worker)
     worker.close()
 
 
@@ -366,14 +371,22 @@ def test_tokens_across_prompt_and_answer_are_split_and_logged():
     assert (tokens, learned, notes) == (["<s>", "so", ":", "Ġon", "</s>"], [0, 0, 0, 1, 1], ())
 
 
-def test_unusual_template_behavior_is_logged():
-    twice = template(begin="{{ bos_token + bos_token }}")
-    assert tokens_of("byte_level", "messages", CHAT, chat=twice)[2] == (DOUBLE_BOS,)
-    endless = template("[a]{{ m.content + '.' }}")
-    assert tokens_of("byte_level", "messages", CHAT, chat=endless)[2] == (NO_END,)
-    row = {"messages": [{**CHAT["messages"][0], "lang": "en", "note": None}, *CHAT["messages"][1:]]}
-    notes = tokens_of("byte_level", "messages", row, chat=template())[2]
-    assert notes == ("turns have fields that are not used: lang",)
+UNUSUAL = {
+    "bos token twice": (template(begin="{{ bos_token + bos_token }}"), {}, (DOUBLE_BOS,)),
+    "no end of turn": (template("[a]{{ m.content + '.' }}"), {}, (NO_END,)),
+    "unknown fields": (
+        template(),
+        {"lang": "en", "note": None},
+        ("turns have fields that are not used: lang",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_template_behavior_is_logged(case):
+    chat, more, expected = UNUSUAL[case]
+    first, *rest = CHAT["messages"]
+    assert of_messages({**first, **more}, *rest, chat=chat)[2] == expected
 
 
 def test_pretokenized_rows_are_used_unchanged():
@@ -397,8 +410,7 @@ def test_alpaca_prompts_hold_system_and_history_with_answers_learned():
         "<s>on\n\n### Instruction:\nhi\n\n### Response:go</s>\n\n### Instruction:\nso\n\n### "
         "Response:no</s>"
     )
-    spoken = [token for token, bit in zip(tokens, learned, strict=True) if bit]
-    assert spoken == ["go", "</s>", "no", "</s>"]
+    assert [*itertools.compress(tokens, learned)] == ["go", "</s>", "no", "</s>"]
     assert sum(tokens_of("byte_level", "alpaca", row, "last")[1]) == 2
     assert sum(tokens_of("byte_level", "alpaca", row, "all")[1]) == len(tokens)
     tokens, learned, _ = tokens_of("byte_level", "alpaca", row, chat=template())
@@ -432,11 +444,7 @@ def test_a_template_file_fills_fields_and_learns_from_the_response(tmp_path):
         find_template("no_such")
 
 
-CALL = {
-    "id": "1",
-    "type": "function",
-    "function": {"name": "add", "arguments": json.dumps({"a": 1})},
-}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 def test_tool_calls_of_every_form_reach_the_template_as_objects():
@@ -447,18 +455,11 @@ def test_tool_calls_of_every_form_reach_the_template_as_objects():
         "'assistant' %}</s>{% endif %}{% endfor %}" + PROMPT
     )
     function = {"name": "add", "arguments": {"a": 1}}
+    silent = {"role": "assistant", "content": None}
     forms = [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"type": "function", "function": function}],
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "function_call": {"name": "add", "arguments": '{"a": 1}'},
-        },
+        {**silent, "tool_calls": [CALL]},
+        {**silent, "tool_calls": [{"type": "function", "function": function}]},
+        {**silent, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
         {"role": "tool_call", "content": json.dumps(function)},
         {"from": "function_call", "value": json.dumps(function)},
     ]
@@ -470,19 +471,16 @@ def test_tool_calls_of_every_form_reach_the_template_as_objects():
         row = {"conversations": [{"from": "human", "value": "so"}, form, *rest], "tools": tools}
         tokens, learned, _ = tokens_of("byte_level", "sharegpt", row, chat=seen)
         assert "".join(tokens) == "go[u]so[a]add1</s>[t]hi[a]no</s>"
-        assert (
-            "".join(token for token, bit in zip(tokens, learned, strict=True) if bit)
-            == "add1</s>no</s>"
-        )
+        spoken = itertools.compress(tokens, learned)
+        assert "".join(spoken) == "add1</s>no</s>"
 
 
 def test_tokenizers_template_is_used_and_a_missing_one_is_named():
     tokenizer: PreTrainedTokenizerFast = spelled_tokenizer("byte_level")
     with pytest.raises(UserError, match="no chat template"):
-        ChatTemplate(tokenizer).fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
+        fill(ChatTemplate(tokenizer))
     tokenizer.chat_template = template()
-    [segments], _ = ChatTemplate(tokenizer).fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
-    assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]
+    assert fill(ChatTemplate(tokenizer)) == [["go on</s>", "no</s>"]]
 
 
 def test_nulls_added_by_arrow_are_dropped_before_the_template(tmp_path):
