@@ -20,9 +20,170 @@ from tests.helpers.tokenizers import make_tokenizer
 Tensors = dict[str, torch.Tensor]
 NORM = "model.norm.weight"
 
+Damage = Callable[[Path], object]
+
+
+def _edit_file(file: str, **changes: object) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def _edit_config(**changes: object) -> Damage:
+    return _edit_file("config.json", **changes)
+
+
+def _write_config(text: str) -> Damage:
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def _edit_tensors(edit: Callable[[Tensors], object]) -> Damage:
+    return lambda folder: edit_weights(folder, edit)
+
+
+def _replace_norm(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return _edit_tensors(lambda tensors: tensors.update({NORM: change(tensors[NORM])}))
+
+
+def _remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _index(norm_file: str, *, drop_norm: bool = False) -> Damage:
+    """Add an index that places one tensor in `norm_file`."""
+
+    def damage(folder: Path) -> None:
+        names = load_file(folder / "model.safetensors").keys()
+        weight_map = {**dict.fromkeys(names, "model.safetensors"), NORM: norm_file}
+        if drop_norm:
+            _edit_tensors(lambda tensors: tensors.pop(NORM))(folder)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+# The folder of a copy of the model -> (what is done to it, words that every rank's message has).
+DAMAGES: dict[str, tuple[Damage, list[str]]] = {
+    "no_tokenizer": (
+        _remove_tokenizer,
+        ["model_name no_tokenizer", "no tokenizer", "Put the tokenizer's files (tokenizer.json"],
+    ),
+    "no_eos": (
+        _edit_file("tokenizer_config.json", eos_token=None),
+        ["model_name no_eos", "no eos_token", "Set eos_token in tokenizer_config.json"],
+    ),
+    "broken_config": (
+        _write_config('{"model_type": "llama",'),
+        ["broken_config/config.json is not valid JSON", "Download"],
+    ),
+    "unknown_type": (
+        _edit_config(model_type="lllama"),
+        [
+            "unknown_type/config.json",
+            "model_type 'lllama'",
+            "does not support",
+            "pip install --upgrade transformers",
+        ],
+    ),
+    "missing_tensor": (
+        _edit_tensors(lambda tensors: tensors.pop(NORM)),
+        ["missing_tensor", "config.json", f"missing: {NORM} [64]", "Download"],
+    ),
+    "other_name": (
+        _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": tensors.pop(NORM)})),
+        [
+            "other_name",
+            f"missing: {NORM}",
+            "not in this architecture: model.extra.weight (in model.safetensors)",
+        ],
+    ),
+    "wrong_shape": (
+        _replace_norm(lambda norm: norm[:63].clone()),
+        ["wrong_shape", f"wrong shape: {NORM} in model.safetensors is [63], the model's is [64]"],
+    ),
+    "integers": (
+        _replace_norm(lambda norm: norm.int()),
+        [
+            "integers",
+            f"wrong type: {NORM} in model.safetensors is int32",
+            "and weights must be 16- or 32-bit floats",
+        ],
+    ),
+    "truncated": (
+        _truncate,
+        ["truncated/model.safetensors is not a readable safetensors file", "Download it again"],
+    ),
+    "absent_file": (
+        _index("model-00002-of-00002.safetensors"),
+        [
+            "absent_file/model.safetensors.index.json",
+            "names missing files: model-00002-of-00002.safe",
+            "Download",
+        ],
+    ),
+    "outside": (
+        _index("../model/model.safetensors"),
+        [
+            "outside/model.safetensors.index.json names '../model/model.safetensors'",
+            "not a file of its folder",
+        ],
+    ),
+    "absent_tensor": (
+        _index("model.safetensors", drop_norm=True),
+        ["absent_tensor/model.safetensors", f"tensor {NORM}", "Download"],
+    ),
+    "pickled": (
+        _pickle,
+        ["pickled has no .safetensors file", "pytorch_model.bin", "save_pretrained"],
+    ),
+    "list_config": (_write_config("[1, 2]"), ["list_config/config.json"]),
+    "nested_config": (_write_config("[" * 100_000), ["nested_config/config.json is not valid"]),
+    "layers": (
+        _edit_config(num_hidden_layers=2**31),
+        ["num_hidden_layers 2147483648, and at most 1000"],
+    ),
+    "many_heads": (
+        _edit_config(num_key_value_heads=10**12),
+        ["has weights of size 1024000000000000", "k_proj", "Download"],
+    ),
+    "wide": (
+        _edit_config(intermediate_size=10**12),
+        ["has weights of size 64000000000000", "gate_proj", "Download"],
+    ),
+    "activation": (
+        _edit_config(hidden_act="nope"),
+        ["described by config.json cannot be built: 'nope'"],
+    ),
+    "text_size": (
+        _edit_config(intermediate_size="128"),
+        [
+            "model_name text_size: its config.json cannot be used",
+            "'intermediate_size' expected int, got str",
+        ],
+    ),
+    "heads": (
+        _edit_config(num_attention_heads=4, num_key_value_heads=3),
+        [
+            "wrong shape: model.layers.0.self_attn.k_proj.weight in model.safetensors is [32, 64], "
+            "the model's is [48"
+        ],
+    ),
+}
 # What is wrong -> (options besides the good ones, words that every rank's message has).
 BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
-    # Options.
+    **{folder: ({"model_name": folder}, words) for folder, (_, words) in DAMAGES.items()},
     "several at once": (
         {"context_length": 0, "batch_size": 0, "dataset_samples": 0, "seed": -1},
         [
@@ -31,33 +192,11 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
             "--batch_size must be 1 or more",
         ],
     ),
-    # The model's folder.
     "hub model without a network": (
         {"model_name": "owner/model"},
         ["model_name owner/model", "no such local folder", "out of reach", "path of its folder"],
     ),
     "folder without config.json": ({"model_name": "data"}, ["model_name data", "no config.json"]),
-    "no tokenizer": (
-        {"model_name": "no_tokenizer"},
-        ["model_name no_tokenizer", "no tokenizer", "Put the tokenizer's files (tokenizer.json"],
-    ),
-    "tokenizer without an end of sequence": (
-        {"model_name": "no_eos"},
-        ["model_name no_eos", "no eos_token", "Set eos_token in tokenizer_config.json"],
-    ),
-    "config.json that is no JSON": (
-        {"model_name": "broken_config"},
-        ["broken_config/config.json is not valid JSON", "Download"],
-    ),
-    "unknown model type": (
-        {"model_name": "unknown_type"},
-        [
-            "unknown_type/config.json",
-            "model_type 'lllama'",
-            "does not support",
-            "pip install --upgrade transformers",
-        ],
-    ),
     "encoder-decoder model": (
         {"model_name": "t5"},
         ["model_name t5", "'t5'", "not a decoder-only", "llama"],
@@ -70,94 +209,6 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"lora_target_modules": "q_proj,query"},
         ["lora_target_modules", "is named query", "k_proj", "q_proj", "up_proj"],
     ),
-    # The weights.
-    "missing tensor": (
-        {"model_name": "missing_tensor"},
-        ["missing_tensor", "config.json", f"missing: {NORM} [64]", "Download"],
-    ),
-    "tensor under another name": (
-        {"model_name": "other_name"},
-        [
-            "other_name",
-            f"missing: {NORM}",
-            "not in this architecture: model.extra.weight (in model.safetensors)",
-        ],
-    ),
-    "wrongly shaped tensor": (
-        {"model_name": "wrong_shape"},
-        ["wrong_shape", f"wrong shape: {NORM} in model.safetensors is [63], the model's is [64]"],
-    ),
-    "weight of whole numbers": (
-        {"model_name": "integers"},
-        [
-            "integers",
-            f"wrong type: {NORM} in model.safetensors is int32, and weights must be 16- "
-            "or 32-bit floats",
-        ],
-    ),
-    "truncated file": (
-        {"model_name": "truncated"},
-        ["truncated/model.safetensors is not a readable safetensors file", "Download it again"],
-    ),
-    "index that names an absent file": (
-        {"model_name": "absent_file"},
-        [
-            "absent_file/model.safetensors.index.json",
-            "names missing files: model-00002-of-00002.safe",
-            "Download",
-        ],
-    ),
-    "index that leads out of the folder": (
-        {"model_name": "outside"},
-        [
-            "outside/model.safetensors.index.json names '../model/model.safetensors'",
-            "not a file of its folder",
-        ],
-    ),
-    "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
-    "config.json of endless nesting": (
-        {"model_name": "nested_config"},
-        ["nested_config/config.json is not valid"],
-    ),
-    "too many layers": (
-        {"model_name": "layers"},
-        ["num_hidden_layers 2147483648, and at most 1000"],
-    ),
-    "too many heads": (
-        {"model_name": "many_heads"},
-        ["has weights of size 1024000000000000", "k_proj", "Download"],
-    ),
-    "too wide layers": (
-        {"model_name": "wide"},
-        ["has weights of size 64000000000000", "gate_proj", "Download"],
-    ),
-    "unknown activation": (
-        {"model_name": "activation"},
-        ["described by config.json cannot be built: 'nope'"],
-    ),
-    "size that is a text": (
-        {"model_name": "text_size"},
-        [
-            "model_name text_size: its config.json cannot be used",
-            "'intermediate_size' expected int, got str",
-        ],
-    ),
-    "heads that are not the weights'": (
-        {"model_name": "heads"},
-        [
-            "wrong shape: model.layers.0.self_attn.k_proj.weight in model.safetensors is [32, 64], "
-            "the model's is [48"
-        ],
-    ),
-    "index that names an absent tensor": (
-        {"model_name": "absent_tensor"},
-        ["absent_tensor/model.safetensors", f"tensor {NORM}", "Download"],
-    ),
-    "only pickled weights": (
-        {"model_name": "pickled"},
-        ["pickled has no .safetensors file", "pytorch_model.bin", "save_pretrained"],
-    ),
-    # The data.
     "hub dataset without a network": (
         {"dataset": "owner/rows"},
         ["dataset owner/rows", "no such file or folder", "out of reach", "alpaca_demo"],
@@ -170,7 +221,6 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"eval_dataset": "data/empty.jsonl"},
         ["data/empty.jsonl", "the dataset is empty"],
     ),
-    # The output folder.
     "output_dir of another run": (
         {"output_dir": "other_run"},
         ["output_dir other_run is not empty", "another folder", "--resume auto:replace"],
@@ -187,8 +237,8 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
 ON_TWO_RANKS = {
     "several at once",
     "hub model without a network",
-    "missing tensor",
-    "truncated file",
+    "missing_tensor",
+    "truncated",
     "malformed JSON line",
     "output_dir of another run",
 }
@@ -248,7 +298,7 @@ def inputs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a good model, datasets and another run, and a copy of the model per damage."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(models(), folder / "model")
-    for name, damage in DAMAGES.items():
+    for name, (damage, _) in DAMAGES.items():
         shutil.copytree(models(), folder / name)
         damage(folder / name)
     (folder / "t5").mkdir()
@@ -270,76 +320,3 @@ def _write_datasets(folder: Path) -> None:
     good, *more = (json.dumps(row) for row in make_rows(3))
     (folder / "malformed.jsonl").write_text("\n".join([good, *more[:1], good[:-1], good]))
     (folder / "empty.jsonl").write_text("")
-
-
-def _edit_tensors(edit: Callable[[Tensors], object]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        edit_weights(folder, edit)
-
-    return damage
-
-
-def _edit_config(file: str = "config.json", /, **changes: object) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / file
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return damage
-
-
-def _remove_tokenizer(folder: Path) -> None:
-    for path in folder.glob("*token*"):
-        path.unlink()
-
-
-def _break_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llama",')
-
-
-def _truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def _index(norm_file: str, *, drop_norm: bool) -> Callable[[Path], None]:
-    """Add an index that places one tensor in `norm_file`."""
-
-    def damage(folder: Path) -> None:
-        names = load_file(folder / "model.safetensors").keys()
-        weight_map = {**dict.fromkeys(names, "model.safetensors"), NORM: norm_file}
-        if drop_norm:
-            _edit_tensors(lambda tensors: tensors.pop(NORM))(folder)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-    return damage
-
-
-def _pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "no_tokenizer": _remove_tokenizer,
-    "no_eos": _edit_config("tokenizer_config.json", eos_token=None),
-    "broken_config": _break_config,
-    "unknown_type": _edit_config(model_type="lllama"),
-    "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
-    "other_name": _edit_tensors(
-        lambda tensors: tensors.update({"model.extra.weight": tensors.pop(NORM)})
-    ),
-    "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
-    "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
-    "truncated": _truncate,
-    "absent_file": _index("model-00002-of-00002.safetensors", drop_norm=False),
-    "absent_tensor": _index("model.safetensors", drop_norm=True),
-    "pickled": _pickle,
-    "outside": _index("../model/model.safetensors", drop_norm=False),
-    "list_config": lambda folder: (folder / "config.json").write_text("[1, 2]"),
-    "nested_config": lambda folder: (folder / "config.json").write_text("[" * 100_000),
-    "layers": _edit_config(num_hidden_layers=2**31),
-    "many_heads": _edit_config(num_key_value_heads=10**12),
-    "wide": _edit_config(intermediate_size=10**12),
-    "activation": _edit_config(hidden_act="nope"),
-    "text_size": _edit_config(intermediate_size="128"),
-    "heads": _edit_config(num_attention_heads=4, num_key_value_heads=3),
-}
