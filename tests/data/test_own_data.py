@@ -155,21 +155,18 @@ class Case(NamedTuple):
 
 
 LONG = [{"instruction": "a" * 3000, "output": "b"}]
+TEN_OF_1000_LONG = LONG * 10 + ALPACA[:1] * 990
+ELEVEN_OF_1000_LONG = LONG * 11 + ALPACA[:1] * 989
+CUT = [{"instruction": "a", "output": "b" * 6000}]
+SHAREGPT = [{"conversations": SHARED, "id": "x"}]
+PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
 CASES = {
     "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
     "train and test files": Case(
         split_files, "folder", ALPACA, 4, "train.jsonl is trained on, and not test.jsonl"
     ),
-    "sharegpt": Case(
-        write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"
-    ),
-    "preferences": Case(
-        write_jsonl,
-        "a.jsonl",
-        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
-        0,
-        "chosen and rejected",
-    ),
+    "sharegpt": Case(write_jsonl, "a.jsonl", SHAREGPT, 1, "does not use: id"),
+    "preferences": Case(write_jsonl, "a.jsonl", PAIRS, 0, "chosen and rejected"),
     "capitals": Case(excel, "a.csv", ALPACA, 4),
     "semicolons": Case(semicolons, "a.csv", ALPACA, 4),
     "cp1252": Case(cp1252, "a.csv", [], 0, "a.csv:3: not UTF-8 text"),
@@ -185,23 +182,11 @@ CASES = {
         unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched (first)"
     ),
     "prompts that are too long": Case(write_jsonl, "a.jsonl", LONG, 0, "--context_length 3142"),
-    "1% too long": Case(
-        write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 990, 990, "10 rows have no room"
-    ),
+    "1% too long": Case(write_jsonl, "a.jsonl", TEN_OF_1000_LONG, 990, "10 rows have no room"),
     "1.1% too long": Case(
-        write_jsonl,
-        "a.jsonl",
-        LONG * 11 + ALPACA[:1] * 989,
-        0,
-        "raise --context_length or --max_bad_rows",
+        write_jsonl, "a.jsonl", ELEVEN_OF_1000_LONG, 0, "raise --context_length or --max_bad_rows"
     ),
-    "long responses": Case(
-        write_jsonl,
-        "a.jsonl",
-        [{"instruction": "a", "output": "b" * 6000}],
-        1,
-        "67% of the tokens are cut off",
-    ),
+    "long responses": Case(write_jsonl, "a.jsonl", CUT, 1, "67% of the tokens are cut off"),
 }
 
 
@@ -283,14 +268,13 @@ def test_options_that_do_not_fit_the_data_are_refused(message, prepare, tmp_path
 
 
 def test_columns_with_names_of_their_own_give_the_same_rows(prepare, tmp_path):
-    rows = [
-        {"task": row["instruction"], "result": row["output"], "output": "another"} for row in ALPACA
-    ]
-    plain = [{"instruction": row["instruction"], "output": row["output"]} for row in ALPACA]
-    renamed, log = prepare(
-        write_jsonl(tmp_path / "a.jsonl", rows), columns=("instruction=task", "output=result")
-    )
-    assert renamed.train.digest == prepare(write_jsonl(tmp_path / "b.jsonl", plain))[0].train.digest
+    texts = [(row["instruction"], row["output"]) for row in ALPACA]
+    rows = [{"task": ask, "result": say, "output": "another"} for ask, say in texts]
+    plain = [{"instruction": ask, "output": say} for ask, say in texts]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    renamed, log = prepare(path, columns=("instruction=task", "output=result"))
+    expected, _ = prepare(write_jsonl(tmp_path / "b.jsonl", plain))
+    assert renamed.train.digest == expected.train.digest
     assert "does not use: output" in log
 
 
@@ -397,12 +381,9 @@ def test_several_datasets_without_weights_are_joined(prepare, two):
     first, second = two
     both, _ = prepare(first, second)
     alone = [prepare(path)[0].train for path in (first, second)]
-    assert both.train.input_ids.tolist() == [
-        token for part in alone for token in part.input_ids.tolist()
-    ]
-    assert both.train.lengths.tolist() == [
-        length for part in alone for length in part.lengths.tolist()
-    ]
+    for found in ("input_ids", "lengths"):
+        expected = np.concatenate([getattr(part, found) for part in alone])
+        assert getattr(both.train, found).tolist() == expected.tolist()
     assert both.train.row_numbers.tolist() == list(range(1, 81))
     assert both.mixture is None
 
@@ -444,9 +425,8 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare, two):
     whole = dict(schedule_of(data, data_size=1).rows_of_steps(data.train_rows))
     assert all(np.array_equal(whole[step], rows) for step, rows in resumed)
     other = dataclasses.replace(schedule_of(data, data_size=1), seed=4)
-    assert any(
-        not np.array_equal(whole[step], rows) for step, rows in other.rows_of_steps(data.train_rows)
-    )
+    others = other.rows_of_steps(data.train_rows)
+    assert any(not np.array_equal(whole[step], rows) for step, rows in others)
 
 
 def test_shares_are_within_one_row_for_any_sizes():
@@ -455,35 +435,28 @@ def test_shares_are_within_one_row_for_any_sizes():
         sizes = generator.integers(20, 500, size=3).tolist()
         shares = generator.dirichlet([5, 5, 5])
         counts = mix(shares.tolist(), sizes)
-        assert all(
-            abs(count - share * sum(counts)) < 1 + 1e-9
-            for count, share in zip(counts, shares, strict=True)
-        )
-        assert all(0 < count <= size for count, size in zip(counts, sizes, strict=True))
+        for count, share, size in zip(counts, shares, sizes, strict=True):
+            assert abs(count - share * sum(counts)) < 1 + 1e-9
+            assert 0 < count <= size
 
 
 def test_weights_for_some_datasets_alone_are_refused(prepare, two):
     first, second = two
-    with pytest.raises(
-        UserError,
-        match=r"each dataset a weight, or none of them. Without one: .*b.parquet",
-    ):
+    said = r"each dataset a weight, or none of them. Without one: .*b.parquet"
+    with pytest.raises(UserError, match=said):
         prepare(f"{first}:0.7", second)
     with pytest.raises(UserError, match=r"an epoch has no row of dataset number 2"):
         prepare(f"{first}:0.999", f"{second}:0.001")
 
 
+ENDS = "{{ m.content }}[/INST]"
 # Whether a model is made for chats: what its template writes after an answer, and where its files
 # say that it stops.
 MADE_FOR_CHATS: dict[str, tuple[str | None, dict[str, object], bool]] = {
     "a base model": (None, {}, False),
-    "Qwen3-8B-Base": (
-        "{{ m.content }}[/INST]",
-        {"config.json": 1, "generation_config.json": 1},
-        False,
-    ),
-    "Qwen3-8B": ("{{ m.content }}[/INST]", {"generation_config.json": ["[/INST]", 1]}, True),
-    "Gemma 3": ("{{ m.content }}[/INST]", {"config.json": ["[/INST]"]}, True),
+    "Qwen3-8B-Base": (ENDS, {"config.json": 1, "generation_config.json": 1}, False),
+    "Qwen3-8B": (ENDS, {"generation_config.json": ["[/INST]", 1]}, True),
+    "Gemma 3": (ENDS, {"config.json": ["[/INST]"]}, True),
     "Mistral": ("{{ m.content + eos_token }}", {}, True),
     "DeepSeek": ("{{ m.content }}</s>", {}, True),
 }
@@ -502,9 +475,8 @@ def test_instructions_use_the_chat_template_of_chat_models(name, tmp_path):
         config = TrainConfig(output_dir=str(tmp_path / "run"), **given)
         keeps_template = earlier_run(config).decisions().fills_template
         model = LearningModel("model", tmp_path, asking)
-        return options_for(
-            pick_data(config), model, keeps_template=keeps_template
-        ).text.prompt_template
+        options = options_for(pick_data(config), model, keeps_template=keeps_template)
+        return options.text.prompt_template
 
     assert chosen() == ("chat" if is_chat else None)
     assert chosen(prompt_template="alpaca") == "alpaca"
@@ -513,14 +485,12 @@ def test_instructions_use_the_chat_template_of_chat_models(name, tmp_path):
     for folder, file in earlier.items():
         (tmp_path / folder).mkdir()
         record: dict[str, Any] = {"prompt": {"kind": "template"}}
-        (tmp_path / folder / file).write_text(
-            json.dumps({"about": record} if folder == "step" else record)
-        )
+        content = {"about": record} if folder == "step" else record
+        (tmp_path / folder / file).write_text(json.dumps(content))
     assert chosen() is chosen(resume=str(tmp_path / "step")) is None
     assert chosen(resume="off", adapter=str(tmp_path / "adapter")) is None
     assert chosen(resume="off") == ("chat" if is_chat else None)
     # The run in the folder was of another model, which this one replaces.
-    (tmp_path / "run" / "run.json").write_text(
-        json.dumps({**record, "options": {"model_name": "another"}})
-    )
+    record |= {"options": {"model_name": "another"}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     assert chosen(resume="auto:replace") == ("chat" if is_chat else None)
