@@ -143,16 +143,10 @@ def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout, checkpo
         output = checkpoint(layer, inputs, use_reentrant=False) if checkpointed else layer(inputs)
         output.backward(grad)
         results.append([output, inputs.grad])
-    results[0] += [
-        peft_layer.lora_A["default"].weight.grad,
-        peft_layer.lora_B["default"].weight.grad,
-    ]
-    results[0].append(peft_layer.lora_magnitude_vector["default"].weight.grad)
-    results[1] += [
-        ours.lora.lora_A.weight.grad,
-        ours.lora.lora_B.weight.grad,
-        ours.lora.magnitude.weight.grad,
-    ]
+    for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
+        results[0].append(getattr(peft_layer, name)["default"].weight.grad)
+    for part in (ours.lora.lora_A, ours.lora.lora_B, ours.lora.magnitude):
+        results[1].append(part.weight.grad)
     for theirs, own in zip(*results, strict=True):
         assert torch.allclose(own, theirs, rtol=1e-5, atol=1e-5)
 
@@ -193,71 +187,59 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast():
 # -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"train_type": "bnb_dora", "init_lora_weights": "loftq"},
-            "leave --init_lora_weights at true",
-        ),
-        (
-            {"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)},
-            "for linear layers only",
-        ),
-        (
-            {"init_lora_weights": "loftq", "train_type": "lora"},
-            "--train_type lora does not quantize",
-        ),
-        (
-            {"init_lora_weights": "loftq", "lora_target_parameters": ("experts.down_proj",)},
-            "is for linear layers",
-        ),
-        (
-            {"use_rslora": True, "rank_pattern": ("q_proj=2",), "train_type": "full"},
-            "--use_rslora, --rank_pattern",
-        ),
-        ({"rank_pattern": ("q_proj",)}, "--rank_pattern needs name=number with a whole number"),
-        ({"rank_pattern": ("q_proj=0",)}, "but has 'q_proj=0'"),
-        ({"alpha_pattern": ("q_proj=nan",)}, "--alpha_pattern needs name=number"),
-        ({"alpha_pattern": ("q_(proj=2",)}, "is not a valid regular expression"),
-        ({"lora_target_modules": ("all-linear", "q_proj")}, "all-linear cannot be combined"),
-        (
-            {"lora_target_modules": (".*q_proj", "v_proj")},
-            "give one regular expression and nothing else",
-        ),
-        ({"lora_target_modules": ("q_(proj",)}, "nor a valid regular expression"),
-    ],
-)
-def test_combinations_that_exclude_each_other_are_refused(options, message):
-    (error,) = check(TrainConfig(**options))
+# A word of the refusal -> options.
+EXCLUSIVE: dict[str, dict[str, object]] = {
+    "leave --init_lora_weights at true": {"train_type": "bnb_dora", "init_lora_weights": "loftq"},
+    "for linear layers only": {
+        "train_type": "bnb_dora",
+        "lora_target_parameters": ("mlp.experts.down_proj",),
+    },
+    "--train_type lora does not quantize": {"init_lora_weights": "loftq", "train_type": "lora"},
+    "is for linear layers": {
+        "init_lora_weights": "loftq",
+        "lora_target_parameters": ("experts.down_proj",),
+    },
+    "--use_rslora, --rank_pattern": {
+        "use_rslora": True,
+        "rank_pattern": ("q_proj=2",),
+        "train_type": "full",
+    },
+    "--rank_pattern needs name=number with a whole number": {"rank_pattern": ("q_proj",)},
+    "but has 'q_proj=0'": {"rank_pattern": ("q_proj=0",)},
+    "--alpha_pattern needs name=number": {"alpha_pattern": ("q_proj=nan",)},
+    "is not a valid regular expression": {"alpha_pattern": ("q_(proj=2",)},
+    "all-linear cannot be combined": {"lora_target_modules": ("all-linear", "q_proj")},
+    "give one regular expression and nothing else": {"lora_target_modules": (".*q_proj", "v_proj")},
+    "nor a valid regular expression": {"lora_target_modules": ("q_(proj",)},
+}
+
+
+@pytest.mark.parametrize("message", EXCLUSIVE)
+def test_combinations_that_exclude_each_other_are_refused(message):
+    (error,) = check(TrainConfig(**EXCLUSIVE[message]))
     assert message in error
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"lora_target_modules": r".*\.x_proj"},
-            r"the regular expression .* matches no linear layer",
-        ),
-        (
-            {"rank_pattern": "x_proj=3"},
-            r"rank_pattern: x_proj has no effect: it matches no layer with an adapter",
-        ),
-        (
-            {"alpha_pattern": ".*=3,q_proj=4"},
-            r"alpha_pattern: q_proj has no effect: .* that an earlier pattern matches",
-        ),
-        (
-            {"lora_rank": 40, "init_lora_weights": "loftq"},
-            r"rank for .*k_proj.* is 40, and its shape allows at most 32",
-        ),
-    ],
-)
-def test_names_that_match_nothing_are_refused_before_loading(options, message, models, tmp_path):
-    argv = flags(
-        model_name=models(), dry_run=True, output_dir=tmp_path / "out", dataset="dummy", **options
-    )
+# What the refusal says of a model -> options.
+WITHOUT_EFFECT: dict[str, dict[str, object]] = {
+    r"the regular expression .* matches no linear layer": {"lora_target_modules": r".*\.x_proj"},
+    r"rank_pattern: x_proj has no effect: it matches no layer with an adapter": {
+        "rank_pattern": "x_proj=3"
+    },
+    r"alpha_pattern: q_proj has no effect: .* that an earlier pattern matches": {
+        "alpha_pattern": ".*=3,q_proj=4"
+    },
+    r"rank for .*k_proj.* is 40, and its shape allows at most 32": {
+        "lora_rank": 40,
+        "init_lora_weights": "loftq",
+    },
+}
+
+
+@pytest.mark.parametrize("message", WITHOUT_EFFECT)
+def test_names_that_match_nothing_are_refused_before_loading(message, models, tmp_path):
+    common = {"model_name": models(), "dataset": "dummy", "output_dir": tmp_path / "out"}
+    argv = flags(dry_run=True, **common, **WITHOUT_EFFECT[message])
     with pytest.raises(UserError, match=message):
         run(parse_train_config(argv))
 
