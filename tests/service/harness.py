@@ -10,17 +10,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import tinker
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,8 +31,13 @@ from tests.helpers.run import ROOT, flags
 
 KEY = "tml-of-the-tests"  # the client takes no other beginning
 VOCABULARY = 320
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+SESSION: dict[str, Any] = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
+STEP = types.AdamParams(learning_rate=1e-3)
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _SECONDS = 180
+
+on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 
 
 class Service:
@@ -51,10 +58,8 @@ class Service:
         }
         given = {**usual, "nproc_per_node": world_size, **options}
         given |= {"model_name": model, "folder": folder, "port": self.port}
-        self._command = [
-            *os.environ.get("FSDP_QLORA_SERVE", f"{sys.executable} -m fsdp_qlora serve").split()
-        ]
-        self._command += flags(**given)
+        program = os.environ.get("FSDP_QLORA_SERVE", f"{sys.executable} -m fsdp_qlora serve")
+        self._command = [*program.split(), *flags(**given)]
         self.log = folder.parent / "service.log"
         self.environment = {**os.environ, "TINKER_API_KEY": KEY}
         self._clients: list[tinker.ServiceClient] = []
@@ -72,29 +77,19 @@ class Service:
             )
         for _ in range(_SECONDS * 10):
             assert self.process.poll() is None, self.log.read_text()[-6000:]
-            try:
-                request = urllib.request.Request(
-                    f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY}
-                )
-                urllib.request.urlopen(request, timeout=5).close()
-                return
-            except urllib.error.HTTPError:  # it has another key
-                return
-            except OSError:
-                time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                if self.ask("healthz", b"", "GET")[0] != 413:
+                    return
+            time.sleep(0.1)
         raise AssertionError(self.log.read_text()[-6000:])
 
     def kill(self) -> None:
         """End all its processes at once, as a machine that loses its power does."""
-        ranks = (
-            psutil.Process(self.process.pid).children(recursive=True)
-            if self.process.poll() is None
-            else []
-        )
-        for each in [self.process, *ranks]:
+        found = self.processes() if self.process.poll() is None else []
+        for each in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-        psutil.wait_procs(ranks, timeout=60)
+        psutil.wait_procs(found[1:], timeout=60)
         self.process.wait()
 
     def end(self) -> None:
@@ -137,21 +132,95 @@ class Service:
         """The tensors of the adapter as it is now, out of the folder that PEFT would load."""
         return tensors(self.saved(client.save_weights_for_sampler(name).result().path))
 
+    def ask(
+        self, kind: str, body: object = None, method: str = "POST", **headers: str | None
+    ) -> tuple[int, Any]:
+        """Status and answer of a request by hand, the body as JSON if it is not bytes; 413 if it
+        is not read to its end.
 
-def outcome(service: Service, path: str, body: object, **headers: str) -> Any:
-    """The answer to a request that ranks work on, or to one that is refused at once: `error` says
-    why.
-    """
-    status, answer = said(service, path, body, **headers)
-    if status != 200 or "request_id" not in (answer or {}):
-        return answer
-    for _ in range(4):  # each waits for 25 s
-        status, found = said(
-            service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]}
-        )
-        if status != 408:
-            return found
-    raise AssertionError(f"no result: {path} {str(body)[:200]}")
+        Args:
+            kind: the path behind /api/v1, or a whole path. headers: None leaves one out.
+        """
+        path = kind if kind.startswith("/") else f"/api/v1/{kind}"
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        usual = {"X-API-Key": KEY, "Content-Type": "application/json"}
+        head = {name: value for name, value in {**usual, **headers}.items() if value is not None}
+        request = urllib.request.Request(f"{self.url}{path}", data, head, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, content_of(answer, {})
+        except urllib.error.HTTPError as error:
+            return error.code, content_of(error, None)
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, BrokenPipeError | ConnectionResetError):
+                return 413, None
+            raise
+
+    def outcome(self, kind: str, body: object, **headers: str) -> Any:
+        """The answer to a request that ranks work on, or to one that is refused at once: `error`
+        says why.
+        """
+        status, answer = self.ask(kind, body, **headers)
+        if status != 200 or "request_id" not in (answer or {}):
+            return answer
+        for _ in range(4):  # each waits for 25 s
+            status, found = self.ask("retrieve_future", {"request_id": answer["request_id"]})
+            if status != 408:
+                return found
+        raise AssertionError(f"no result: {kind} {str(body)[:200]}")
+
+    def create_session(self, **about: Any) -> tuple[int, Any]:
+        return self.ask("create_session", {**SESSION, **about})
+
+    def processes(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+
+class ServedModel:
+    """A model whose requests are made by hand, with their numbers."""
+
+    def __init__(self, service: Service, seed: int = 1) -> None:
+        self.service = service
+        self.client = service.trainer(seed=seed)
+        self.name = self.client.model_id
+        self.number = 0  # of its last request: a hole would stop it
+
+    def ask(self, kind: str, **body: Any) -> Any:
+        """The outcome of its next request; `error` says why it failed."""
+        self.number += 1
+        numbered = {"model_id": self.name, "seq_id": self.number, **body}
+        return self.service.outcome(kind, numbered)
+
+    def train(self, change: Callable[[Any], object] = lambda message: None, seed: int = 0) -> Any:
+        """A forward_backward after `change` has changed its message."""
+        self.number += 1
+        message = training_message(self.name, self.number, datums(2, seed))
+        change(message)
+        return self.service.outcome("forward_backward", message.SerializeToString(), **PROTOBUF)
+
+    def step(self, **params: float) -> Any:
+        return self.ask("optim_step", adam_params={"learning_rate": 1e-3, **params})
+
+    def save(self, path: str, **options: Any) -> Any:
+        return self.ask("save_weights", path=path, **options)
+
+    def adapter(self, name: str) -> dict[str, Tensor]:
+        path = self.ask("save_weights_for_sampler", path=name)["path"]
+        return tensors(self.service.saved(path))
+
+
+def training_message(model: str, seq: int, data: Sequence[types.Datum]) -> Any:
+    """A forward_backward as the client sends it."""
+    batch = types.ForwardBackwardInput(data=[*data], loss_fn="cross_entropy")
+    return forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, model, seq))
+
+
+def content_of(answer: Any, otherwise: Any) -> Any:
+    """The JSON of an answer, or what stands for another kind of content."""
+    content = answer.read()
+    is_json = answer.headers["Content-Type"] == "application/json"
+    return json.loads(content or b"null") if is_json else otherwise
 
 
 def safe(run: str) -> str:
@@ -283,27 +352,3 @@ def assert_equal(
     assert len(found) == len(expected)
     for key in found if isinstance(found, Mapping) else range(len(found)):
         torch.testing.assert_close(found[key], expected[key], rtol=tolerance, atol=tolerance)  # type: ignore[index]
-
-
-def said(
-    service: Service, path: str, body: object, method: str = "POST", **headers: str
-) -> tuple[int, Any]:
-    """Status and answer of a request by hand, the body as JSON if it is not bytes; 413 if it is not
-    read to its end.
-    """
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    kind = {"X-API-Key": KEY, "Content-Type": "application/json", **headers}
-    request = urllib.request.Request(f"{service.url}{path}", data=data, headers=kind, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            is_json = answer.headers["Content-Type"] == "application/json"
-            return answer.status, json.loads(answer.read() or b"null") if is_json else {}
-    except urllib.error.HTTPError as error:
-        text = error.read()
-        return error.code, json.loads(text) if error.headers[
-            "Content-Type"
-        ] == "application/json" else None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, BrokenPipeError | ConnectionResetError):
-            return 413, None
-        raise

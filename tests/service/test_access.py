@@ -3,7 +3,6 @@ nobody out.
 """
 
 import asyncio
-import json
 import os
 import select
 import socket
@@ -12,10 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,23 +20,18 @@ import tinker
 from fsdp_qlora.service.access import Access
 from fsdp_qlora.service.records import WAITING
 from fsdp_qlora.service.waiting_clients import WaitingClients
+from tests.chaos.harness import wait_for
 from tests.helpers.models import Models
 from tests.helpers.run import ROOT, flags
-from tests.service.harness import KEY, Service, said
-
-SESSION = b'{"tags": [], "user_metadata": {}, "sdk_version": "1"}'
-JSON = {"Content-Type": "application/json"}
+from tests.service.harness import KEY, SESSION, Service, on_two_ranks
 
 
 class Open(Service):
     """A service without a key in its environment."""
 
-    key = ""
-
     def __init__(self, *args: Any, **options: object) -> None:
-        self._without = {
-            name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"
-        }
+        self._without = {**os.environ}
+        self._without.pop("TINKER_API_KEY", None)
         super().__init__(*args, **options)
 
     def start(self) -> None:
@@ -48,16 +39,22 @@ class Open(Service):
         super().start()
 
 
-def asked(
-    service: Service, head: dict[str, str], body: bytes = SESSION, path: str = "create_session"
-) -> int:
-    """The status of a POST with this head alone."""
-    request = urllib.request.Request(f"{service.url}/api/v1/{path}", data=body, headers=head)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+OF_WEB_PAGES = [
+    ("Content-Type", "text/plain"),
+    ("Content-Type", "application/x-www-form-urlencoded"),
+    ("Content-Type", "multipart/form-data; boundary=x"),
+    ("Origin", "http://evil.example"),
+    ("Origin", "null"),
+    ("Host", "evil.example"),
+    ("Host", "evil.example:{port}"),
+    ("Host", "localhost.evil.example"),
+    ("Host", ""),
+]
+
+
+def entered(service: Service, **head: str | None) -> int:
+    """The status of a new session that is asked for with this head."""
+    return service.ask("create_session", SESSION, **head)[0]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +66,7 @@ def drawn(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.slow
-def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Service) -> None:
+def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn):
     kept = drawn.folder / "api_key"
     key = kept.read_text().strip()
     assert key.startswith("tml-") and len(key) > 30
@@ -79,8 +76,8 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
         for path in (drawn.folder, kept, drawn.folder / "service.db")
     }
     assert modes == {"folder": 0o700, "api_key": 0o600, "service.db": 0o600}
-    assert asked(drawn, JSON) == 401 and asked(drawn, {**JSON, "X-API-Key": "tml-other"}) == 401
-    assert asked(drawn, {**JSON, "X-API-Key": key}) == 200
+    for given, status in ((None, 401), ("tml-other", 401), (key, 200)):
+        assert entered(drawn, **{"X-API-Key": given}) == status
     drawn.kill()
     drawn.log.write_text("")
     drawn.start()
@@ -92,25 +89,11 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
     drawn.kill()
     drawn._command += ["--api_key", "none"]
     drawn.start()
-    for head in (
-        {"Content-Type": "text/plain"},
-        {"Content-Type": "application/x-www-form-urlencoded"},
-        {"Content-Type": "multipart/form-data; boundary=x"},
-        {**JSON, "Origin": "http://evil.example"},
-        {**JSON, "Origin": "null"},
-        {**JSON, "Host": "evil.example"},
-        {**JSON, "Host": f"evil.example:{drawn.port}"},
-        {**JSON, "Host": "localhost.evil.example"},
-        {**JSON, "Host": ""},
-    ):
-        assert asked(drawn, head) in (400, 403, 415), head
-    for host in (
-        f"127.0.0.1:{drawn.port}",
-        f"localhost:{drawn.port}",
-        "localhost",
-        f"[::1]:{drawn.port}",
-    ):
-        assert asked(drawn, {**JSON, "Host": host}) == 200, host
+    for name, value in OF_WEB_PAGES:
+        head = {name: value.format(port=drawn.port), "X-API-Key": None}
+        assert entered(drawn, **head) in (400, 403, 415), head
+    for host in ("127.0.0.1:{port}", "localhost:{port}", "localhost", "[::1]:{port}"):
+        assert entered(drawn, **{"Host": host.format(port=drawn.port), "X-API-Key": None}) == 200
     with tinker.ServiceClient(base_url=drawn.url, api_key="tml-any") as client:
         assert client.create_lora_training_client(drawn.model, rank=2).result().model_id
 
@@ -126,12 +109,8 @@ def test_a_key_is_drawn_kept_and_printed_and_none_keeps_web_pages_out(drawn: Ser
     ids=["all_hosts", "all_hosts_of_ipv6", "short_key"],
 )
 def test_doors_that_are_open_to_all_are_refused_before_loading(
-    models: Models,
-    tmp_path: Path,
-    options: dict[str, object],
-    environment: dict[str, str],
-    reason: str,
-) -> None:
+    models, tmp_path, options, environment, reason
+):
     words = flags(model_name=models(), folder=tmp_path / "folder", train_type="lora", **options)
     run = subprocess.run(
         [sys.executable, "-m", "fsdp_qlora", "serve", *words],
@@ -143,9 +122,6 @@ def test_doors_that_are_open_to_all_are_refused_before_loading(
     )
     assert run.returncode == 2 and reason in run.stderr and "Traceback" not in run.stderr
     assert "Model:" not in run.stdout
-
-
-on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 
 
 def connect(service: Service, sent: bytes = b"") -> socket.socket:
@@ -166,24 +142,20 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 @on_two_ranks
-def test_silent_connections_are_closed_and_clients_get_in(service: Service) -> None:
+def test_silent_connections_are_closed_and_clients_get_in(service):
     silent = [connect(service, b"POST /api" if number % 2 else b"") for number in range(700)]
     began = time.monotonic()
-    assert said(service, "/api/v1/create_session", json.loads(SESSION))[0] == 200
+    assert service.create_session()[0] == 200
     assert time.monotonic() - began < 5  # not one of them is waited for
     time.sleep(1)
     assert sum(map(is_closed, silent)) >= 100  # the oldest
-    for _ in range(30):
-        if all(map(is_closed, silent)):
-            break
-        time.sleep(1)
-    assert all(map(is_closed, silent))
+    wait_for(lambda: all(map(is_closed, silent)), 30)
     for connection in silent:
         connection.close()
 
 
 @on_two_ranks
-def test_bodies_are_counted_as_they_come(service: Service) -> None:
+def test_bodies_are_counted_as_they_come(service):
     head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n"
     for more in (
         "Transfer-Encoding: chunked\r\n",
@@ -208,61 +180,49 @@ def test_bodies_are_counted_as_they_come(service: Service) -> None:
     twice.close()
     for stops in (b"", b"Content-Length: 99\r\n\r\nabc"):  # clients that hang up
         connect(service, head.encode() + stops).close()
-    assert said(service, "/api/v1/create_session", json.loads(SESSION))[0] == 200
+    assert service.create_session()[0] == 200
     assert "Traceback" not in service.log.read_text()
 
 
-@pytest.mark.quick
-def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def answers(
+    error: Exception,
+    receive: Callable[[], Awaitable[Any]],
+    method: str,
+    head: list[tuple[bytes, bytes]],
+    key: str | None = None,
+) -> list[Any]:
+    """What is sent when the program behind the door raises this error."""
     sent: list[Any] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("the body has not come")
-
-    async def receive() -> Any:
-        if len(sent) == 0:
-            await asyncio.sleep(3600)
+        raise error
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/",
-        "headers": [(b"x-api-key", KEY.encode()), (b"content-length", b"5")],
-        "client": ("127.0.0.1", 1),
-    }
-    access = Access(inner, KEY, "127.0.0.1", on_allowed=lambda client: None, body_seconds=0.05)
+    scope = {"type": "http", "method": method, "path": "/a\nb", "headers": head, "client": None}
+    access = Access(inner, key, "127.0.0.1", on_allowed=lambda client: None, body_seconds=0.05)
     asyncio.run(access(scope, receive, send))
+    return sent
+
+
+@pytest.mark.quick
+def test_a_body_that_does_not_come_is_given_up():
+    async def never() -> Any:
+        await asyncio.sleep(3600)
+
+    head = [(b"x-api-key", KEY.encode()), (b"content-length", b"5")]
+    sent = answers(AssertionError("the body has not come"), never, "POST", head, KEY)
     assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
 
 
 @pytest.mark.quick
-def test_what_fails_within_an_answer_is_a_line_and_no_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sent: list[Any] = []
-
-    async def inner(scope: Any, receive: Any, send: Any) -> None:
-        raise RecursionError("of a kind that nobody thought of\nsecond line")
-
+def test_what_fails_within_an_answer_is_a_line_and_no_traceback(caplog):
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/a\nb",
-        "headers": [(b"host", b"localhost")],
-        "client": None,
-    }
-    asyncio.run(
-        Access(inner, None, "127.0.0.1", on_allowed=lambda client: None)(scope, receive, send)
-    )
+    error = RecursionError("of a kind that nobody thought of\nsecond line")
+    sent = answers(error, receive, "GET", [(b"host", b"localhost")])
     assert sent[0]["status"] == 500
     [line] = [record.getMessage() for record in caplog.records]
     assert "RecursionError" in line and "\n" not in line
@@ -281,7 +241,7 @@ class _Results:
 
 
 @pytest.mark.parametrize("ending", ["the client has gone", "the records cannot be read"])
-def test_no_event_stays_of_a_client_that_waited(ending: str) -> None:
+def test_no_event_stays_of_a_client_that_waited(ending):
     failure = sqlite3.OperationalError("disk I/O error") if "records" in ending else None
     clients = WaitingClients(_Results(failure))  # type: ignore[arg-type]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from fsdp_qlora.service import command_reader, parsed_requests
 from fsdp_qlora.service.command_reader import Base
@@ -28,7 +27,7 @@ from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.sampling import Drawing, SampleRequest
 from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.service.train_request import TrainRequest, parse_train_request
-from tests.service.harness import VOCABULARY, datums
+from tests.service.harness import VOCABULARY, datums, training_message
 
 pytestmark = pytest.mark.quick
 
@@ -55,9 +54,8 @@ COMMANDS: list[Command] = [
 
 
 def training_body(seq: int, *, likely: int = 0) -> bytes:
-    batch = types.ForwardBackwardInput(data=datums(3, seq, likely=likely), loss_fn="cross_entropy")
-    request = types.ForwardBackwardRequest(batch, MODEL, seq)
-    return forward_backward_request_to_proto(request).SerializeToString()
+    message = training_message(MODEL, seq, datums(3, seq, likely=likely))
+    return bytes(message.SerializeToString())
 
 
 def sent(command: Command) -> Command:

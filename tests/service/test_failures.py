@@ -13,13 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import tinker
-from tinker import types
 
 from tests.helpers.models import Models
 from tests.service.failing import ON_ALL, ON_ONE, UNLUCKY
-from tests.service.harness import Service, assert_equal, datums
-
-STEP = types.AdamParams(learning_rate=1e-3)
+from tests.service.harness import STEP, Service, assert_equal, datums
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tinker import types
 
 from fsdp_qlora.service.adapter_store import moved_aside
 from fsdp_qlora.service.command_reader import Base
@@ -26,38 +24,32 @@ from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.run import ROOT, flags
-from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
+from tests.service.harness import KEY, STEP, ServedModel, Service, assert_equal, datums
 
-STEP = types.AdamParams(learning_rate=1e-3)
 MODEL = f"{'0' * 32}:train:0"
 SESSION: SessionEntry = {"user_metadata": None, "display_name": None, "time": 0.0}
 SETTINGS: AdapterSettings = {"rank": 2, "seed": 0, "train_attn": True, "train_mlp": True}
 MODEL_ENTRY: ModelEntry = {"about": SETTINGS, "user_metadata": None, "time": 0.0}
 
 
+def finished(command: list[Any], status: int, **place: Any) -> str:
+    """What a process that ends with this status says of errors."""
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, **place)
+    assert run.returncode == status and "Traceback" not in run.stderr, run.stderr
+    return run.stderr
+
+
 def ended(service: Service, *more: str) -> str:
     """What a start says that is refused."""
-    run = subprocess.run(
-        [*service._command, *more],
-        cwd=ROOT,
-        env=service.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
-    return run.stderr
+    return finished([*service._command, *more], 2, cwd=ROOT, env=service.environment)
 
 
 @pytest.mark.slow
 def test_another_alpha_is_refused_and_an_older_folder_taken_over(models, tmp_path):
     service = Service(models(), tmp_path / "folder", 1, api_key=KEY)
     try:
-        processes = [
-            psutil.Process(service.process.pid),
-            *psutil.Process(service.process.pid).children(recursive=True),
-        ]
-        assert not any(KEY in word for each in processes for word in each.cmdline())
+        words = [word for each in service.processes() for word in each.cmdline()]
+        assert words and not any(KEY in word for word in words)
         client = service.trainer()
         client.forward_backward(datums(2), "cross_entropy")
         client.optim_step(STEP).result()
@@ -65,22 +57,10 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models, tmp_pat
         folder = service.saved(client.save_state("state").result().path)
         service.kill()
         reason = ended(service, "--lora_alpha", "64")
-        generated = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "fsdp_qlora",
-                "generate",
-                folder,
-                *flags(prompt="sky", max_new_tokens=2, device="cpu"),
-            ],
-            cwd=tmp_path,  # the base's place is noted in the service's folder
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert generated.returncode == 0, generated.stderr
+        generate = [sys.executable, "-m", "fsdp_qlora", "generate", folder]
+        generate += flags(prompt="sky", max_new_tokens=2, device="cpu")
+        # the base's place is noted in the service's folder
+        finished(generate, 0, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert "lora_alpha" in reason and "32" in reason and "64" in reason
         assert "precision" in ended(service, "--precision", "bf16")
         assert "lora_target_modules" in ended(service, "--lora_target_modules", "q_proj,v_proj")
@@ -120,42 +100,27 @@ def fill(disk: Path, left: int) -> None:
 def test_a_full_disk_fails_requests_and_nothing_else(models, small_disk):
     service = Service(models(), small_disk / "folder", 1, save_every="2")
     try:
-        client = service.trainer(seed=3)
+        model = ServedModel(service, seed=3)
         other = service.trainer(seed=4)
-        client.forward_backward(datums(2), "cross_entropy")
-        client.optim_step(STEP).result()
+        model.train()
+        model.step()
         fill(small_disk, 80_000)
-        number = 3
-
-        def asked(kind: str, **body: Any) -> Any:
-            nonlocal number
-            number += 1
-            return outcome(
-                service,
-                f"/api/v1/{kind}",
-                {"model_id": client.model_id, "seq_id": number - 1, **body},
-            )
-
-        refused = asked("save_weights", path="a")
+        refused = model.save("a")
         assert "cannot be written" in refused["error"] and "--output_dir" not in refused["error"]
         # its state cannot be saved now
-        assert "metrics" in asked("optim_step", adam_params=STEP.model_dump())
+        assert "metrics" in model.step()
         fill(small_disk, 0)
         statuses = set()
         for _ in range(20):
-            status, answer = said(
-                service,
-                "/api/v1/create_session",
-                {"tags": [], "sdk_version": "1", "user_metadata": {}},
-            )
+            status, answer = service.create_session()
             statuses.add(status)
             assert status == 200 or "cannot be read or written" in answer["error"]
         assert 503 in statuses
         (small_disk / "ballast").unlink()
         assert service.process.poll() is None
-        assert asked("save_weights", path="a")["path"].endswith("/weights/a")
+        assert model.save("a")["path"].endswith("/weights/a")
         first = service.adapter(other, "end")
-        second = service.saved(f"tinker://{client.model_id}/weights/a")
+        second = service.saved(f"tinker://{model.name}/weights/a")
         assert first and second.is_dir()
         assert not [path for path in service.folder.rglob("*") if path.name.endswith(".writing")]
         assert "Traceback" not in service.log.read_text()
@@ -190,7 +155,7 @@ def damaged(path: Path, how: str) -> None:
 def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path, how):
     records = Records(tmp_path)
     for number in range(200):
-        records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"x" * 500)
+        records.add(request_of(number), b"x" * 500)
         records.sessions.put(str(number), SESSION)
     records._file.close()
     (tmp_path / MODEL.replace(":", "_") / "weights").mkdir(parents=True)
@@ -198,6 +163,17 @@ def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path, how):
     with pytest.raises(UserError, match=r"service\.db|cannot be used") as refusal:
         Records(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def request_of(number: int) -> QueuedRequest:
+    return QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step")
+
+
+def scheduler_of(folder: Path) -> Scheduler:
+    """A scheduler that has room for one model."""
+    base = Base(["base"], "base", Limits(10, 10, 10, 10))
+    times = (0, 0.0)
+    return Scheduler(Records(folder), folder, [base], max_rank=8, max_models=1, save_times=times)
 
 
 @pytest.mark.quick
@@ -220,9 +196,7 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path):
     records.samplers.put(sampler, {"path": None, "time": 0.0})
     assert records.body("9") == b""  # not needed any more
     records.forget_old(8, 10**6)
-    assert [records.result(str(number)) is not None for number in range(10)] == [False] * 2 + [
-        True
-    ] * 8
+    assert [number for number in range(10) if records.result(str(number))] == [*range(2, 10)]
     records.forget_old(8, 350)
     assert [number for number in range(10) if records.result(str(number))] == [7, 8, 9]
     records.forget_direct_samplers(1.0)
@@ -249,26 +223,19 @@ def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path, fails):
 
 @pytest.mark.quick
 def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path):
-    records = Records(tmp_path)
-    base = Base(["base"], "base", Limits(10, 10, 10, 10))
-    scheduler = Scheduler(records, tmp_path, [base], max_rank=8, max_models=1, save_times=(0, 0.0))
+    scheduler = scheduler_of(tmp_path)
+    records = scheduler.records
     other = f"{'1' * 32}:train:0"
-    request = {
-        "session_id": "1" * 32,
-        "model_seq_id": 0,
-        "base_model": "base",
-        "lora_config": {"rank": 2},
-    }
+    request = {"session_id": other[:32], "model_seq_id": 0, "base_model": "base"}
+    request |= {"lora_config": {"rank": 2}}
     queued = QueuedRequest(f"{other}:0", other, 0, "create_model")
     records.add(queued, json.dumps(request).encode())
-    for live, kinds in (
-        (4, [DropModel, CreateModel]),
-        (3, [SaveWeights, DropModel, CreateModel]),
-    ):
+    making_room = [DropModel, CreateModel]
+    for live, kinds in ((4, making_room), (3, [SaveWeights, *making_room])):
         records.models.put(MODEL, MODEL_ENTRY | {"live": live})
         for number in range(5):
-            records.add(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"{}")
-            records.finish([(f"{MODEL}:{number}", "done", b"")])
+            records.add(request_of(number), b"{}")
+            records.finish([(request_of(number).id, "done", b"")])
         scheduler.models.forget(other)
         scheduler.models.note_use(MODEL)
         assert [type(job.command) for job in scheduler._jobs_of(queued)] == kinds
@@ -276,15 +243,14 @@ def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path):
 
 @pytest.mark.quick
 def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path):
-    records = Records(tmp_path)
-    base = Base(["base"], "base", Limits(10, 10, 10, 10))
-    scheduler = Scheduler(records, tmp_path, [base], max_rank=8, max_models=1, save_times=(0, 0.0))
+    scheduler = scheduler_of(tmp_path)
+    records = scheduler.records
     records.sessions.put(MODEL[:32], SESSION)
     records.models.put(MODEL, MODEL_ENTRY)
     done: list[str] = []
     scheduler.results.on_done = done.append
     for number in range(3):
-        scheduler.submit(QueuedRequest(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"\xff{")
+        scheduler.submit(request_of(number), b"\xff{")
     for count in (1, 2, 3):  # the ranks give a sign of life between two of them
         assert scheduler.take(0.0) is None and len(done) == count
     state, answer = scheduler.results.get(f"{MODEL}:2") or ("", b"")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.run import ROOT
-from tests.service.harness import Service
+from tests.service.harness import Service, on_two_ranks
 from tests.service.loop import main
 
-pytestmark = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+pytestmark = on_two_ranks
 STEPS = 6
 
 

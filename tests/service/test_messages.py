@@ -6,14 +6,12 @@ import random
 import tracemalloc
 
 import pytest
-from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.train_request import TrainRequest, parse_train_request
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.fresh_process import in_fresh_process
-from tests.service.harness import VOCABULARY, datums
+from tests.service.harness import VOCABULARY, datums, training_message
 
 pytestmark = pytest.mark.quick
 LIMITS = Limits(
@@ -26,10 +24,7 @@ def read_flipped(likely: int) -> tuple[int, int, int]:
     Python allocated.
     """
     choose = random.Random(likely)
-    batch = types.ForwardBackwardInput(data=datums(3, 1, likely=likely), loss_fn="cross_entropy")
-    whole = forward_backward_request_to_proto(
-        types.ForwardBackwardRequest(batch, "model", 1)
-    ).SerializeToString()
+    whole = training_message("model", 1, datums(3, 1, likely=likely)).SerializeToString()
     assert len(TrainRequest.read(parse_train_request(whole), LIMITS).table) == 3
     read = 0
     refused = 0

@@ -11,9 +11,8 @@ from tinker import types
 
 from fsdp_qlora.service.names import folder_below, has_form
 from fsdp_qlora.utils.errors import UserError
-from tests.service.harness import KEY, Service, datums, outcome, said
+from tests.service.harness import KEY, Service, datums, on_two_ranks
 
-on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 STEP = types.AdamParams(learning_rate=1e-2)
 PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
 HEX = "0123456789abcdef" * 2
@@ -62,13 +61,13 @@ def test_a_model_of_the_clients_own_name_is_never_a_folder(service, tmp_path):
     ]
     before = around(service)
     for model in wanted:
-        body = {"model_id": model, "seq_id": 0, "path": path, "optimizer": True}
-        assert "error" in outcome(service, "/api/v1/load_weights", body), model
-        saving = {"model_id": model, "seq_id": 1, "path": "thesis"}
-        assert "error" in outcome(service, "/api/v1/save_weights", saving), model
-        assert "error" in outcome(
-            service, "/api/v1/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}
-        )
+        for kind, seq, body in (
+            ("load_weights", 0, {"path": path, "optimizer": True}),
+            ("save_weights", 1, {"path": "thesis"}),
+            ("optim_step", 1, {"adam_params": {}}),
+        ):
+            asked = {"model_id": model, "seq_id": seq, **body}
+            assert "error" in service.outcome(kind, asked), (kind, model)
     assert around(service) == before
     assert (other / "weights" / "thesis" / "chapter").read_text() == "of another user"
     assert [each.name for each in other.rglob("*")] == ["weights", "thesis", "chapter"]
@@ -76,16 +75,16 @@ def test_a_model_of_the_clients_own_name_is_never_a_folder(service, tmp_path):
 
 @on_two_ranks
 def test_a_session_that_is_not_known_makes_no_model(service):
-    body = {"base_model": service.model, "lora_config": {"rank": 2}, "model_seq_id": 0}
+    def create(session: Any, number: Any) -> Any:
+        body = {"base_model": service.model, "lora_config": {"rank": 2}}
+        which = {"session_id": session, "model_seq_id": number}
+        return service.outcome("create_model", {**body, **which})
+
     for session in (HEX, "../x", "", None, "\udfff", 3):
-        answer = outcome(service, "/api/v1/create_model", {**body, "session_id": session})
-        assert "session" in answer["error"]
+        assert "session" in create(session, 0)["error"]
     own = service.trainer().holder.get_session_id()
     for number in (-1, 10**30, "0", 1.5, None, True):
-        answer = outcome(
-            service, "/api/v1/create_model", {**body, "session_id": own, "model_seq_id": number}
-        )
-        assert "error" in answer, number
+        assert "error" in create(own, number), number
 
 
 @on_two_ranks
@@ -95,14 +94,9 @@ def test_a_name_saved_anew_is_sampled_from_its_new_weights(service, again):
     rest = tinker.RestClient(base_url=service.url, api_key=KEY)
 
     def save(name: str) -> str:
-        is_state = again == "overwritten"
-        future = (
-            client.save_state(name, overwrite=True)
-            if is_state
-            else client.save_weights_for_sampler(name)
-        )
-        path: str = future.result().path
-        return path
+        if again == "overwritten":
+            return str(client.save_state(name, overwrite=True).result().path)
+        return str(client.save_weights_for_sampler(name).result().path)
 
     def logprobs(path: str) -> list[float | None]:
         sampler = service.client().create_sampling_client(model_path=path).result()
@@ -113,10 +107,7 @@ def test_a_name_saved_anew_is_sampled_from_its_new_weights(service, again):
     client.forward_backward(datums(3, 1), "cross_entropy")
     client.optim_step(STEP).result()
     if again == "deleted":
-        model = client.model_id
-        part = "sampler_weights"
-        name = "best"
-        rest.delete_checkpoint(model, f"{part}/{name}").result()
+        rest.delete_checkpoint(client.model_id, "sampler_weights/best").result()
     anew = logprobs(save("best"))
     beside = logprobs(save("beside"))
     assert anew == beside
@@ -126,26 +117,20 @@ def test_a_name_saved_anew_is_sampled_from_its_new_weights(service, again):
 @on_two_ranks
 def test_halves_of_surrogates_are_answered_as_other_texts(service):
     half = "\ud800"
-    for path, body in (
+    sampler = {"session_id": half, "sampling_session_seq_id": 0, "base_model": service.model}
+    for kind, body in (
         ("get_info", {"model_id": half}),
         ("session_heartbeat", {"session_id": half}),
         ("retrieve_future", {"request_id": half}),
         ("weights_info", {"tinker_path": half}),
-        (
-            "create_sampling_session",
-            {"session_id": half, "sampling_session_seq_id": 0, "base_model": service.model},
-        ),
-        ("cancel_future", {"request_id": half}),
+        ("create_sampling_session", sampler),
         ("asample", {"sampling_session_id": half, "seq_id": 0}),
     ):
-        status, answer = said(service, f"/api/v1/{path}", body)
-        assert path == "cancel_future" or (status in (400, 404) and "error" in answer), (
-            path,
-            status,
-        )
-    asked = {"tags": [], "sdk_version": "1", "user_metadata": {"of": half}, "display_name": "a"}
-    assert said(service, "/api/v1/create_session", asked)[0] == 400
-    assert said(service, "/api/v1/training_runs?limit=1000", b"", "GET")[0] == 200
+        status, answer = service.ask(kind, body)
+        assert status in (400, 404) and "error" in answer, (kind, status)
+    service.ask("cancel_future", {"request_id": half})
+    assert service.create_session(user_metadata={"of": half}, display_name="a")[0] == 400
+    assert service.ask("training_runs?limit=1000", b"", "GET")[0] == 200
     assert "Traceback" not in service.log.read_text()
 
 
@@ -162,29 +147,23 @@ def test_a_folder_is_below_the_services_whatever_its_parts_are(tmp_path):
         folder_below(root, MODEL, "weights", "x")
 
 
+FORMS = {
+    "session": [HEX],
+    "model": [MODEL],
+    "sampler": [f"{HEX}:sample:3", f"{HEX}:sample:0-12", f"direct:{HEX}"],
+    "request": [f"{MODEL}:4", f"{HEX}:sample:3:5"],
+    "checkpoint": [
+        f"tinker://{MODEL}/weights/a.b-c_d",
+        f"tinker://{MODEL}/sampler_weights/{'x' * 128}",
+    ],
+}
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", ["session", "model", "sampler", "request", "checkpoint"])
+@pytest.mark.parametrize("kind", FORMS)
 def test_names_have_one_form_each(kind):
-    right = {
-        "session": [HEX],
-        "model": [MODEL],
-        "sampler": [f"{HEX}:sample:3", f"{HEX}:sample:0-12", f"direct:{HEX}"],
-        "request": [f"{MODEL}:4", f"{HEX}:sample:3:5"],
-        "checkpoint": [
-            f"tinker://{MODEL}/weights/a.b-c_d",
-            f"tinker://{MODEL}/sampler_weights/{'x' * 128}",
-        ],
-    }
-    for name in right[kind]:
+    for name in FORMS[kind]:
         assert has_form(kind, name)
-        for wrong in (
-            f"{name}\n",
-            f" {name}",
-            f"x{name}",
-            f"{name}/",
-            name[:16],
-            name.replace("0", "٠"),
-            [name],
-            0,
-        ):
+        changed = (f"{name}\n", f" {name}", f"x{name}", f"{name}/", name.replace("0", "٠"))
+        for wrong in (*changed, name[:16], [name], 0):
             assert not has_form(kind, wrong), wrong

@@ -9,10 +9,9 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.service.harness import KEY, Plain, Service, assert_equal, datums
+from tests.service.harness import KEY, Plain, Service, assert_equal, datums, on_two_ranks
 
 pytestmark = pytest.mark.slow
-on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 PROMPT = [5, 9, 33, 120, 7]
 STEP = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 

@@ -5,18 +5,26 @@ service goes on.
 import json
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
-from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tests.helpers.run import all_slow_but
-from tests.service.harness import KEY, Service, assert_equal, datums, said
+from tests.service.harness import (
+    KEY,
+    PROTOBUF,
+    SESSION,
+    STEP,
+    Service,
+    assert_equal,
+    datums,
+    on_two_ranks,
+    training_message,
+)
 from tests.service.loop import main
 
 OF_MODELS = ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
@@ -45,6 +53,8 @@ ODD: list[Any] = [
     "\0",
 ]
 STEPS = 6
+UNKNOWN = ["/", "/api/v1/../../etc/passwd", "nothing", "/docs", "/api/v2/x", "/%00"]
+BODIES = [b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000, b'"x"', b"\0" * 999]
 PATHS = [
     "../../../outside",
     "/outside",
@@ -77,7 +87,6 @@ NAMES: list[Callable[[str], Any]] = [
 
 Request = tuple[str, Any, dict[str, str]]
 """A path, a body and headers."""
-PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
 
 class Stranger:
@@ -99,7 +108,7 @@ class Stranger:
         name = f"n{self.choose.randrange(10**9)}"
         asked = {"max_tokens": 2, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
         bodies: dict[str, dict[str, Any]] = {
-            "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"},
+            "create_session": SESSION,
             "create_model": {
                 "session_id": self.session,
                 "model_seq_id": self.choose.randrange(10**6),
@@ -136,7 +145,7 @@ class Stranger:
             assert is_refused(self.service, path, body, headers), (number, path, shown, headers)
             # Its number counts as used where it was taken, though it failed.
             last = {"request_id": f"{self.model}:{self.number + 1}"}
-            self.number += said(self.service, "/api/v1/retrieve_future", last)[0] == 200
+            self.number += self.service.ask("retrieve_future", last)[0] == 200
 
     def wrong(self) -> Request:
         makers: list[Callable[[], Request]] = [
@@ -167,7 +176,7 @@ class Stranger:
             body = (
                 {**self.right(kind), "surplus": 1} if kind in ("optim_step", "save_weights") else {}
             )
-        return f"/api/v1/{kind}", body, {}
+        return kind, body, {}
 
     def bad_path(self) -> Request:
         name = self.choose.choice(PATHS)
@@ -177,22 +186,15 @@ class Stranger:
         if kind == "create_sampling_session":
             body = {**self.right(kind), "model_path": name}
             del body["base_model"]
-        return f"/api/v1/{kind}", body, {}
+        return kind, body, {}
 
     def no_json(self) -> Request:
-        body = self.choose.choice(
-            [b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000, b'"x"', b"\0" * 999]
-        )
-        return f"/api/v1/{self.choose.choice(JSON)}", body, {}
+        return self.choose.choice(JSON), self.choose.choice(BODIES), {}
 
     def odd_tensor(self) -> Request:
         """A forward_backward with something wrong in it."""
         [datum] = datums(1, self.choose.randrange(99))
-        number = self.number + 1
-        batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
-        request = forward_backward_request_to_proto(
-            types.ForwardBackwardRequest(batch, self.model, number)
-        )
+        request = training_message(self.model, self.number + 1, [datum])
         first = request.data[0]
         how = self.choose.randrange(12)
         weights = first.loss_fn_inputs["weights"]
@@ -225,7 +227,7 @@ class Stranger:
             del request.data[:]
         else:
             first.model_input[0].encoded_text.tokens *= 1_000
-        return "/api/v1/forward_backward", request.SerializeToString(), PROTOBUF
+        return "forward_backward", request.SerializeToString(), PROTOBUF
 
     def odd_prompt(self) -> Request:
         body = self.right("asample")
@@ -254,7 +256,7 @@ class Stranger:
             ),
             *({"sampling_session_id": each, "seq_id": None} for each in ("none", None)),
         ]
-        return "/api/v1/asample", body | self.choose.choice(odd), {}
+        return "asample", body | self.choose.choice(odd), {}
 
     def odd_name(self) -> Request:
         """A model, session or sampler that is none."""
@@ -266,7 +268,7 @@ class Stranger:
             name for name in ("model_id", "sampling_session_id", "session_id") if name in body
         )
         body[name] = self.choose.choice(NAMES)(body[name])
-        return f"/api/v1/{kind}", body, {}
+        return kind, body, {}
 
     def odd_number(self) -> Request:
         """A number that overflows somewhere."""
@@ -286,53 +288,45 @@ class Stranger:
                 ("asample", {"sampling_params": {"max_tokens": 2, "top_p": 2.0}}),
             ]
         )
-        return f"/api/v1/{kind}", {**self.right(kind), **changed}, {}
+        return kind, {**self.right(kind), **changed}, {}
 
     def flipped_bits(self) -> Request:
         """A forward_backward whose bits are flipped, or its numbers huge. Where it is still one, it
         is for no model.
         """
-        [datum] = datums(1, self.choose.randrange(99))
-        number = self.number + 1
-        batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
-        model = f"{self.model}0"
-        request = forward_backward_request_to_proto(
-            types.ForwardBackwardRequest(batch, model, number)
-        )
+        data = datums(1, self.choose.randrange(99))
+        request = training_message(f"{self.model}0", self.number + 1, data)
         body = bytearray(request.SerializeToString())
         for _ in range(self.choose.choice([1, 3, 30])):
             body[self.choose.randrange(len(body))] ^= 1 << self.choose.randrange(8)
-        return "/api/v1/forward_backward", bytes(body), PROTOBUF
+        return "forward_backward", bytes(body), PROTOBUF
 
     def no_key(self) -> Request:
         kind = self.choose.choice(["create_session", "healthz", "retrieve_future"])
         body = self.right("create_session") if kind == "create_session" else {}
         key = self.choose.choice(["", KEY[:-1], KEY + "x", "tml-\xe9"])
-        return f"/api/v1/{kind}", body, {"X-API-Key": key}
+        return kind, body, {"X-API-Key": key}
 
     def unknown(self) -> Request:
-        path = self.choose.choice(
-            ["/", "/api/v1/../../etc/passwd", "/api/v1/nothing", "/docs", "/api/v2/x", "/%00"]
-        )
-        return path, {}, {}
+        return self.choose.choice(UNKNOWN), {}, {}
 
     def rubbish(self) -> Request:
         size = self.choose.choice([1, 100, 10_000, 70_000_000])
         body = (self.choose.randbytes(min(size, 10_000)) * (size // min(size, 10_000)))[:size]
         kind = self.choose.choice(["forward_backward", "optim_step", "asample"])
         content_type = self.choose.choice([PROTOBUF["Content-Type"], "a" * 99])
-        return f"/api/v1/{kind}", body, {"Content-Type": content_type}
+        return kind, body, {"Content-Type": content_type}
 
 
 def is_refused(service: Service, path: str, body: Any, headers: dict[str, str]) -> bool:
     """Whether a request is answered with an error, at once or by its future."""
-    status, answer = said(service, path, body, **headers)
+    status, answer = service.ask(path, body, **headers)
     if status != 200:
         # at which the client would try again
         return 400 <= status < 500 and status not in (408, 409, 429)
     if "request_id" not in (answer or {}):
         return False
-    status, answer = said(service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]})
+    status, answer = service.ask("retrieve_future", {"request_id": answer["request_id"]})
     return status == 200 and "error" in answer
 
 
@@ -347,11 +341,8 @@ def outside(service: Service) -> dict[Path, int]:
 
 
 @pytest.fixture
-def before(service: Service) -> Iterator[dict[Path, int]]:
-    yield outside(service)
-
-
-on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+def before(service: Service) -> dict[Path, int]:
+    return outside(service)
 
 
 @on_two_ranks
@@ -392,16 +383,15 @@ def test_wrong_requests_get_an_error_each(service, before, seed):
     names = {path.name for path in service.folder.rglob("*") if path.is_file()}
     assert all(set(name) <= {*string.ascii_letters, *string.digits, *"._-"} for name in names)
     # it goes on, and counts right
-    client = service.trainer(seed=9)
-    twin = service.trainer(seed=9)
+    client, twin = (service.trainer(seed=9) for _ in range(2))
     for each in (client, twin):
         each.forward_backward(datums(2), "cross_entropy").result()
-        each.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        each.optim_step(STEP).result()
     assert_equal(service.adapter(client, "end"), service.adapter(twin, "end"), 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+@on_two_ranks
 def test_what_is_not_served_is_refused_by_name_and_the_next_goes_on(service):
     client = service.trainer()
     data = datums(2)

@@ -8,10 +8,9 @@ import torch
 from tinker import RequestFailedError, types
 from torch import Tensor
 
-from tests.service.harness import CLIPPED, Plain, assert_equal, datums, logprobs_of
+from tests.service.harness import CLIPPED, Plain, assert_equal, datums, logprobs_of, on_two_ranks
 
 pytestmark = pytest.mark.slow
-on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 
 PARAMS = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 LOSSES: list[tuple[str, Mapping[str, float]]] = [
