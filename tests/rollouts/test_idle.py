@@ -9,9 +9,13 @@ from fsdp_qlora.training.idle import IdleSteps
 from tests.helpers.rows import write_rows
 from tests.helpers.run import train_ok
 from tests.preferences.test_distillation import run_options, taught_rows
-from tests.rollouts.test_runs import inputs
+from tests.rollouts.runs import inputs
 
 NOTHING = "learned nothing"
+OF_CUT = "of the answers were cut"
+MORE_ANSWERS = "more --num_generations or a higher --temperature"
+WITHOUT_GRADIENT = "The last 5 steps learned nothing: the gradient was 0"
+ALL_CUT = "100% of the answers of the last 5 steps were cut at --max_completion_length 4"
 NO_REWARD = "def short(completions, **_):\n    return [{value} for _ in completions]\n"
 
 
@@ -39,38 +43,14 @@ ENDED = {"grad_norm": 0.1, "completions/clipped_ratio": 0.9}
 @pytest.mark.parametrize(
     ("steps", "at", "said"),
     [
-        (
-            [EQUAL] * 20,
-            5,
-            [
-                "The last 5 steps learned nothing",
-                "equal rewards (0 in",
-                "100% of the answers were cut",
-            ],
-        ),
-        (
-            [of_answers(1, 0.25, 0.1, 2.0)] * 9,
-            5,
-            ["equal rewards (2 in", "25% of the answers were cut"],
-        ),
-        (
-            [of_answers(1, 0)] * 9,
-            5,
-            ["equal rewards", "more --num_generations or a higher --temperature"],
-        ),
+        ([EQUAL] * 20, 5, [f"The last 5 steps {NOTHING}", "equal rewards (0 in", f"100% {OF_CUT}"]),
+        ([of_answers(1, 0.25, 0.1, 2.0)] * 9, 5, ["equal rewards (2 in", f"25% {OF_CUT}"]),
+        ([of_answers(1, 0)] * 9, 5, ["equal rewards", MORE_ANSWERS]),
         ([DIFFERENT, *[EQUAL] * 5], 6, [NOTHING]),
-        ([EQUAL], 1, ["The last step learned nothing"]),
-        ([EQUAL] * 2, 2, ["The last 2 steps learned nothing"]),
-        (
-            [IDLE] * 9,
-            5,
-            ["The last 5 steps learned nothing: the gradient was 0", "--dry_run samples"],
-        ),
-        (
-            [CUT] * 9,
-            5,
-            ["100% of the answers of the last 5 steps were cut at --max_completion_length 4"],
-        ),
+        ([EQUAL], 1, [f"The last step {NOTHING}"]),
+        ([EQUAL] * 2, 2, [f"The last 2 steps {NOTHING}"]),
+        ([IDLE] * 9, 5, [WITHOUT_GRADIENT, "--dry_run samples"]),
+        ([CUT] * 9, 5, [ALL_CUT]),
         ([{**IDLE, "skipped": True}, *[IDLE] * 5], 6, [NOTHING]),
         ([EQUAL, EQUAL, EQUAL, EQUAL, DIFFERENT] * 5, 0, []),
         ([IDLE, IDLE, IDLE, IDLE, LEARNS] * 5, 0, []),
@@ -94,13 +74,8 @@ def test_steps_in_a_row_without_learning_are_told_once(steps, at, said):
 
 @pytest.mark.parametrize("value", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_grpo_that_cannot_learn_says_why_and_not_again(value, models, tmp_path):
-    options = inputs(models, tmp_path, function=NO_REWARD.format(value=value))
-    options |= {
-        "max_completion_length": 4,
-        "gradient_accumulation_steps": 4,
-        "num_epochs": 3,
-        "max_steps": 7,
-    }
+    options = inputs(models, tmp_path, function=NO_REWARD.format(value=value), max_steps=7)
+    options |= {"max_completion_length": 4, "gradient_accumulation_steps": 4, "num_epochs": 3}
     said = train_ok(2, tmp_path / "out", **options)
     assert said.count(NOTHING) == 1 and f"equal rewards ({value} in the mean" in said
     assert "of the answers were cut at --max_completion_length 4: raise it" in said
@@ -110,39 +85,24 @@ def test_grpo_that_cannot_learn_says_why_and_not_again(value, models, tmp_path):
 
 
 def test_grpo_that_learns_from_cut_answers_says_nothing(models, tmp_path):
-    options = inputs(models, tmp_path) | {
-        "max_completion_length": 4,
-        "gradient_accumulation_steps": 8,
-        "num_epochs": 3,
-    }
-    assert "were cut at" not in train_ok(1, tmp_path / "out", **options, max_steps=6)
+    options = inputs(models, tmp_path, max_completion_length=4, num_epochs=3, max_steps=6)
+    options |= {"gradient_accumulation_steps": 8}
+    assert "were cut at" not in train_ok(1, tmp_path / "out", **options)
 
 
 def test_pairs_without_a_gradient_are_told(models, tmp_path):
     """Pairs of which the model prefers the right answer by more than the margin of a hinge."""
     longer = [{"prompt": f"sort {n}", "chosen": " blue", "rejected": " red" * 9} for n in range(8)]
     run = {"model_name": models(), "train_type": "lora", "quant_cache": "off", "lora_rank": 4}
-    hinge = {
-        "objective": "cpo",
-        "loss_type": "hinge",
-        "sft_weight": 0.0,
-        "beta": 1.0,
-        "max_steps": 6,
-    }
+    hinge = {"objective": "cpo", "loss_type": "hinge", "sft_weight": 0.0, "beta": 1.0}
     rows = write_rows(tmp_path / "rows.jsonl", longer)
-    said = train_ok(1, tmp_path / "pairs", **run, **hinge, dataset=rows)
-    assert said.count("The last 5 steps learned nothing: the gradient was 0") == 1
+    said = train_ok(1, tmp_path / "pairs", **run, **hinge, max_steps=6, dataset=rows)
+    assert said.count(WITHOUT_GRADIENT) == 1
 
 
 def test_a_student_all_of_whose_answers_are_cut_is_told(models, tmp_path):
     file = write_rows(tmp_path / "taught.jsonl", taught_rows(20))
-    own = {
-        "objective": "distill_on_policy",
-        "max_completion_length": 1,
-        "batch_size": 2,
-        "num_epochs": 1,
-    }
-    said = train_ok(
-        1, tmp_path / "out", **run_options(models(), file, **own, context_length=512, max_steps=6)
-    )
+    own = {"objective": "distill_on_policy", "max_completion_length": 1, "context_length": 512}
+    options = run_options(models(), file, **own, batch_size=2, num_epochs=1, max_steps=6)
+    said = train_ok(1, tmp_path / "out", **options)
     assert said.count("were cut at --max_completion_length 1") == 1

@@ -13,8 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -369,7 +367,7 @@ class Parrot:
 
 
 @pytest.fixture
-def rollouts(tmp_path: Path) -> Iterator[Callable[..., Iterator[StepRows]]]:
+def rollouts(tmp_path: Path, alone: Ranks) -> Callable[..., Iterator[StepRows]]:
     """The rows of a run's steps, two of which learn from the same answers; they are in tmp_path /
     "rollouts.jsonl".
     """
@@ -381,18 +379,14 @@ def rollouts(tmp_path: Path) -> Iterator[Callable[..., Iterator[StepRows]]]:
         "num_iterations": 2,
     }
     config = TrainConfig(**usual, context_length=64, gradient_accumulation_steps=4, max_steps=4)
-    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def steps(word: str = "length:1", **since: Any) -> Iterator[StepRows]:
         scorer = Scorer([word], zero_on_error=False, seconds=60)
         place = tmp_path / "rollouts.jsonl"
-        spell = str
-        made = Rollouts(data, Parrot(), scorer, place, ranks, Control(), spell, None, "group")  # type: ignore[arg-type]
+        made = Rollouts(data, Parrot(), scorer, place, alone, Control(), str, None, "group")  # type: ignore[arg-type]
         return made.steps(make_schedule(config, data, 1), **since)
 
-    yield steps
-    dist.destroy_process_group()
+    return steps
 
 
 def edited(path: Path, line: int, **changes: Any) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
@@ -36,13 +35,16 @@ from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from stand_in.environment import free_port
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
 from tests.helpers.models import Models
-from tests.helpers.rows import read_rows, write_rows
+from tests.helpers.rows import write_rows
 from tests.helpers.run import ROOT
 from tests.helpers.tokenizers import WORDS
 from tests.rollouts.lora_server import LoraServer, Sampler
+from tests.rollouts.runs import OPTIONS as ROLLOUT_OPTIONS
+from tests.rollouts.runs import rollouts_of
 
 END = 9
 LONGEST = 4
+VOCABULARY = 10
 PROMPTS = [[1, 2]] * 3 + [[3]] * 3
 
 
@@ -73,11 +75,8 @@ def server() -> Iterator[LoraServer]:
 
 
 @pytest.fixture
-def engine(
-    server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ServerEngine]:
+def engine(server: LoraServer, tmp_path: Path, alone: Ranks) -> ServerEngine:
     """The engine of a run on one rank; its adapter is a number that grows."""
-    monkeypatch.setattr(waiting, "_PULSE_SECONDS", 0.01)
     versions = itertools.count()
 
     def save(folder: Path) -> None:
@@ -86,19 +85,13 @@ def engine(
         (folder / "adapter_config.json").write_text("{}")
         time.sleep(0.01)  # the next one is younger
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
-    yield ServerEngine(
-        Server(server.url + "/v1/", ["/models/base"], 0.3, pause_seconds=(0.01, 0.02)),
-        save,
-        tmp_path / "rollout_adapters" / "run",
-        ranks,
-        Control(),
-        Stops(),  # type: ignore[arg-type]
-        SamplingOptions(LONGEST, temperature=0.7, seed=5),
-        vocab_size=10,
+    client = Server(server.url + "/v1/", ["/models/base"], 0.3, pause_seconds=(0.01, 0.02))
+    prefix = tmp_path / "rollout_adapters" / "run"
+    options = SamplingOptions(LONGEST, temperature=0.7, seed=5)
+    stops: Any = Stops()
+    return ServerEngine(
+        client, save, prefix, alone, Control(), stops, options, vocab_size=VOCABULARY
     )
-    dist.destroy_process_group()
 
 
 def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
@@ -124,44 +117,35 @@ def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine, se
     found = [(tuple(p), (a.token_ids, a.logps)) for p, a in zip(PROMPTS, first, strict=True)]
     assert sorted(found) == by_prompt
     assert all(answer.is_done == (answer.token_ids[-1] == END) for answer in first)
-    settings = {
-        "temperature": 0.7,
-        "max_tokens": LONGEST,
-        "top_p": 1.0,
-        "top_k": -1,
-        "stop_token_ids": [END],
-    }
+    settings = {"temperature": 0.7, "max_tokens": LONGEST, "top_p": 1.0, "top_k": -1}
+    settings |= {"stop_token_ids": [END]}
     assert all(body.items() >= settings.items() for body in bodies)
     assert engine.complete(PROMPTS, 1, 1) != first
     engine.complete(PROMPTS, 2, 2)
     names = [body["lora_name"] for body in asked(server, "load_lora_adapter")]
-    assert [name.rpartition("-")[0] for name in names] == ["run-v0", "run-v1", "run-v2"] and len(
-        {*names}
-    ) == 3
+    assert [name.rpartition("-")[0] for name in names] == ["run-v0", "run-v1", "run-v2"]
+    assert len({*names}) == 3
     assert [body["lora_name"] for body in asked(server, "unload_lora_adapter")] == names[:2]
-    assert sorted(path.name for path in engine.prefix.parent.iterdir()) == [
-        "run-v1",
-        "run-v2",
-    ]  # what it may still read
+    kept = sorted(path.name for path in engine.prefix.parent.iterdir())
+    assert kept == ["run-v1", "run-v2"]  # what it may still read
 
 
 def once(path: str, status: int, content: Any) -> Any:
     """A fault that befalls the first request to a path."""
     left = [1]
-    return lambda found, body: (
-        (status, content) if found == f"/v1/{path}" and left and left.pop() else None
-    )
 
-
-def forgets(server: LoraServer) -> Any:
-    """Have the server lose its adapters before the first answer, as when it starts again."""
-    left = [1]
-
-    def fault(path: str, body: dict[str, Any]) -> None:
-        if path == "/v1/completions" and left and left.pop():
-            server.adapters.clear()
+    def fault(found: str, body: dict[str, Any]) -> tuple[int, Any] | None:
+        is_first = found == f"/v1/{path}" and left and left.pop()
+        return (status, content) if is_first else None
 
     return fault
+
+
+def says_once(path: str, status: int, message: str) -> Any:
+    return once(path, status, {"error": {"message": message}})
+
+
+ABORTED = {"model": "x", "choices": [{"finish_reason": "abort"}]}
 
 
 @pytest.mark.quick
@@ -169,23 +153,23 @@ def forgets(server: LoraServer) -> Any:
     ("fault", "said"),
     [
         (once("models", 0, None), "Waiting for the server"),
-        (once("completions", 503, {"error": {"message": "busy"}}), "HTTP 503: busy"),
         (once("completions", 0, None), "Waiting for the server"),
-        (
-            once("completions", 200, {"model": "x", "choices": [{"finish_reason": "abort"}]}),
-            "ended with 'abort'",
-        ),
-        (
-            once("load_lora_adapter", 404, {"error": {"message": "no such folder"}}),
-            "no such folder",
-        ),
-        (forgets, "it had lost the adapter"),
+        (once("completions", 200, ABORTED), "ended with 'abort'"),
+        (says_once("completions", 503, "busy"), "HTTP 503: busy"),
+        (says_once("load_lora_adapter", 404, "no such folder"), "no such folder"),
+        (None, "it had lost the adapter"),  # as when it starts again
     ],
 )
 def test_transient_server_errors_are_retried_without_other_completions(
     engine, server, lines, fault, said
 ):
-    server.faults.append(fault(server) if fault is forgets else fault)
+    loses = once("completions", 0, None)
+
+    def forget(path: str, body: dict[str, Any]) -> None:
+        if loses(path, body):
+            server.adapters.clear()
+
+    server.faults.append(fault or forget)
     engine.server._patience = 60.0
     found = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
@@ -209,6 +193,11 @@ def answer(**changes: Any) -> Any:
     return lambda path, body: (200, answer_of(body, **changes)) if "prompt" in body else None
 
 
+def of_logps(logps: Any) -> Any:
+    """A fault: each answer has these log-probabilities."""
+    return answer(logprobs={"token_logprobs": logps})
+
+
 def says(content: Any, status: int = 200, to: str = "prompt") -> Any:
     """A fault: each answer to requests with this key is this, or what this makes."""
     made = content if callable(content) else lambda: content
@@ -223,6 +212,9 @@ def always(content: Any, status: int = 200) -> Any:
 def knows(*models: dict[str, Any]) -> Any:
     """A fault: the server has these models."""
     return always({"data": [*models]})
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 def slowly(first: bytes, then: bytes) -> Any:
@@ -243,16 +235,13 @@ def slowly(first: bytes, then: bytes) -> Any:
     [
         (answer(model="run-v7"), "answers as run-v7 instead of run-v0-"),
         (answer(token_ids=None), "text alone"),
-        (
-            answer(token_ids=[1, 2, 3, 10]),
-            "returns the token 10, and the model's vocabulary has 10",
-        ),
+        (answer(token_ids=[1, 2, 3, 10]), "the token 10, and the model's vocabulary has 10"),
         (answer(token_ids=[1, 2, True, 3]), "returns the token True"),
         (answer(token_ids=[1] * 5), "returns 5 tokens, cut, instead of 4"),
         (answer(token_ids=[1] * 3000, finish_reason="stop"), "returns 3,000 tokens"),
         (answer(token_ids=[1]), "returns 1 tokens, cut, instead of 4"),
         (answer(token_ids=[1, END, 1, 1]), "goes on behind the token that ends an answer"),
-        (answer(logprobs={"token_logprobs": [-(10**400)] * LONGEST}), "no log-probability"),
+        (of_logps([-(10**400)] * LONGEST), "no log-probability"),
         (says(b"[" * 200_000), "answers /v1/completions with no JSON"),
         (says(b"<html><body>Not here</body></html>"), "no JSON, but with '<html><body>Not here"),
         (says(b""), "no JSON, but with ''"),
@@ -263,25 +252,19 @@ def slowly(first: bytes, then: bytes) -> Any:
         (says(b" " * 2**22), "answers /v1/completions with more than"),
         (says({"error": {"message": "x\ud800" * 10**4}}, 400), r"HTTP 400: x\ud800x"),
         (says("http://localhost:1/", 302), "HTTP 302: http://localhost:1/"),
-        (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" "), "did not answer within 0.3 s: timed out"),
+        (slowly(OK, b" "), "did not answer within 0.3 s: timed out"),
         (slowly(b"HTTP/1.1 200 OK\r\nX: ", b"a"), "did not answer within 0.3 s: timed out"),
-        (
-            slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20),
-            "answers /v1/completions with more than",
-        ),
+        (slowly(OK, b" " * 2**20), "answers /v1/completions with more than"),
         (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
-        (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
-        (answer(logprobs={"token_logprobs": [-math.inf] * LONGEST}), "no log-probability"),
-        (answer(logprobs={"token_logprobs": [-1.0] * 3}), "no log-probability of each token"),
-        (answer(logprobs={"token_logprobs": [-1.0, -1.0, 0.5, -1.0]}), "but 0.5 for one"),
-        (answer(logprobs={"token_logprobs": [-1.0, -1.0, math.nan, -1.0]}), "but nan for one"),
-        (answer(logprobs={"token_logprobs": [-1.0, -1.0, False, -1.0]}), "but false for one"),
-        (answer(logprobs={"token_logprobs": "none"}), "logprobs: 0"),
+        (of_logps([None] * LONGEST), "no log-probability"),
+        (of_logps([-math.inf] * LONGEST), "no log-probability"),
+        (of_logps([-1.0] * 3), "no log-probability of each token"),
+        (of_logps([-1.0, -1.0, 0.5, -1.0]), "but 0.5 for one"),
+        (of_logps([-1.0, -1.0, math.nan, -1.0]), "but nan for one"),
+        (of_logps([-1.0, -1.0, False, -1.0]), "but false for one"),
+        (of_logps("none"), "logprobs: 0"),
         (answer(logprobs={}), "vllm serve MODEL --enable-lora"),
-        (
-            answer(logprobs=None),
-            "no log-probability of each token, by which tokens are weighed, but none. It must",
-        ),
+        (answer(logprobs=None), "by which tokens are weighed, but none. It must"),
         (says({"error": {"message": "too long"}}, 400), "HTTP 400: too long"),
         (knows({"id": "other"}), "--served-model-name /models/base"),
         (says({}, 500, to="lora_path"), "does not load the adapter"),
@@ -292,28 +275,13 @@ def test_unusable_rollout_server_ends_the_run_in_one_sentence(engine, server, fa
     server.faults.append(fault)
     with pytest.raises(RolloutError) as caught:
         engine.complete(PROMPTS, 0, 0)
-    assert (
-        said in str(caught.value)
-        and server.url in str(caught.value)
-        and len(str(caught.value)) < 1000
-    )
-    assert not re.search(r"\wError\(|NoneType|subscript", str(caught.value))
+    message = str(caught.value)
+    assert said in message and server.url in message and len(message) < 1000
+    assert not re.search(r"\wError\(|NoneType|subscript", message)
 
 
-_PARTS = (
-    b"",
-    b"null",
-    b"true",
-    b"-1",
-    b"1e999",
-    b"9" * 400,
-    b"{}",
-    b'"\\ud800"',
-    b"\xff",
-    b"\0",
-    b"NaN",
-    b"[" * 10**5,
-)
+_WORDS = b'null true -1 1e999 {} "\\ud800" \xff \0 NaN'
+_PARTS = (b"", *_WORDS.split(), b"9" * 400, b"[" * 10**5)
 
 
 def damaged(content: bytes, seed: int) -> bytes:
@@ -322,11 +290,8 @@ def damaged(content: bytes, seed: int) -> bytes:
     for _ in range(choose.randint(1, 3)):
         start = choose.randrange(len(content))
         end = choose.randint(start, min(len(content), start + choose.choice((1, 8, 80))))
-        content = (
-            content[:start]
-            + choose.choice((*_PARTS, b"a" * 2**21, content[start:end] * 3))
-            + content[end:]
-        )
+        part = choose.choice((*_PARTS, b"a" * 2**21, content[start:end] * 3))
+        content = content[:start] + part + content[end:]
     return content
 
 
@@ -352,9 +317,8 @@ def test_damaged_answers_end_in_a_sentence_and_take_little_memory(engine, server
             ends["refused"] += 1
         engine.server.is_closed = False
     assert ends.total() == len(seeds) and ends["refused"] > len(seeds) / 2, ends
-    assert (
-        this.memory_info().rss - before < 2**30 and set(this.children(recursive=True)) <= processes
-    )
+    assert this.memory_info().rss - before < 2**30
+    assert set(this.children(recursive=True)) <= processes
 
 
 @pytest.mark.quick
@@ -382,12 +346,11 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine, server):
     others = {*threading.enumerate()}
     with pytest.raises(RunStopped):
         engine.complete(PROMPTS, 0, 0)
-    wait_for(
-        lambda: (
-            not [each for each in {*threading.enumerate()} - others if each.name == "begun-call"]
-        ),
-        20,
-    )
+
+    def calls() -> list[str]:
+        return [each.name for each in {*threading.enumerate()} - others]
+
+    wait_for(lambda: "begun-call" not in calls(), 20)
 
 
 @pytest.mark.quick
@@ -395,12 +358,7 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine, server):
     ("fault", "said"),
     [
         (None, ""),
-        (
-            lambda path, body: (
-                (404, {"detail": "Not Found"}) if body == {} and "load" in path else None
-            ),
-            "RUNTIME_LORA",
-        ),
+        (once("load_lora_adapter", 404, {"detail": "Not Found"}), "RUNTIME_LORA"),
         (knows({"id": "other"}), "has the model other, and the run trains hub/base"),
         (always([]), "answers /v1/models without data"),
         (knows({"id": None}), "with null as data[0].id, which is a text"),
@@ -490,43 +448,36 @@ def whole(
     return options, folder / "out"
 
 
+SCORER = """
+def even(completion_ids, **_):
+    return [sum(id % 2 == 0 for id in ids) for ids in completion_ids]
+"""
+OPTIONS: dict[str, object] = {
+    **ROLLOUT_OPTIONS,
+    "base_name": "hub/tiny",
+    "num_epochs": 2,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "save_every": 3,
+    "log_to": "stdout",
+}
+
+
 def options_of(
     server: ServerProcess | LoraServer, model: Path, folder: Path, output: str, **changes: object
 ) -> dict[str, object]:
     scorer = folder / "scorer.py"
-    scorer.write_text(
-        "def even(completion_ids, **_):\n    return [sum(id % 2 == 0 for id in ids) for ids in "
-        "completion_ids]\n"
-    )
-    rows = write_rows(
-        folder / "prompts.jsonl", [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]]
-    )
+    scorer.write_text(SCORER)
+    rows = [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]]
     return {
+        **OPTIONS,
         "model_name": model,
-        "base_name": "hub/tiny",
-        "train_type": "lora",
-        "precision": "fp32",
-        "dataset": rows,
+        "dataset": write_rows(folder / "prompts.jsonl", rows),
         "output_dir": folder / output,
-        "objective": "grpo",
         "rewards": f"{scorer}:even",
-        "lr": 0.01,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "lora_rank": 4,
-        "num_epochs": 2,
-        "batch_size": 2,
-        "gradient_accumulation_steps": 2,
         "rollout_url": server.url,
-        "save_every": 3,
-        "log_to": "stdout",
-        "quant_cache": "off",
         **changes,
     }
-
-
-def read_rollouts(folder: Path) -> list[dict[str, Any]]:
-    return read_rows(folder / "rollouts.jsonl")
 
 
 def farthest(records: list[dict[str, Any]]) -> float:
@@ -539,16 +490,11 @@ def farthest(records: list[dict[str, Any]]) -> float:
 
 @pytest.mark.slow
 def test_a_killed_server_is_waited_for_and_changes_no_byte(lora_server, whole, tmp_path):
-    records = read_rollouts(whole[1])
-    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(
-        records
-    ) < 1e-4
-    assert (
-        len(
-            {record["sampled_logps"][0] for record in records if record["row"] == records[0]["row"]}
-        )
-        > 4
-    )
+    records = rollouts_of(whole[1])
+    assert [record["version"] for record in records[::8]] == [*range(8)]
+    assert farthest(records) < 1e-4
+    of_one_row = [record for record in records if record["row"] == records[0]["row"]]
+    assert len({record["sampled_logps"][0] for record in of_one_row}) > 4
     with ended(Job(whole[0] | {"output_dir": tmp_path / "out"}, tmp_path / "logs")) as job:
         wait_for(lambda: "step 2/8" in job.output())
         lora_server.kill()
@@ -556,10 +502,8 @@ def test_a_killed_server_is_waited_for_and_changes_no_byte(lora_server, whole, t
         lora_server.start()
         assert job.wait() == [0, 0], job.output()
     assert "answers again after" in job.output()
-    assert (
-        adapter(tmp_path / "out") == adapter(whole[1])
-        and read_rollouts(tmp_path / "out") == records
-    )
+    assert adapter(tmp_path / "out") == adapter(whole[1])
+    assert rollouts_of(tmp_path / "out") == records
 
 
 class Base(Sampler):
@@ -575,9 +519,8 @@ def test_a_server_that_ignores_adapters_ends_the_run(models, tmp_path):
     with LoraServer("tiny", sampler, sampler.end) as server:
         options = options_of(server, models(), tmp_path, "out", precision="bf16")
         output = finish(options, tmp_path / "logs", [1, 1]).output()
-    assert ("[rank 1] error: The server ignores the adapter") in output and (
-        "uses the adapter:"
-    ) not in output
+    assert "[rank 1] error: The server ignores the adapter" in output
+    assert "uses the adapter:" not in output
     [(to_base, to_model), *_] = re.findall(r"are (\S+) from the base's and (\S+) from", output)
     assert float(to_base) < 0.01 < 0.02 < float(to_model)
     assert 1 <= steps_done(tmp_path / "out") < 8 and [*(tmp_path / "out" / "checkpoints").iterdir()]
@@ -616,15 +559,11 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(lora_server, wh
         lora_server.kill()
         assert job.wait() == [1, 1], job.output()
     lora_server.start()
-    refused = finish(
-        options | {"base_name": "hub/other", "output_dir": tmp_path / "other"},
-        tmp_path / "logs_other",
-        [2, 2],
-    )
-    assert "--served-model-name" in refused.output() and "Tokenizing" not in refused.output()
-    assert (
-        "[rank 1] error: The server" in job.output() and "did not answer within 6 s" in job.output()
-    )
+    options |= {"base_name": "hub/other", "output_dir": tmp_path / "other"}
+    refused = finish(options, tmp_path / "logs_other", [2, 2]).output()
+    assert "--served-model-name" in refused and "Tokenizing" not in refused
+    assert "[rank 1] error: The server" in job.output()
+    assert "did not answer within 6 s" in job.output()
     saved = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()]
     assert saved == [f"step_{steps_done(tmp_path / 'out'):06}"]
 
@@ -636,23 +575,15 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(lora_server, wh
 def test_vllm_answers_with_the_newest_adapter(models, tmp_path):
     model = models(head_dim=32, max_position_embeddings=512)
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    words = (
-        f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny "
-        "--enable-lora --port"
-    )
-    command = (
-        os.environ["FSDP_QLORA_VLLM"],
-        *words.split(),
-        "{port}",
-        *["--dtype", "float32", "--enforce-eager"],
-    )
+    words = f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny"
+    words += " --enable-lora --dtype float32 --enforce-eager --port {port}"
+    command = [os.environ["FSDP_QLORA_VLLM"], *words.split()]
     server = ServerProcess(*command, log=tmp_path / "vllm.log", **environment)
     try:
         wait_for(server.answers)
         finish(options_of(server, model, tmp_path, "out"), tmp_path / "logs")
     finally:
         server.kill()
-    records = read_rollouts(tmp_path / "out")
-    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(
-        records
-    ) < 1e-3
+    records = rollouts_of(tmp_path / "out")
+    assert [record["version"] for record in records[::8]] == [*range(8)]
+    assert farthest(records) < 1e-3
