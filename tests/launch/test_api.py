@@ -3,6 +3,7 @@
 import datetime
 import os
 import signal
+from typing import Any
 
 import datasets
 import numpy as np
@@ -20,11 +21,7 @@ from fsdp_qlora.data.text.images import Images
 from fsdp_qlora.distributed.supervision import launch
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from fsdp_qlora.training.trainer import Trainer
-from fsdp_qlora.utils.errors import (
-    RunStopped,
-    TrainingError,
-    UserError,
-)
+from fsdp_qlora.utils.errors import RunStopped, TrainingError, UserError
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import make_rows
 from tests.helpers.run import on_ranks
@@ -61,13 +58,9 @@ def test_python_api_raises_the_workers_failure_with_its_reason(status, raised, m
         api.train(
             dataset=["a.jsonl:0.7", "b c.jsonl:0.3"], lr=1e-3, output_dir="x", double_quant=False
         )
-    options = {
-        "dataset": ("a.jsonl:0.7", "b c.jsonl:0.3"),
-        "lr": 1e-3,
-        "output_dir": "x",
-        "double_quant": False,
-    }
-    assert seen["config"] == seen["again"] == TrainConfig(**options)
+    dataset = ("a.jsonl:0.7", "b c.jsonl:0.3")
+    config = TrainConfig(dataset=dataset, lr=1e-3, output_dir="x", double_quant=False)
+    assert seen["config"] == seen["again"] == config
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
@@ -78,17 +71,12 @@ def test_an_error_of_a_run_from_python_is_said_by_its_caller_alone(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
     with pytest.raises(UserError, match="no/such_model") as raised:
-        api.train(
-            model_name="no/such_model",
-            nproc_per_node=ranks,
-            device="cpu",
-            output_dir=tmp_path / "x",
-        )
+        own = {"nproc_per_node": ranks, "device": "cpu", "output_dir": tmp_path / "x"}
+        api.train(model_name="no/such_model", **own)
     said = "".join(capfd.readouterr())
     assert "there is no such local folder" in str(raised.value)
-    assert ("there is no such local folder") not in said and "error" not in said.replace(
-        "ConnectError", ""
-    )
+    assert "there is no such local folder" not in said
+    assert "error" not in said.replace("ConnectError", "")
 
 
 ROWS = [
@@ -118,9 +106,11 @@ def test_rows_in_memory_train_like_rows_in_a_file(kind, tmp_path, monkeypatch):
         )
     assert seen[0] == seen[1] and seen[0].eval_dataset == ("alpaca_demo",)
     read = [entry.row for entry in find_source(seen[0].dataset[0]).entries()]
-    assert [{key: value for key, value in row.items() if value} for row in read] == [
-        {key: value for key, value in row.items() if value} for row in ROWS
-    ]
+
+    def filled(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in row.items() if value}
+
+    assert [*map(filled, read)] == [*map(filled, ROWS)]
 
 
 @pytest.mark.parametrize("kind", IN_MEMORY)
@@ -130,25 +120,18 @@ def test_images_and_arrays_in_memory_are_written_with_their_rows(kind, tmp_path,
     turned = Image.Exif()
     turned[0x0112] = 6
     picture.save(tmp_path / "a.jpg", exif=turned)
-    rows = [
-        {"image": image, "ids": np.arange(3), "day": datetime.date(2026, 1, 2)}
-        for image in (
-            picture,
-            picture.convert("RGBA"),
-            picture.convert("CMYK"),
-            Image.open(tmp_path / "a.jpg"),
-        )
-    ]
+    converted = (picture.convert(mode) for mode in ("RGBA", "CMYK"))
+    images = [picture, *converted, Image.open(tmp_path / "a.jpg")]
+    beside = {"ids": np.arange(3), "day": datetime.date(2026, 1, 2)}
+    rows = [{"image": image, **beside} for image in images]
     read = [entry.row for entry in find_source(api._in_file(IN_MEMORY[kind](rows))).entries()]
     for row, made in zip(rows, read, strict=True):
         assert (made["ids"], made["day"][:10]) == ([0, 1, 2], "2026-01-02")
         [image] = Images({"images": made["image"]})._listed
         assert np.array_equal(keep_all([image])[1][0], load_image(row["image"]))
     if kind == "a list":
-        with pytest.raises(
-            UserError,
-            match=r"dataset: row 2 cannot be written as JSON \(set is not",
-        ):
+        said = r"dataset: row 2 cannot be written as JSON \(set is not"
+        with pytest.raises(UserError, match=said):
             api._in_file([{"a": 1}, {"a": {1}}])
 
 
@@ -180,13 +163,8 @@ def train_rows(rows, dies, options):
 def test_runs_on_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     rows = make_rows(16)
-    options = {
-        "model_name": models(),
-        "max_steps": 4,
-        "batch_size": 2,
-        "save_every": 1,
-        "quant_cache": "off",
-    }
+    options = {"model_name": models(), "max_steps": 4, "batch_size": 2, "save_every": 1}
+    options["quant_cache"] = "off"
     ends = {}
     for name, given, dies in (
         ("whole", rows, False),
@@ -204,20 +182,13 @@ def test_runs_on_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch)
 
 def test_from_python_an_exhausted_budget_is_returned_as_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
-    monkeypatch.setattr(
-        launch,
-        "run_in_workers",
-        lambda config, argv: launch.WorkersEnd(3, "--max_hours is used up"),
-    )
+    end = launch.WorkersEnd(3, "--max_hours is used up")
+    monkeypatch.setattr(launch, "run_in_workers", lambda config, argv: end)
     (tmp_path / "status.json").write_text('{"state": "over_budget", "step": 2}')
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 2.0}\n'
     )
     result = api.train(output_dir=tmp_path, max_hours=1)
-    assert (result.state, result.steps, result.losses, result.eval_losses) == (
-        "over_budget",
-        2,
-        [2.0],
-        {0: 3.0},
-    )
+    assert (result.state, result.steps) == ("over_budget", 2)
+    assert (result.losses, result.eval_losses) == ([2.0], {0: 3.0})
     assert result.records()[1]["loss"] == 2.0

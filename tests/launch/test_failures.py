@@ -28,6 +28,12 @@ REMOTE = (
 )
 
 
+ILLEGAL = "an illegal memory access was encountered"
+INVALID_USAGE = f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+LOST = "connection to another rank was lost"
+of_nccl = dist.DistBackendError
+
+
 class _Alone:
     """Stands for the watchdog of a lone rank, and for its presence."""
 
@@ -55,34 +61,12 @@ class _Alone:
 @pytest.mark.parametrize(
     ("error", "failure", "words"),
     [
-        (
-            dist.DistBackendError(f"{CUDA}Failed to CUDA malloc 4096 bytes"),
-            OutOfMemory,
-            "GPU memory in step 7 .*NCCL:",
-        ),
-        (
-            dist.DistBackendError(f"{CUDA}Cuda failure 700 'an illegal memory access'"),
-            Crashed,
-            "illegal memory access",
-        ),
-        (
-            dist.DistBackendError(
-                f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
-            ),
-            Crashed,
-            "^DistBackendError: NCCL: ncclInvalidUsage",
-        ),
-        (dist.DistBackendError(REMOTE), LostRank, "connection to another rank was lost"),
-        (
-            dist.DistNetworkError("failed to recv, got 0 bytes"),
-            LostRank,
-            "connection to another rank was lost",
-        ),
-        (
-            RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"),
-            LostRank,
-            "was lost",
-        ),
+        (of_nccl(f"{CUDA}Failed to CUDA malloc 4096 bytes"), OutOfMemory, "in step 7 .*NCCL:"),
+        (of_nccl(f"{CUDA}Cuda failure 700 '{ILLEGAL}'"), Crashed, ILLEGAL),
+        (of_nccl(INVALID_USAGE), Crashed, "^DistBackendError: NCCL: ncclInvalidUsage"),
+        (of_nccl(REMOTE), LostRank, LOST),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), LostRank, LOST),
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), LostRank, LOST),
     ],
 )
 def test_only_closed_connections_count_as_a_lost_rank(error, failure, words):
@@ -93,69 +77,37 @@ def test_only_closed_connections_count_as_a_lost_rank(error, failure, words):
 _ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some other API call."
 
 
+# Kernels of a library cannot say which error they found.
+NOT_INITIALIZED = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling"
+# Of RuntimeError -> the memory that is exhausted.
+OF_LIBRARIES = {
+    "CUDA driver error: out of memory": "GPU",
+    "Triton Error [CUDA]: out of memory": "GPU",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": "GPU",
+    f"{NOT_INITIALIZED} `cublasCreate(handle)`": "GPU",
+    f"{NOT_INITIALIZED} `cublasLtCreate(&handle)`": "GPU",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED": "GPU",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`": "GPU",
+    "cudaErrorMemoryAllocation: out of memory": "GPU",
+    "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you": "host",
+    f"{NOT_INITIALIZED} `cublasGemmEx(...)`": None,
+}
+
+
 @pytest.mark.parametrize(
     ("error", "memory"),
     [
+        *((RuntimeError(text), memory) for text, memory in OF_LIBRARIES.items()),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
         # A kernel that is loaded when it is first called.
         (torch.AcceleratorError(f"CUDA error: out of memory{_ASYNCHRONOUS}"), "GPU"),
-        (RuntimeError("CUDA driver error: out of memory"), "GPU"),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), "GPU"),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            ),
-            "GPU",
-        ),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-            ),
-            "GPU",
-        ),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`"
-            ),
-            "GPU",
-        ),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), "GPU"),
-        (
-            RuntimeError(
-                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling "
-                "`cusolverDnCreate(handle)`"
-            ),
-            "GPU",
-        ),
-        (RuntimeError("cudaErrorMemoryAllocation: out of memory"), "GPU"),
-        (dist.DistBackendError(f"{CUDA}Cuda failure 2 'out of memory'"), "GPU"),
-        (dist.DistBackendError(f"{CUDA}Failed to CUDA calloc async 608 bytes"), "GPU"),
-        (
-            MemoryError("5.2 GiB of host memory for activations cannot be pinned (CUDA error 2)."),
-            "host",
-        ),
+        (torch.AcceleratorError(f"CUDA error: {ILLEGAL}{_ASYNCHRONOUS}"), None),
+        (of_nccl(f"{CUDA}Cuda failure 2 'out of memory'"), "GPU"),
+        (of_nccl(f"{CUDA}Failed to CUDA calloc async 608 bytes"), "GPU"),
+        (of_nccl(f"{CUDA}Cuda failure 200 'device kernel image is invalid'"), None),
+        (MemoryError("5.2 GiB of host memory cannot be pinned (CUDA error 2)."), "host"),
         (MemoryError(), "host"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate "
-                "memory: you"
-            ),
-            "host",
-        ),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx(...)`"
-            ),
-            None,
-        ),
-        (
-            torch.AcceleratorError(
-                f"CUDA error: an illegal memory access was encountered{_ASYNCHRONOUS}"
-            ),
-            None,
-        ),
-        (dist.DistBackendError(f"{CUDA}Cuda failure 200 'device kernel image is invalid'"), None),
         (OSError(errno.ENOSPC, "No space left on device"), None),
         (KeyError("out of memory"), None),
     ],
@@ -166,17 +118,13 @@ def test_out_of_memory_errors_are_recognized(error, memory):
 
 def test_out_of_memory_while_loading_is_explained_in_one_sentence():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-    with (
-        pytest.raises(
-            TrainingError,
-            match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$",
-        ),
-        loading_explained(3, "more GPUs"),
-    ):
+    said = r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$"
+    with pytest.raises(TrainingError, match=said), loading_explained(3, "more GPUs"):
         raise error
     advice = "What helps: more memory in the machine, --recompute all, or more GPUs"
+    said = f"Rank 0 ran out of host memory .* {advice}"
     with (
-        pytest.raises(TrainingError, match=f"Rank 0 ran out of host memory .* {advice}"),
+        pytest.raises(TrainingError, match=said),
         loading_explained(0, "--recompute all, --use_cpu_offload true, or more GPUs"),
     ):
         raise MemoryError("5.2 GiB")

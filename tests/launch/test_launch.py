@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,13 +25,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect
 from fsdp_qlora.distributed.supervision import launch, restarts
 from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
-from fsdp_qlora.utils.errors import (
-    ENDINGS,
-    LostRank,
-    RunStopped,
-    UserError,
-    print_error,
-)
+from fsdp_qlora.utils.errors import ENDINGS, LostRank, RunStopped, UserError, print_error
 from stand_in.environment import free_port
 from tests.chaos.harness import is_gone, wait_for
 from tests.helpers.run import ROOT
@@ -60,6 +56,7 @@ if name in ("fail", "sleep"):
     time.sleep(3600)
 """
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # Stands for torchrun: the same command line as its, and one worker.
 FAKE_TORCHRUN = """
 import os, subprocess, sys
@@ -89,6 +86,36 @@ def run(command: list[str], environment: dict[str, str]) -> subprocess.Completed
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
+def start(
+    command: list[str], environment: dict[str, str], output: Path, **how: Any
+) -> subprocess.Popen[bytes]:
+    """A process whose output goes to a file; returned when its two workers are there."""
+    with output.open("w") as stream:
+        launcher = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, **how)
+    try:
+        wait_for(lambda: len(pids_of_workers(output.read_text())) == 2)
+    except AssertionError:
+        launcher.terminate()
+        raise
+    return launcher
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The port of a store that ranks are told of, on this machine."""
+    found = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(found))
+    return found
+
+
+def rank_of(world_size: int, rank: int = 0, **others: int) -> Ranks:
+    """A rank on the CPU, by itself the first on its machine."""
+    device = torch.device("cpu")
+    given = {"local_rank": 0, "local_world_size": world_size, **others}
+    return Ranks(rank=rank, world_size=world_size, device=device, **given)
+
+
 def pids_of_workers(output: str) -> list[int]:
     words = [line.split() for line in output.splitlines() if line.startswith("worker")]
     return [int(line[line.index("pid") + 1]) for line in words]
@@ -110,23 +137,12 @@ def test_torchrun_without_nproc_starts_all_workers_and_a_signal_ends_all(
     entry, environment, tmp_path
 ):
     output = tmp_path / "output"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with output.open("w") as stream:
-        launcher = subprocess.Popen(
-            [*torchrun, entry, "--world_size", "2", "--name", "sleep"],
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_for(lambda: len(pids_of_workers(output.read_text())) == 2)
-    finally:
-        launcher.send_signal(signal.SIGTERM)
-        status = launcher.wait(timeout=600)
-    assert status != 0
-    assert {"worker 0 of 2", "worker 1 of 2"} <= {
-        line[:13] for line in output.read_text().splitlines()
-    }
+    command = [*TORCHRUN, entry, "--world_size", "2", "--name", "sleep"]
+    launcher = start(command, environment, output)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=600) != 0
+    said = {line[:13] for line in output.read_text().splitlines()}
+    assert {"worker 0 of 2", "worker 1 of 2"} <= said
     assert all(map(is_gone, pids_of_workers(output.read_text())))
 
 
@@ -155,8 +171,12 @@ def test_torchruns_nproc_per_node_is_respected(torchrun, variables, entry, envir
 @pytest.mark.parametrize(
     ("gpus", "options", "processes"),
     [
-        *((0, {}, 1), (1, {}, 1), (4, {}, 4), (4, {"nproc_per_node": 1}, 1)),
-        *((2, {"device": "cpu"}, 1), (2, {"device": "cpu", "nproc_per_node": 4}, 4)),
+        (0, {}, 1),
+        (1, {}, 1),
+        (4, {}, 4),
+        (4, {"nproc_per_node": 1}, 1),
+        (2, {"device": "cpu"}, 1),
+        (2, {"device": "cpu", "nproc_per_node": 4}, 4),
     ],
 )
 def test_one_process_per_visible_gpu_unless_on_the_cpu(gpus, options, processes, monkeypatch):
@@ -177,35 +197,25 @@ def listening() -> dict[int, str]:
     return {one.laddr.port: one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
 
 
-def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, monkeypatch):
+def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, port, tmp_path):
     before = listening()
     command = [sys.executable, entry, "--nproc_per_node", "2", "--name", "sleep"]
-    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    while "worker" not in launcher.stdout.readline():
-        assert launcher.poll() is None
+    launcher = start(command, environment, tmp_path / "output")
     opened = {port: address for port, address in listening().items() if port not in before}
     launcher.terminate()
     launcher.wait()
     assert set(opened.values()) == {"127.0.0.1"}
     # Ranks that were started one by one: rank 0 holds the store.
-    port = free_port()
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
+    store = connect(rank_of(2))
     assert listening()[port] == "127.0.0.1" and store.add("a", 1) == 1
 
 
-def test_store_keys_have_a_random_prefix(monkeypatch):
+def test_store_keys_have_a_random_prefix(port, monkeypatch):
     names = [launch._launch_config(1, port=1, folder="/").run_id for _ in range(2)]
     assert len(set(names)) == 2 and min(map(len, names)) == 32
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", names[0])
-    store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
-    stranger = TCPStore(
-        "localhost", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
-    )
+    store = connect(rank_of(2))
+    stranger = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
     for key in ("abort", "attempt-0/abort"):
         stranger.set(key, json.dumps([1, "the end", "refused"]))
     assert not store.check(["abort"])
@@ -213,15 +223,13 @@ def test_store_keys_have_a_random_prefix(monkeypatch):
     assert store.check(["abort"])
 
 
-def test_ranks_meet_if_agents_count_restarts_differently(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+def test_ranks_meet_if_agents_count_restarts_differently(port, monkeypatch):
     # rank 0's store is of this attempt alone
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     stores = []
     for rank, attempt in enumerate("10"):  # that of a node that has stayed, and of a new one
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        stores.append(connect(Ranks(rank, 0, 2, 1, torch.device("cpu"))))
+        stores.append(connect(rank_of(2, rank, local_world_size=1)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"  # waits: `set` does not
 
@@ -231,28 +239,23 @@ def test_a_store_at_a_public_address_gives_a_warning(address, is_warned, monkeyp
     monkeypatch.setattr(store.dist, "TCPStore", lambda *_, **__: store.dist.HashStore())
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", "29400")
-    connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
+    connect(rank_of(2))
     assert any("has no password" in line for line in lines) == is_warned
 
 
 def test_torchrun_does_not_restart_a_final_ending(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    torchrun = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    for name, value in (
-        torchrun | {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": 1}
-    ).items():
-        monkeypatch.setenv(name, str(value))
+    torchrun = {"USE_AGENT_STORE": "True", "MAX_RESTARTS": "3", "RUN_ID": "1"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
 
     def fail(*_):
         assert not list(filter(is_from_an_agent, os.environ))
         for reason in (message, "the connection was lost"):  # of two ranks
-            restarts.record_exit(
-                ENDINGS["failed"]._replace(is_final=reason == "loss is NaN"), reason
-            )
+            ending = ENDINGS["failed"]._replace(is_final=reason == "loss is NaN")
+            restarts.record_exit(ending, reason)
         raise ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")})
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
@@ -267,22 +270,20 @@ def test_torchrun_does_not_restart_a_final_ending(monkeypatch):
 def test_ctrl_z_stops_the_workers_too_and_fg_continues_all(entry, environment, tmp_path):
     output = tmp_path / "output"
     command = [sys.executable, entry, "--nproc_per_node", "2", "--name", "sleep"]
-    with output.open("w") as stream:  # a process group of its own, as a shell gives it
-        launcher = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=stream, preexec_fn=os.setpgrp
-        )
+    # a process group of its own, as a shell gives it
+    launcher = start(command, environment, output, preexec_fn=os.setpgrp)
+    pids = (launcher.pid, *pids_of_workers(output.read_text()))
+    processes = [psutil.Process(pid) for pid in pids]
+
+    def states() -> set[str]:
+        return {process.status() for process in processes}
+
     try:
-        wait_for(lambda: len(pids_of_workers(output.read_text())) == 2)
-        processes = [
-            psutil.Process(pid) for pid in (launcher.pid, *pids_of_workers(output.read_text()))
-        ]
         for _ in range(2):
             launcher.send_signal(signal.SIGTSTP)
-            wait_for(lambda: {process.status() for process in processes} == {psutil.STATUS_STOPPED})
+            wait_for(lambda: states() == {psutil.STATUS_STOPPED})
             launcher.send_signal(signal.SIGCONT)
-            wait_for(
-                lambda: all(process.status() != psutil.STATUS_STOPPED for process in processes)
-            )
+            wait_for(lambda: psutil.STATUS_STOPPED not in states())
     finally:
         launcher.send_signal(signal.SIGTERM)
         launcher.send_signal(signal.SIGCONT)
@@ -308,19 +309,15 @@ def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path
     process.stdout.close()
 
 
-def test_a_rank_names_the_rank_that_never_started(monkeypatch, capfd):
-    port = free_port()  # where nobody listens: rank 0 has died before it came so far
+def test_a_rank_names_the_rank_that_never_started(port, monkeypatch, capfd):
+    # nobody listens at the port: rank 0 has died before it came so far
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(store, "MAX_WAIT_MINUTES", 0.01)
-    first, third = (Ranks(rank, 0, 4, 1, torch.device("cpu")) for rank in (0, 3))
+    first, third = (rank_of(4, rank, local_world_size=1) for rank in (0, 3))
     for wait_minutes in (0.005, 0, 15):  # as --hang_minutes says, which may be longer or none
-        with pytest.raises(
-            LostRank,
-            match=r"Rank 3 has waited 0.0\d+ minutes for rank 0.* at "
-            rf"127.0.0.1:{port}",
-        ):
+        said = rf"Rank 3 has waited 0.0\d+ minutes for rank 0.* at 127.0.0.1:{port}"
+        with pytest.raises(LostRank, match=said):
             connect(third, timeout_minutes=30, wait_minutes=wait_minutes)
     stores = [connect(rank, timeout_minutes=30) for rank in (first, third)]
     stores[0].set("key", "value")
@@ -330,41 +327,31 @@ def test_a_rank_names_the_rank_that_never_started(monkeypatch, capfd):
 
 def test_every_rank_names_a_port_that_is_in_use(monkeypatch):
     with socket.create_server(("localhost", 0)) as other:
-        threading.Thread(
-            target=lambda: [other.accept()[0].close() for _ in range(20)], daemon=True
-        ).start()
+
+        def close_all() -> None:
+            for _ in range(20):
+                other.accept()[0].close()
+
+        threading.Thread(target=close_all, daemon=True).start()
+        place = f"localhost:{other.getsockname()[1]}"
         monkeypatch.setenv("MASTER_ADDR", "localhost")
-        monkeypatch.setenv("MASTER_PORT", str(port := other.getsockname()[1]))
+        monkeypatch.setenv("MASTER_PORT", place.partition(":")[2])
         monkeypatch.setattr(store, "_ANSWER_TIMEOUT", datetime.timedelta(seconds=1))
-        with pytest.raises(
-            UserError,
-            match=rf"cannot open its store at localhost:{port} .*in use\. Choose a free "
-            r"port",
-        ):
-            connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
-        with pytest.raises(
-            LostRank,
-            match=rf"Rank 1 finds no store at localhost:{port} .*though "
-            r"something listens",
-        ):
-            connect(Ranks(1, 1, 2, 2, torch.device("cpu")), timeout_minutes=30)
+        said = rf"cannot open its store at {place} .*in use\. Choose a free port"
+        with pytest.raises(UserError, match=said):
+            connect(rank_of(2))
+        said = rf"Rank 1 finds no store at {place} .*though something listens"
+        with pytest.raises(LostRank, match=said):
+            connect(rank_of(2, 1, local_rank=1), timeout_minutes=30)
 
 
 def test_each_rank_prints_its_reason_and_torchrun_repeats_one(environment):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    result = run([*torchrun, str(ROOT / "train.py"), "--batch_size", "0"], environment)
+    train = ["--nproc_per_node", "2", str(ROOT / "train.py"), "--batch_size", "0"]
+    result = run([*TORCHRUN, *train], environment)
     printed, _, last = result.stderr.partition("Root Cause")
     reason = "--batch_size must be 1 or more, but is 0."
-    assert (f"] error: {reason}") in printed and reason in "".join(last.splitlines()[-4:]), (
-        result.stderr
-    )
+    assert f"] error: {reason}" in printed, result.stderr
+    assert reason in "".join(last.splitlines()[-4:]), result.stderr
 
 
 def test_a_planned_stop_is_no_error(monkeypatch, capsys):
