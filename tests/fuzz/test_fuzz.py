@@ -122,14 +122,8 @@ def test_data_files(kind, models, tmp_path, monkeypatch):
             name = f"{name}.gz"
             content = gzip.compress(content[:at] + bomb + content[at:], 1)
         (place / name).write_bytes(content if name.endswith(".gz") else damaged_bytes(rng, content))
-        plan(
-            "--model_name",
-            model,
-            "--dataset",
-            rng.choice([str(place), name]),
-            "--max_bad_rows",
-            "0.5",
-        )
+        dataset = rng.choice([str(place), name])
+        plan(*flags(model_name=model, dataset=dataset, max_bad_rows=0.5))
 
     fuzz(case, tmp_path)
 
@@ -192,17 +186,22 @@ def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def recorded(finished: Path) -> tuple[Any, dict[str, Any]]:
+    """The options of the run, and by what it is recognized."""
+    about = json.loads((finished / "run" / "run.json").read_text())
+    of_one_start = ("run_id", "started_from")
+    return about["options"], {name: about[name] for name in about if name not in of_one_start}
+
+
+@pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     start_process_group(ALONE)
     yield
     stop_process_group()
 
 
-def test_run_folders(finished, group, tmp_path):
-    about = json.loads((finished / "run" / "run.json").read_text())
-    identity = {
-        name: value for name, value in about.items() if name not in ("run_id", "started_from")
-    }
+def test_run_folders(finished, recorded, group, tmp_path):
+    options, identity = recorded
 
     def case(rng: random.Random, place: Path) -> None:
         shutil.copytree(finished / "run", place / "run")
@@ -215,20 +214,15 @@ def test_run_folders(finished, group, tmp_path):
             path.write_text(json.dumps(damaged_value(rng, json.loads(path.read_text()))))
         else:
             damage_a_file(rng, place / "run")
-        request = StartRequest(
-            options=about["options"], resume=rng.choice(["auto", "auto", "off", "run"])
-        )
+        request = StartRequest(options=options, resume=rng.choice(["auto", "auto", "off", "run"]))
         with RunFolder(place / "run", ALONE, request).claimed() as folder:
             folder.choose_start(identity)
 
     fuzz(case, tmp_path)
 
 
-def test_reads_of_a_run_folder_that_fail(finished, group, tmp_path, monkeypatch):
-    about = json.loads((finished / "run" / "run.json").read_text())
-    identity = {
-        name: value for name, value in about.items() if name not in ("run_id", "started_from")
-    }
+def test_reads_of_a_run_folder_that_fail(finished, recorded, group, tmp_path, monkeypatch):
+    options, identity = recorded
     original = Path.open
 
     def case(rng: random.Random, place: Path) -> None:
@@ -248,7 +242,7 @@ def test_reads_of_a_run_folder_that_fail(finished, group, tmp_path, monkeypatch)
             return original(path, mode, *args, **options)
 
         def start() -> int:
-            with RunFolder(run, ALONE, StartRequest(about["options"])).claimed() as folder:
+            with RunFolder(run, ALONE, StartRequest(options)).claimed() as folder:
                 return folder.choose_start(identity).step
 
         with monkeypatch.context() as patch:
@@ -302,16 +296,12 @@ def test_results_of_strangers(finished, tmp_path):
     fuzz(case, tmp_path)
 
 
-def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(finished, models, group, tmp_path):
-    about = json.loads((finished / "run" / "run.json").read_text())
-    identity = {
-        name: value for name, value in about.items() if name not in ("run_id", "started_from")
-    }
-    names = sorted(
-        path.relative_to(finished / "run")
-        for path in (finished / "run").rglob("*")
-        if path.is_file()
-    )
+def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(
+    finished, recorded, group, tmp_path
+):
+    options, identity = recorded
+    files = [path for path in (finished / "run").rglob("*") if path.is_file()]
+    names = sorted(path.relative_to(finished / "run") for path in files)
     bad = []
     for number, name in enumerate(names):
         place = tmp_path / str(number)
@@ -320,7 +310,7 @@ def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(finished, models
         os.mkfifo(place / "run" / name)
 
         def start(_: random.Random, place: Path) -> None:
-            request = StartRequest(options=about["options"], resume="auto")
+            request = StartRequest(options=options, resume="auto")
             with RunFolder(place / "run", ALONE, request).claimed() as folder:
                 folder.choose_start(identity)
 
