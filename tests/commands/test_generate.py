@@ -81,16 +81,8 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A QLoRA run whose adapter changes the answers."""
     folder = tmp_path_factory.mktemp("generate")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    train_ok(
-        2,
-        folder / "run",
-        model_name=base,
-        dataset=rows,
-        precision="fp32",
-        lr=3e-3,
-        num_epochs=2,
-        batch_size=4,
-    )
+    options = {"precision": "fp32", "lr": 3e-3, "num_epochs": 2, "batch_size": 4}
+    train_ok(2, folder / "run", model_name=base, dataset=rows, **options)
     return folder / "run"
 
 
@@ -115,13 +107,10 @@ def end_at_different_places(base: Path, answers: list[list[int]]) -> list[int]:
     its end tokens.
     """
 
-    def lengths(token: int) -> set[int]:
-        return {answer.index(token) if token in answer else LENGTH for answer in answers}
+    def num_lengths(token: int) -> int:
+        return len({answer.index(token) if token in answer else LENGTH for answer in answers})
 
-    end = max(
-        sorted({token for answer in answers for token in answer}),
-        key=lambda token: len(lengths(token)),
-    )
+    end = max(sorted({token for answer in answers for token in answer}), key=num_lengths)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
     return [1, end]
 
@@ -138,9 +127,8 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run, base, tmp_
     # one rank, or row of a batch, goes on when others have ended
     assert len({len(answer) for answer in tokens}) > 1
     # The token that ends an answer is no text, also where it is not a special one.
-    answers = tokenizer.batch_decode(
-        [answer[: -1 if answer[-1] in ends else None] for answer in tokens]
-    )
+    shown = [answer[: -1 if answer[-1] in ends else None] for answer in tokens]
+    answers = tokenizer.batch_decode(shown)
     for name, ranks, options in (
         ("two", 2, {"batch_size": 2}),
         ("offloaded", 2, {"use_cpu_offload": True, "batch_size": 1}),
@@ -154,15 +142,9 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run, base, tmp_
         assert [{name: row[name] for name in rows[0]} for row in found] == rows
     merged = tmp_path / "merged"
     assert main(["merge", *flags(adapter=run, out=merged, base="dequantized", dtype="fp32")]) == 0
-    generate(
-        1,
-        tmp_path / "whole",
-        adapter=merged,
-        prompts=asked,
-        out=tmp_path / "merged.jsonl",
-        precision="fp32",
-    )
-    found = read_rows(tmp_path / "merged.jsonl")
+    out = tmp_path / "merged.jsonl"
+    generate(1, tmp_path / "whole", adapter=merged, prompts=asked, out=out, precision="fp32")
+    found = read_rows(out)
     assert [row["completion"] for row in found] == answers  # in the prompt format of the training
     output = generate(2, tmp_path / "chat", stdin=rows[1]["instruction"] + "\n", adapter=run)
     assert answers[1] in output or rows[1]["input"]
@@ -241,18 +223,15 @@ def test_draws_follow_temperature_top_p_and_seed():
 def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path):
     text = "a\u2028b\x85c"
     path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    path.write_text(f"\ufeff{line}\n", encoding="utf-8")
     [(row, asked)] = read_questions(path)
     assert row["prompt"] == prompt_text(asked) == text
     samples = Samples([], None, None, tmp_path)  # type: ignore[arg-type]
     for step in (2, 4):
         samples._keep(step, [{"step": step, "prompt": text, "text": text}])
-    assert [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")] == [
-        (2, text),
-        (4, text),
-    ]
+    kept = [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")]
+    assert kept == [(2, text), (4, text)]
 
 
 def test_samples_are_the_models_answers_and_change_nothing(models, tmp_path):
@@ -260,40 +239,21 @@ def test_samples_are_the_models_answers_and_change_nothing(models, tmp_path):
     held_out = write_rows(tmp_path / "eval.jsonl", make_rows(4))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("sort the list\nname a river\nblue water\n")
-    common = {
-        "model_name": models(),
-        "dataset": rows,
-        "eval_dataset": held_out,
-        "eval_steps": 2,
-        "batch_size": 1,
-    }
+    common = {"model_name": models(), "dataset": rows, "eval_dataset": held_out, "eval_steps": 2}
     common |= {"precision": "fp32", "lr": 3e-3, "lora_dropout": 0.1, "max_steps": 4}
-    argv = flags(
-        output_dir=tmp_path / "with",
-        sample_prompts=prompts,
-        quant_cache="off",
-        context_length=512,
-        **common,
-    )
+    common["batch_size"] = 1
+    own = {"sample_prompts": prompts, "quant_cache": "off", "context_length": 512}
+    argv = flags(output_dir=tmp_path / "with", **own, **common)
     statuses, output = on_ranks(2, _train_with_short_samples, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], output[-6000:]
     train_ok(2, tmp_path / "without", **common)
-    saved = [
-        (tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("with", "without")
-    ]
-    assert saved[0] == saved[1]
-    samples = [
-        json.loads(line) for line in (tmp_path / "with" / "samples.jsonl").read_text().splitlines()
-    ]
-    asked = prompts.read_text().splitlines()
-    assert [(row["step"], row["prompt"]) for row in samples] == [
-        (step, text) for step in (0, 2, 4) for text in asked
-    ]
-    files = {"adapter": tmp_path / "with", "prompts": prompts, "out": tmp_path / "out.jsonl"}
-    generate(1, tmp_path / "one", **files)
-    answers = [
-        json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
-    ]
-    assert [row["text"] for row in samples[-3:]] == answers and len(
-        {row["text"] for row in samples}
-    ) > 3
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("with", "without")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    samples = read_rows(tmp_path / "with" / "samples.jsonl")
+    asked = [(step, text) for step in (0, 2, 4) for text in prompts.read_text().splitlines()]
+    assert [(row["step"], row["prompt"]) for row in samples] == asked
+    out = tmp_path / "out.jsonl"
+    generate(1, tmp_path / "one", adapter=tmp_path / "with", prompts=prompts, out=out)
+    answers = [row["completion"] for row in read_rows(out)]
+    assert [row["text"] for row in samples[-3:]] == answers
+    assert len({row["text"] for row in samples}) > 3

@@ -120,25 +120,20 @@ def test_the_merged_model_computes_what_peft_does(kind, models, tmp_path, monkey
     monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
     assert merge(adapter, "--output_dir", out, "--model_name", base) == 0
     expected = peft_logits(base, adapter)
-    assert (
-        expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
-    ).abs().max() > 0.1
+    of_base = logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    assert (expected - of_base).abs().max() > 0.1
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logits_of(merged), expected, atol=1e-5, rtol=1e-5)
     before = load_file(base / "model.safetensors")
     after = load_file(out / "model.safetensors")
     more = {"lm_head.weight"} if "tied" in kind and kind != "tied embeddings" else set()
     assert after.keys() == before.keys() | more
-    assert {name: after[name].shape for name in before} == {
-        name: value.shape for name, value in before.items()
-    }
+    assert all(after[name].shape == value.shape for name, value in before.items())
     card = (out / "README.md").read_text()
-    assert (f"# Model made from {base.name}\n") in card and (
-        f"- `lora_rank`: {options.get('r', 4)}\n"
-    ) in card
-    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(
-        base
-    )("sort the list")
+    assert f"# Model made from {base.name}\n" in card
+    assert f"- `lora_rank`: {options.get('r', 4)}\n" in card
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (out, base)]
+    assert tokenizers[0]("sort the list") == tokenizers[1]("sort the list")
 
 
 def test_a_model_in_several_files_is_merged_in_sixteen_bits(models, tmp_path, monkeypatch):
@@ -158,9 +153,8 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(models, tmp_path, mo
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert merged.dtype == torch.bfloat16
-    whole = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), adapter
-    ).merge_and_unload()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    whole = adapted.merge_and_unload()
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(merged.state_dict()[name], value.bfloat16(), atol=0, rtol=2**-7)
 
@@ -201,14 +195,9 @@ def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
     evaluated = write_rows(tmp_path / "held_out.jsonl", held_out)
     run = tmp_path / "run"
     out = tmp_path / "out"
-    common = {
-        "model_name": models("llama"),
-        "dataset": rows,
-        "precision": "fp32",
-        "lr": 1e-2,
-        "num_epochs": 3,
-    }
-    train_ok(2, run, eval_dataset=evaluated, batch_size=2, **common, **options)
+    common = {"model_name": models("llama"), "dataset": rows, "precision": "fp32", "lr": 1e-2}
+    common |= {"num_epochs": 3, "batch_size": 2, "eval_dataset": evaluated}
+    train_ok(2, run, **common, **options)
     assert merge("--adapter", run, "--out", out, "--base", "dequantized") == 0
     record = json.loads((out / "training.json").read_text())
     card, trained = ((folder / "README.md").read_text() for folder in (out, run))
@@ -217,21 +206,8 @@ def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
     assert record["merged"]["into"] == "dequantized" and "library_name: transformers" in card
     assert f"trained with fsdp_qlora as `{options['train_type']}` to step" in card
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "evaluate",
-                "--adapter",
-                str(out),
-                "--dataset",
-                str(evaluated),
-                "--json",
-                "--precision",
-                "fp32",
-            ]
-        )
-        == 0
-    )
+    evaluate = flags(adapter=out, dataset=evaluated, precision="fp32")
+    assert main(["evaluate", *evaluate, "--json"]) == 0
     [loss] = (found["loss"] for found in json.loads(capsys.readouterr().out).values())
     assert loss == pytest.approx(read_metrics(run, "eval_loss")[-1], abs=2e-5)
 
@@ -241,9 +217,8 @@ def test_a_record_without_the_bases_origin_is_read_by_its_name(name, is_loadable
     earlier = {**card._UNKNOWN, "base": {"name": name}}
     merged = {"adapter": "run", "kind": "lora", "into": "original"}
     written = card.merged_documents(earlier, card.BaseName("other", is_on_hub=False), {}, merged)
-    assert (
-        f"base_model: {name}" in written["README.md"]
-    ) == is_loadable and "other" not in written["training.json"]
+    assert (f"base_model: {name}" in written["README.md"]) == is_loadable
+    assert "other" not in written["training.json"]
 
 
 def test_the_card_shows_the_names_of_a_strangers_record_as_text():
@@ -282,9 +257,8 @@ def test_merge_refuses_unsupported_runs_by_name(models, tmp_path, capsys):
     }.items():
         assert merge("--model_name", base, "--out", out, *argv) == 2, words
         assert words in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*")) and [
-        path.name for path in (tmp_path / "full").iterdir()
-    ] == ["theirs"]
+    assert not list(tmp_path.glob("out*"))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["theirs"]
 
 
 def test_a_killed_merge_leaves_nothing_that_looks_finished(models, tmp_path):
