@@ -38,6 +38,8 @@ ASKED, GO, NO = (
 )
 SYSTEM = {"role": "system", "content": "s"}
 SHARED = [{"from": "human", "value": "hi"}]
+GPT_GO = {"from": "gpt", "value": "go"}
+GPT_NO = {"from": "gpt", "value": "no"}
 WORDS = (" go", " no", " so")
 TEXTS = ("<s>hi| go</s>", "<s>hi| no</s>")
 CHATS = ("[u]hi[a]|go</s>", "[u]hi[a]|no</s>")
@@ -62,14 +64,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"chosen": [ASKED, GO], "rejected": [ASKED, NO]}, CHATS),
     ({"prompt": "hi", "chosen": [ASKED, GO], "rejected": [ASKED, NO]}, CHATS),
     ({"chosen_messages": [ASKED, GO], "rejected_messages": [ASKED, NO]}, CHATS),
-    (
-        {
-            "conversations": SHARED,
-            "chosen": {"from": "gpt", "value": "go"},
-            "rejected": {"from": "gpt", "value": "no"},
-        },
-        CHATS,
-    ),
+    ({"conversations": SHARED, "chosen": GPT_GO, "rejected": GPT_NO}, CHATS),
     ({"messages": [ASKED], "chosen": GO, "rejected": NO}, CHATS),
     ({"messages": [ASKED, GO], "chosen": "go", "rejected": "no"}, CHATS),
     ({"conversations": json.dumps(SHARED), "chosen": "go", "rejected": "no"}, CHATS),
@@ -147,11 +142,8 @@ def test_both_answers_are_learned_after_their_common_prompt(row, expected, tmp_p
 @pytest.mark.parametrize(("row", "reason"), BAD)
 def test_uninformative_pairs_are_refused_with_the_reason(row, reason, tmp_path):
     good = next(pair for pair, _ in ROWS if pair.keys() >= row.keys())
-    with pytest.raises(
-        UserError,
-        match=r"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: "
-        rf".*{reason}",
-    ):
+    said = rf"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: .*{reason}"
+    with pytest.raises(UserError, match=said):
         prepared([good, row], tmp_path)
     assert len(prepared([good, row], tmp_path, max_bad_rows=0.5)[0]) == 1
 
@@ -176,11 +168,8 @@ TOOL = [{"name": "f"}]
     ],
 )
 def test_columns_beside_a_prompt_are_used_or_refused(row, column, tmp_path):
-    with pytest.raises(
-        UserError,
-        match=rf"{column} .*is filled.* --columns ignore={column} trains "
-        r"without it",
-    ):
+    said = rf"{column} .*is filled.* --columns ignore={column} trains without it"
+    with pytest.raises(UserError, match=said):
         prepared([row], tmp_path, objective="kto" if "label" in row else "dpo")
 
 
@@ -194,9 +183,8 @@ def test_tools_make_text_a_chat(tmp_path):
     rows, _ = prepared(
         [{"prompt": "hi", **thought}, tools], tmp_path, prompt_template=str(tmp_path / "a.jinja")
     )
-    assert ("f[u]hi[a] go") in spelled_tokenizer("byte_level").decode(rows.input_ids).replace(
-        "</s>", ""
-    )
+    text = spelled_tokenizer("byte_level").decode(rows.input_ids)
+    assert "f[u]hi[a] go" in text.replace("</s>", "")
 
 
 @pytest.mark.quick
@@ -205,19 +193,16 @@ def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path):
         {"prompt": "hi", "chosen": " so so go", "rejected": " so so no"},
         {"prompt": "hi", "chosen": " go", "rejected": " no"},
     ]
-    assert prepared(rows, tmp_path, context_length=5, max_bad_rows=0.5)[0].row_numbers.tolist() == [
-        2
-    ]
+    kept, _ = prepared(rows, tmp_path, context_length=5, max_bad_rows=0.5)
+    assert kept.row_numbers.tolist() == [2]
 
 
 @pytest.mark.quick
 def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path):
     for _ in range(2):
         prepared([ROWS[0][0]], tmp_path)
-        with pytest.raises(
-            UserError,
-            match=r"preferences .*--objective dpo.*--columns completion=chosen",
-        ):
+        said = r"preferences .*--objective dpo.*--columns completion=chosen"
+        with pytest.raises(UserError, match=said):
             prepared([ROWS[0][0]], tmp_path, objective="sft")
         single = [{"prompt": "hi", "completion": " go"}]
         prepared(single, tmp_path, objective="sft")
@@ -227,15 +212,11 @@ def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path):
 
 @pytest.mark.quick
 def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path):
-    rows, _ = prepared(
-        [pair for pair, _ in ROWS[:1]]
-        + [{"prompt": "hi", "chosen": " go go go", "rejected": "no"}],
-        tmp_path,
-    )
+    longer = {"prompt": "hi", "chosen": " go go go", "rejected": "no"}
+    rows, _ = prepared([ROWS[0][0], longer], tmp_path)
     chosen = np.array([1, 0])
-    joined, padded = (
-        lay_out(rows, chosen, pad_token_id=1) for lay_out in (concatenate_rows, pad_rows)
-    )
+    joined = concatenate_rows(rows, chosen, pad_token_id=1)
+    padded = pad_rows(rows, chosen, pad_token_id=1)
     assert joined.documents["document_lengths"] == [9, 4, 5, 5]
     assert joined.num_targets == padded.num_targets == [7, 2, 3, 3]
     assert padded.input_ids.shape == (4, 9)
@@ -270,14 +251,14 @@ def test_slices_and_joined_tables_keep_every_array():
     whole = filled(3, 100)
     others = filled(2, 200)
     again = join_rows([whole[row] for row in range(3)])
-    assert {name: array.tolist() for name, array in again.arrays.items()} == {
-        name: array.tolist() for name, array in whole.arrays.items()
-    }
+    assert again.arrays.keys() == whole.arrays.keys()
+    for name, array in whole.arrays.items():
+        assert again.arrays[name].tolist() == array.tolist(), name
     joined = join_rows([whole, others])
-    assert {name: len(array) for name, array in joined.arrays.items()} == {
-        name: len(array) + len(others.arrays[name]) - (name == "offsets")
-        for name, array in whole.arrays.items()
-    }
+    assert joined.arrays.keys() == whole.arrays.keys()
+    for name, array in joined.arrays.items():
+        of_both = len(whole.arrays[name]) + len(others.arrays[name])
+        assert len(array) == of_both - (name == "offsets"), name
     assert again.learns == joined.learns == whole.learns and again.digest == whole.digest
     documents = joined.as_documents
     assert documents.columns.keys() == {"of_token", "of_document"} and documents.learns == "all"
@@ -371,15 +352,10 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path):
     ]
     assert labels_of(prepared(completed, tmp_path, objective="kto")[0]) == [True, False]
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
-    with pytest.raises(
-        UserError,
-        match=r"(?s)1 of 5 rows.*label is None, and can be true or false",
-    ):
-        prepared(
-            [*LABELED, {"prompt": "hi", "completion": " go", "label": None}],
-            tmp_path,
-            objective="kto",
-        )
+    unlabeled = {"prompt": "hi", "completion": " go", "label": None}
+    said = r"(?s)1 of 5 rows.*label is None, and can be true or false"
+    with pytest.raises(UserError, match=said):
+        prepared([*LABELED, unlabeled], tmp_path, objective="kto")
     with pytest.raises(UserError, match=r"its label is false.*--objective kto on both"):
         prepared(LABELED[:2], tmp_path, objective="sft")
 
@@ -413,9 +389,8 @@ def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path):
     texts = [str(spelled_tokenizer("byte_level").decode(ids)) for ids in sides]
     found = [a[5:-4] + " over" + b[5:-4] for a, b in zip(texts[::2], texts[1::2], strict=True)]
     reasons = {number: reason for reason, numbers in report.rejected.items() for number in numbers}
-    assert found + [reasons[number] for number in sorted(reasons)] == [
-        expected for _, expected in RATED
-    ]
+    found += [reasons[number] for number in sorted(reasons)]
+    assert found == [expected for _, expected in RATED]
     lower, _ = prepared(COMPLETIONS, tmp_path, rating_threshold=5.5, max_bad_rows=0.7)
     assert lower.row_numbers.tolist() == [1, 2, 6]
     with pytest.raises(UserError, match="5 of 8 rows cannot be used"):
@@ -425,10 +400,8 @@ def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path):
 @pytest.mark.quick
 def test_an_answer_is_desired_from_the_threshold_on(tmp_path):
     for name in COLUMNS["rating"]:
-        rows = [
-            {"prompt": "hi", "completion": " go", name: 7},
-            {"messages": [ASKED, NO], name: "6.9"},
-        ]
+        desired = {"prompt": "hi", "completion": " go", name: 7}
+        rows = [desired, {"messages": [ASKED, NO], name: "6.9"}]
         rated_rows, _ = prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)
         assert labels_of(rated_rows) == [True, False]
     listed, report = prepared(COMPLETIONS[:2], tmp_path, objective="kto", rating_threshold=5.0)
@@ -441,14 +414,11 @@ def test_an_answer_is_desired_from_the_threshold_on(tmp_path):
         ("dpo", COMPLETIONS, "dpo"),
         ("sft", COMPLETIONS, "dpo"),
     ):
-        with pytest.raises(
-            UserError, match=f"its answers have ratings.* --rating_threshold 7 --objective {cure}"
-        ):
+        said = f"its answers have ratings.* --rating_threshold 7 --objective {cure}"
+        with pytest.raises(UserError, match=said):
             prepared(rated, tmp_path, objective=objective)
-    for wrong in (
-        TrainConfig(rating_threshold=7.0),
-        TrainConfig(objective="kto", dataset_format="rating"),
-    ):
+    of_kto = TrainConfig(objective="kto", dataset_format="rating")
+    for wrong in (TrainConfig(rating_threshold=7.0), of_kto):
         assert "--rating_threshold" in check(wrong)[0]
 
 
@@ -472,6 +442,5 @@ def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_pa
     rows, report = prepared([ROWS[2][0]], tmp_path)  # of any other model
     assert report.is_filled and not report.is_chat
     assert prompt_record("preference", ChosenTemplate(), is_filled=True)["kind"] == "template"
-    assert ("### Instruction:\nhi\n\n### Response: go</s>") in spelled_tokenizer(
-        "byte_level"
-    ).decode(rows.input_ids)
+    text = spelled_tokenizer("byte_level").decode(rows.input_ids)
+    assert "### Instruction:\nhi\n\n### Response: go</s>" in text
