@@ -30,6 +30,7 @@ REMOTE = (
 
 ILLEGAL = "an illegal memory access was encountered"
 INVALID_USAGE = f"{NCCL}ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+EXHAUSTED = "GPU memory in step 7 .*NCCL:"
 LOST = "connection to another rank was lost"
 of_nccl = dist.DistBackendError
 
@@ -61,7 +62,7 @@ class _Alone:
 @pytest.mark.parametrize(
     ("error", "failure", "words"),
     [
-        (of_nccl(f"{CUDA}Failed to CUDA malloc 4096 bytes"), OutOfMemory, "in step 7 .*NCCL:"),
+        (of_nccl(f"{CUDA}Failed to CUDA malloc 4096 bytes"), OutOfMemory, EXHAUSTED),
         (of_nccl(f"{CUDA}Cuda failure 700 '{ILLEGAL}'"), Crashed, ILLEGAL),
         (of_nccl(INVALID_USAGE), Crashed, "^DistBackendError: NCCL: ncclInvalidUsage"),
         (of_nccl(REMOTE), LostRank, LOST),

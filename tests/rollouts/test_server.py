@@ -214,6 +214,8 @@ def knows(*models: dict[str, Any]) -> Any:
     return always({"data": [*models]})
 
 
+BEHIND_VOCABULARY = "returns the token 10, and the model's vocabulary has 10"
+UNWEIGHED = "no log-probability of each token, by which tokens are weighed, but none. It must"
 OK = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
@@ -235,7 +237,7 @@ def slowly(first: bytes, then: bytes) -> Any:
     [
         (answer(model="run-v7"), "answers as run-v7 instead of run-v0-"),
         (answer(token_ids=None), "text alone"),
-        (answer(token_ids=[1, 2, 3, 10]), "the token 10, and the model's vocabulary has 10"),
+        (answer(token_ids=[1, 2, 3, 10]), BEHIND_VOCABULARY),
         (answer(token_ids=[1, 2, True, 3]), "returns the token True"),
         (answer(token_ids=[1] * 5), "returns 5 tokens, cut, instead of 4"),
         (answer(token_ids=[1] * 3000, finish_reason="stop"), "returns 3,000 tokens"),
@@ -264,7 +266,7 @@ def slowly(first: bytes, then: bytes) -> Any:
         (of_logps([-1.0, -1.0, False, -1.0]), "but false for one"),
         (of_logps("none"), "logprobs: 0"),
         (answer(logprobs={}), "vllm serve MODEL --enable-lora"),
-        (answer(logprobs=None), "by which tokens are weighed, but none. It must"),
+        (answer(logprobs=None), UNWEIGHED),
         (says({"error": {"message": "too long"}}, 400), "HTTP 400: too long"),
         (knows({"id": "other"}), "--served-model-name /models/base"),
         (says({}, 500, to="lora_path"), "does not load the adapter"),
