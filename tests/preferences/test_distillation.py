@@ -35,6 +35,18 @@ STEPS = 5
 LR = 0.5
 RANK = 4
 NEVER = math.log(1e-30)
+OPTIONS: dict[str, Any] = {
+    "objective": "distill",
+    "train_type": "lora",
+    "lora_rank": RANK,
+    "lora_alpha": 8,
+    "precision": "fp32",
+    "optimizer": "sgd",
+    "lr": LR,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "num_epochs": STEPS,
+}
 # name -> (ranks, options)
 SELF: dict[str, tuple[int, dict[str, Any]]] = {
     "forward": (1, {"beta": 0.0, "batch_size": 8}),
@@ -91,9 +103,8 @@ def distill_plainly(
     model = (base if is_full else peft_model(base, r=RANK, lora_alpha=8)).train()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for name, parameter in trained.items() if not is_full else ():
-        parameter.data.copy_(
-            first_adapter_value(name.replace(".default", ""), parameter.shape, seed=42)
-        )
+        named = name.replace(".default", "")
+        parameter.data.copy_(first_adapter_value(named, parameter.shape, seed=42))
     optimizer = torch.optim.SGD(trained.values(), lr=LR)
     losses = []
     norms = []
@@ -107,35 +118,32 @@ def distill_plainly(
             logps = logps if best is None else grouped(F.pad(logps, (0, 1), value=NEVER), best)
             total = total + divergence(logps, expected, options["beta"]).sum()
             targets = labels[0, 1:][labels[0, 1:] != -100]
-            total = total + options.get("sft_weight", 0.0) * F.cross_entropy(
-                own, targets, reduction="sum"
-            )
+            of_answers = F.cross_entropy(own, targets, reduction="sum")
+            total = total + options.get("sft_weight", 0.0) * of_answers
         norms.append(step_plainly(optimizer, total / count))
         losses.append(total.item() / count)
     return losses, norms, model.state_dict() if is_full else get_peft_model_state_dict(model)
 
 
 def run_options(model: Path, rows: Path, **changed: Any) -> dict[str, Any]:
-    return {
-        "model_name": model,
-        "dataset": rows,
-        "objective": "distill",
-        "train_type": "lora",
-        "lora_alpha": 8,
-        "precision": "fp32",
-        "optimizer": "sgd",
-        "lr": LR,
-        "lr_scheduler": "constant",
-        "warmup": 0,
-        "num_epochs": STEPS,
-        "lora_rank": RANK,
-        **changed,
-    }
+    return {**OPTIONS, "model_name": model, "dataset": rows, **changed}
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    return [record for record in metrics_of(output) if "grad_norm" in record]
+
+
+def refused(folder: Path, **options: Any) -> str:
+    """What a run says that does not begin."""
+    argv = flags(output_dir=folder, log_to="stdout", **options)
+    statuses, said = run_ranks(1, argv, folder.parent / f"{folder.name}_logs")
+    assert statuses == [2], said[-4000:]
+    return said
 
 
 def check_same(output: Path, expected: Plain) -> None:
     losses, norms, adapter = expected
-    steps = [record for record in metrics_of(output) if "grad_norm" in record]
+    steps = steps_of(output)
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-5)
     found = load_file(next(output.glob("*model.safetensors")))
@@ -181,22 +189,16 @@ def test_rows_have_the_same_answer_behind_both_prompts(models, tmp_path):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
         template = "plain" if name in ("text", "question") else "user_assistant"
-        options = run_options(
-            models("llama"), file, prompt_template=template, max_bad_rows=0.8, dry_run="samples"
-        )
-        statuses, said = run_ranks(
-            1, flags(output_dir=tmp_path / name, context_length=64, **options), tmp_path / name
-        )
-        assert statuses == [0] and ("nor teacher_system is filled" in said) == (name == "text"), (
-            said
-        )
+        own = {"prompt_template": template, "max_bad_rows": 0.8, "dry_run": "samples"}
+        options = run_options(models("llama"), file, **own, context_length=64)
+        argv = flags(output_dir=tmp_path / name, **options)
+        statuses, said = run_ranks(1, argv, tmp_path / name)
+        assert statuses == [0], said
+        assert ("nor teacher_system is filled" in said) == (name == "text"), said
         student, teacher = (part.split("--- learned") for part in said.split(", teacher, ")[-2:])
-        assert (
-            student[1].partition("---\n")[2].startswith(answer)
-            and prompt in teacher[0]
-            and prompt not in student[0]
-        )
-        assert teacher[1].partition("---\n")[2].startswith(answer) and "name" not in teacher[0]
+        assert prompt in teacher[0] and prompt not in student[0] and "name" not in teacher[0]
+        for learned in (student[1], teacher[1]):
+            assert learned.partition("---\n")[2].startswith(answer)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -210,27 +212,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_what_a_teacher_beside_the_student_cannot_do_is_refused(models, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    refused = [*REFUSED, ({}, "learns from texts with a teacher_prompt or a teacher_system")]
-    refused += [({"model_name": models("falcon_h1")}, "a teacher's tokens cannot follow")]
-    refused += [
-        (
-            {"model_name": models("llama", logit_unknown=2.0)},
-            "in chunks of tokens, but its config has",
-        )
+    unknown = models("llama", logit_unknown=2.0)
+    of_chunks = "in chunks of tokens, but its config has"
+    cases: list[tuple[dict[str, Any], str]] = [
+        *REFUSED,
+        ({}, "needs texts with a teacher_prompt or a teacher_system"),
+        ({"model_name": models("falcon_h1")}, "a teacher's tokens cannot follow"),
+        ({"model_name": unknown}, of_chunks),
+        ({"teacher": unknown}, of_chunks),
     ]
-    refused += [
-        ({"teacher": models("llama", logit_unknown=2.0)}, "in chunks of tokens, but its config has")
-    ]
-    for number, (changed, words) in enumerate(refused):
+    for number, (changed, words) in enumerate(cases):
         if "model_name" in changed:
             file = write_rows(tmp_path / "taught.jsonl", taught_rows(4))
-        argv = flags(
-            output_dir=tmp_path / str(number),
-            log_to="stdout",
-            **run_options(models("llama"), file, **changed),
-        )
-        statuses, said = run_ranks(1, argv, tmp_path / f"{number}_logs")
-        assert statuses == [2] and words in said, said[-2000:]
+        options = run_options(models("llama"), file, **changed)
+        said = refused(tmp_path / str(number), **options)
+        assert words in said, said[-2000:]
         assert "in chunks" not in words or "Proof: " not in said
 
 
@@ -278,27 +274,20 @@ def test_a_teacher_with_another_tokenizer_is_refused(models, tmp_path):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
-    argv = flags(output_dir=tmp_path / "out", **run_options(models("llama"), file, teacher=teacher))
-    statuses, said = run_ranks(1, argv, tmp_path / "logs")
-    assert statuses == [2] and "has another tokenizer than" in said, said[-2000:]
+    said = refused(tmp_path / "out", **run_options(models("llama"), file, teacher=teacher))
+    assert "has another tokenizer than" in said, said[-2000:]
 
 
 @pytest.mark.nightly
 def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(models, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    run = run_options(
-        models("llama"), file, train_type="qlora", batch_size=4, lr=1.0, precision="bf16"
-    )
-    sft = {name: value for name, value in run.items() if name != "objective"}
-    train_ok(2, tmp_path / "adapter", **{**sft, "lora_rank": 8, "num_epochs": 20})
-    taught = {
-        **run,
-        "teacher": models("llama"),
-        "teacher_adapter": tmp_path / "adapter",
-        "num_epochs": 30,
-    }
-    train_ok(2, tmp_path / "out", **taught)
-    first, *_, last = (record for record in metrics_of(tmp_path / "out") if "grad_norm" in record)
+    changes = {"train_type": "qlora", "batch_size": 4, "lr": 1.0, "precision": "bf16"}
+    run = run_options(models("llama"), file, **changes)
+    adapter = tmp_path / "adapter"
+    train_ok(2, adapter, **{**run, "objective": "sft", "lora_rank": 8, "num_epochs": 20})
+    taught = {"teacher": models("llama"), "teacher_adapter": adapter, "num_epochs": 30}
+    train_ok(2, tmp_path / "out", **{**run, **taught})
+    first, *_, last = steps_of(tmp_path / "out")
     assert last["divergence"] < first["divergence"] / 2, (first, last)
     assert last["agreement"] > first["agreement"]
 
@@ -308,42 +297,28 @@ def test_a_student_comes_within_a_tenth_of_its_teacher(models, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", make_rows(16))
     run = run_options(models("llama"), file, batch_size=16)
     run |= {"optimizer": "adamw", "lr": 5e-3, "num_epochs": 60, "lora_rank": 16}
-    train_ok(
-        1,
-        tmp_path / "adapter",
-        **{name: value for name, value in run.items() if name != "objective"},
-    )
-    taught = {
-        "teacher": models("llama"),
-        "teacher_adapter": tmp_path / "adapter",
-        "num_epochs": 120,
-    }
+    adapter = tmp_path / "adapter"
+    train_ok(1, adapter, **{**run, "objective": "sft"})
+    taught = {"teacher": models("llama"), "teacher_adapter": adapter, "num_epochs": 120}
     for beta, name in ((0.0, "forward"), (0.5, "jsd"), (1.0, "reverse")):
         train_ok(1, tmp_path / name, **{**run, **taught, "beta": beta})
-        steps = [
-            record["divergence"] for record in metrics_of(tmp_path / name) if "grad_norm" in record
-        ]
+        steps = [step["divergence"] for step in steps_of(tmp_path / name)]
         assert steps[-1] < steps[0] / 10, name
 
 
 @pytest.mark.nightly
 def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(models, tmp_path):
-    options = run_options(
-        models("llama"), write_rows(tmp_path / "rows.jsonl", make_rows(16)), precision="bf16"
-    )
-    options |= {
-        "teacher": models("llama", num_hidden_layers=3),
-        "gradient_accumulation_steps": 2,
-        "batch_size": 2,
-    }
-    options |= {"context_length": 512, "save_every": 1, "lora_dropout": 0.1}
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(16))
+    teacher = models("llama", num_hidden_layers=3)
+    options = run_options(models("llama"), rows, teacher=teacher, precision="bf16", batch_size=2)
+    options |= {"gradient_accumulation_steps": 2, "lora_dropout": 0.1}
+    options |= {"context_length": 512, "save_every": 1}
     harness.run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "reference")
+    options["output_dir"] = tmp_path / "out"
     for phase, number in (("compute", 10), ("update", 2), ("save", 30), ("exchange", 2)):
         killed = {"fault": kill_at, "arguments": (phase, number)}
-        harness.run(
-            {**options, "output_dir": tmp_path / "out"}, tmp_path / phase, [-9, -9], **killed
-        )
-    said = harness.run({**options, "output_dir": tmp_path / "out"}, tmp_path / "last")
+        harness.run(options, tmp_path / phase, [-9, -9], **killed)
+    said = harness.run(options, tmp_path / "last")
     assert "Resuming at step" in said and "probabilities are read" in said
     for compared in (harness.adapter, harness.numbers):
         assert compared(tmp_path / "out") == compared(tmp_path / "whole")
@@ -355,28 +330,14 @@ def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models, tmp_pat
     are kept.
     """
     file = write_rows(tmp_path / "rows.jsonl", make_rows(1200))
-    run = run_options(
-        models("llama"),
-        file,
-        teacher=models("llama", num_hidden_layers=3),
-        batch_size=8,
-        max_steps=3,
-    )
-    run |= {
-        "nproc_per_node": 2,
-        "device": "cpu",
-        "context_length": 256,
-        "log_to": "stdout",
-        "quant_cache": "off",
-    }
+    teacher = models("llama", num_hidden_layers=3)
+    run = run_options(models("llama"), file, teacher=teacher, batch_size=8, max_steps=3)
+    run |= {"nproc_per_node": 2, "device": "cpu", "context_length": 256, "quant_cache": "off"}
 
     def start(name: str) -> tuple[subprocess.Popen[bytes], Path]:
         cache = tmp_path / name / "cache"
-        argv = [
-            sys.executable,
-            ROOT / "train.py",
-            *flags(**run, output_dir=tmp_path / name / "out"),
-        ]
+        own = flags(**run, output_dir=tmp_path / name / "out", log_to="stdout")
+        argv = [sys.executable, ROOT / "train.py", *own]
         environment = {**os.environ, "FSDP_QLORA_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(argv, env=environment, start_new_session=True), cache / "taught"
 
@@ -392,15 +353,13 @@ def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models, tmp_pat
     again, _ = start("killed")
     assert again.wait(300) == 0
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
-    files = {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
-    assert len(files) == 5 and files == {
-        path.name: path.read_bytes() for path in expected.rglob("*.safetensors")
-    }
-    adapters = [
-        (tmp_path / name / "out/adapter_model.safetensors").read_bytes()
-        for name in ("whole", "killed")
-    ]
-    assert adapters[0] == adapters[1]
+    of_killed, of_whole = (
+        {path.name: path.read_bytes() for path in each.rglob("*.safetensors")}
+        for each in (folder, expected)
+    )
+    assert len(of_killed) == 5 and of_killed == of_whole
+    adapters = [tmp_path / name / "out/adapter_model.safetensors" for name in ("whole", "killed")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
 def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models, tmp_path):
@@ -424,9 +383,8 @@ def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models,
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     others = write_rows(tmp_path / "others.jsonl", make_rows(9))
-    refused = {"lacks 1 of the 1 files of these rows": {"dataset": others}}
-    refused["temperature 1.0, not 2.0"] = {"temperature": 2.0}
-    for words, changed in refused.items():
-        argv = flags(output_dir=tmp_path / "refused", log_to="stdout", **{**run, **changed})
-        statuses, said = run_ranks(1, argv, tmp_path / "refused_logs")
-        assert statuses == [2] and words in said, said[-4000:]
+    cases = {"lacks 1 of the 1 files of these rows": {"dataset": others}}
+    cases["temperature 1.0, not 2.0"] = {"temperature": 2.0}
+    for words, changed in cases.items():
+        said = refused(tmp_path / "refused", **{**run, **changed})
+        assert words in said, said[-4000:]
