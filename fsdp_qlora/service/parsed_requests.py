@@ -4,8 +4,11 @@ import threading
 
 from tinker.proto import tinker_public_pb2 as pb
 
-# Bytes of their bodies: a message takes about as many.
+# Bytes of the messages that are kept.
 _MAX_BYTES = 2**27
+# Bytes of a message for each of its parts, which may be empty in the body: an object takes 56 to
+# 200.
+_PART_BYTES = 256
 
 
 class ParsedRequests:
@@ -22,6 +25,7 @@ class ParsedRequests:
 
     def put(self, name: str, message: pb.ForwardBackwardRequest, size: int) -> None:
         """Keep a request's message. size: bytes of its body."""
+        size += _PART_BYTES * _num_parts(message)
         with self._lock:
             if sum(self._sizes.values()) + size <= _MAX_BYTES:
                 self._messages[name] = message
@@ -32,3 +36,9 @@ class ParsedRequests:
         with self._lock:
             self._sizes.pop(name, None)
             return self._messages.pop(name, None)
+
+
+def _num_parts(message: pb.ForwardBackwardRequest) -> int:
+    """Datums, and the chunks and tensors of each."""
+    parts = [len(datum.model_input) + len(datum.loss_fn_inputs) for datum in message.data]
+    return len(parts) + sum(parts)

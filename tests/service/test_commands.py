@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from fsdp_qlora.service import command_reader, parsed_requests
 from fsdp_qlora.service.command_reader import Base
@@ -158,3 +159,15 @@ def test_repeated_requests_are_read_one_at_a_time(tmp_path, monkeypatch):
         assert getattr(command, "seq", 0) == seq
         again.finish([b"result"])
     assert again.take(0.0) is None
+
+
+def test_a_message_of_many_empty_parts_is_not_kept():
+    small = pb.ForwardBackwardRequest()
+    large = pb.ForwardBackwardRequest()
+    for _ in range(600_000):
+        large.data.add()
+    parsed = parsed_requests.ParsedRequests()
+    for message in (small, large):
+        parsed.put(str(len(message.data)), message, message.ByteSize())
+    assert parsed.take("0") is small
+    assert parsed.take("600000") is None
