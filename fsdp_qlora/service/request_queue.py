@@ -36,7 +36,7 @@ class Late(NamedTuple):
 class RequestQueue:
     """The requests that wait. Its methods may be called in any thread; `take` in one.
 
-    Samples have no command among themselves. Models, and the samplers of each session, take turns:
+    Samples have no order among themselves. Models, and the samplers of each session, take turns:
     one with a hundred requests does not keep the others waiting.
 
     Args:
