@@ -31,6 +31,7 @@ CHAT = "{{{{ bos_token }}}}{{% for m in messages %}}{{% if m.role == 'assistant'
 BOT = "<bot>{{ m.content }}<end>\n"
 USER = "{{ m.content }}"
 PROMPT = "<bot>"
+IN_LAST_QUESTION = "{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}"
 REASONING = "{% set text = m.content.split('</think>')[-1].lstrip() %}{% set thought = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content or m.reasoning_content else '' %}<bot>"
 
 
@@ -49,13 +50,11 @@ TEMPLATES = {
     "ends the last turn with another token": template(
         bot="<bot>{{ m.content }}{{ '<return>' if loop.last else '<end>' }}"
     ),
-    "writes the system prompt into the last question": template(
-        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}"
-    ),
+    "writes the system prompt into the last question": template(user=IN_LAST_QUESTION),
     "has no prompt and moves the system prompt": template(
         bot="{{ m.content }}</s>",
         prompt="",
-        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}{{ 'BE KIND ' if last else '' }}{{ m.content }}",
+        user=IN_LAST_QUESTION,
     ),
     "keeps reasoning in the last turn alone": template(
         bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n"
@@ -116,19 +115,13 @@ def turns(*contents: str, first: str = "user") -> list[dict[str, Any]]:
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def learned(
-    name: str,
-    messages: list[dict[str, Any]],
-    learn: str = "assistant",
-    tools: list[dict[str, Any]] | None = None,
-) -> tuple[list[list[str]], list[str]]:
-    """The learned texts of each row, and the notes; or the refusal."""
-    reply = rendered(name, messages, learn, tools)
+def learned(name: str, *asked: Any, **more: Any) -> tuple[list[list[str]], list[str]]:
+    """The learned texts of each row that `rendered` gives, and the notes; or the refusal."""
+    reply = rendered(name, *asked, **more)
     if "error" in reply:
         return [], [reply["error"]]
-    return [[text[start:end] for start, end, _ in spans] for text, spans in reply["rows"]], reply[
-        "notes"
-    ]
+    rows = [[text[start:end] for start, end, _ in spans] for text, spans in reply["rows"]]
+    return rows, reply["notes"]
 
 
 def rendered(
@@ -162,103 +155,69 @@ CALLS = [TWO[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, *tu
 ONE_ROW = [["go on<end>", "no<end>"]]
 IN_ROWS = [["<think>hm</think>go on<end>"], ["<think>ah</think>no<end>"]]
 
-# name of the template, chat -> what is learned of each row, and notes.
-CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
-    ("plain", "two turns"): (TWO, ONE_ROW, []),
-    ("plain", "words of the template"): (turns("bot", "b", "end", "e"), [["b<end>", "e<end>"]], []),
-    ("plain", "all the same"): (turns("a", "a", "a", "a"), [["a<end>", "a<end>"]], []),
-    ("plain", "the assistant first"): (turns("go on", "so", "no", first="assistant"), ONE_ROW, []),
+WHITE_SPACE = turns(" hi ", " go on\n", "so ", "\nno")
+ANSWER_FIRST = turns("go on", "so", "no", first="assistant")
+OWN_END = "ends the text with a token of its own"
+LAST_ALONE = "keeps reasoning in the last turn alone"
+OPENS = "opens a block for reasoning in the prompt"
+# name of the template, chat -> what is learned of each row, without a note.
+EXACT: dict[tuple[str, str], tuple[Any, list[list[str]]]] = {
+    ("plain", "two turns"): (TWO, ONE_ROW),
+    ("plain", "words of the template"): (turns("bot", "b", "end", "e"), [["b<end>", "e<end>"]]),
+    ("plain", "all the same"): (turns("a", "a", "a", "a"), [["a<end>", "a<end>"]]),
+    ("plain", "the assistant first"): (ANSWER_FIRST, ONE_ROW),
     ("plain", "two in a row"): (
         [*TWO[:2], *turns("more", "so", "no", first="assistant")],
         [["go on<end>", "more<end>", "no<end>"]],
-        [],
     ),
-    ("plain", "a question at the end"): (TWO[:3], [["go on<end>"]], []),
-    ("plain", "reasoning in a field"): (FIELDS, ONE_ROW, [CUT]),
-    ("trims white space", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), ONE_ROW, []),
-    ("plain", "white space"): (
-        turns(" hi ", " go on\n", "so ", "\nno"),
-        [[" go on\n<end>", "\nno<end>"]],
-        [],
+    ("plain", "a question at the end"): (TWO[:3], [["go on<end>"]]),
+    ("trims white space", "white space"): (WHITE_SPACE, ONE_ROW),
+    ("plain", "white space"): (WHITE_SPACE, [[" go on\n<end>", "\nno<end>"]]),
+    (OWN_END, "two turns"): (TWO, [["go on<end>", "no<end>\n</s>"]]),
+    (OWN_END, "white space"): (turns("hi", " go on\n", "so"), [[" go on\n<end>"]]),
+    (LAST_ALONE, "no reasoning"): (TWO, [["go on<end>", "<think></think>no<end>"]]),
+    ("ends turns with words", "no reasoning"): (TWO, [["go on[end]", "<think></think>no[end]"]]),
+    (LAST_ALONE, "in the last turn"): ([*TWO[:3], THOUGHT[3]], [["go on<end>", IN_ROWS[1][0]]]),
+    (OPENS, "no reasoning"): (TWO, [["go on<end>", "</think>no<end>"]]),
+    ("leaves reasoning out", "no reasoning"): (TWO, ONE_ROW),
+    ("begins turns with the first letters of the prompt's block", "tags"): (
+        turns("hi", "<t>a", "so", "</t>"),
+        [["<t>a</s>", "</t></s>"]],
     ),
-    ("ends the text with a token of its own", "two turns"): (
-        TWO,
-        [["go on<end>", "no<end>\n</s>"]],
-        [],
+    ("has no end token", "two turns"): (TWO, [["go on", "no"]]),
+    ("takes arguments as text", "calls"): (
+        CALLS,
+        [['<call>add{"a": 1}</call><end>', "it is 2<end>"]],
     ),
-    ("ends the text with a token of its own", "white space"): (
-        turns("hi", " go on\n", "so"),
-        [[" go on\n<end>"]],
-        [],
-    ),
+    ("wants a question", "the assistant first"): (ANSWER_FIRST, ONE_ROW),
+}
+# The same, of turns that are rows of their own.
+IN_ROWS_APART: dict[tuple[str, str], tuple[Any, list[list[str]]]] = {
     ("ends the last turn with another token", "two turns"): (
         TWO,
         [["go on<return>"], ["no<return>"]],
-        [APART],
     ),
     ("writes the system prompt into the last question", "two turns"): (
         TWO,
         [["go on<end>"], ["no<end>"]],
-        [APART],
     ),
-    ("has no prompt and moves the system prompt", "two turns"): (
-        TWO,
-        [["go on</s>"], ["no</s>"]],
-        [APART],
-    ),
-    ("keeps reasoning in the last turn alone", "no reasoning"): (
-        TWO,
-        [["go on<end>", "<think></think>no<end>"]],
-        [],
-    ),
-    ("ends turns with words", "no reasoning"): (
-        TWO,
-        [["go on[end]", "<think></think>no[end]"]],
-        [],
-    ),
-    ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
-    ("keeps reasoning in the last turn alone", "in the last turn"): (
-        [*TWO[:3], THOUGHT[3]],
-        [["go on<end>", IN_ROWS[1][0]]],
-        [],
-    ),
-    ("keeps reasoning in the last turn alone", "in a field"): (
+    ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go on</s>"], ["no</s>"]]),
+    (LAST_ALONE, "in the text"): (THOUGHT, IN_ROWS),
+    (LAST_ALONE, "in a field"): (
         FIELDS,
         [["<think>hm</think>go on<end>"], ["<think>hm</think>no<end>"]],
-        [APART],
     ),
-    ("opens a block for reasoning in the prompt", "in the text"): (
-        THOUGHT,
-        [["hm</think>go on<end>"], ["ah</think>no<end>"]],
-        [APART],
-    ),
-    ("opens a block for reasoning in the prompt", "no reasoning"): (
-        TWO,
-        [["go on<end>", "</think>no<end>"]],
-        [],
-    ),
+    (OPENS, "in the text"): (THOUGHT, [["hm</think>go on<end>"], ["ah</think>no<end>"]]),
+}
+CASES: dict[tuple[str, str], tuple[Any, list[list[str]], list[str]]] = {
+    **{case: (messages, rows, []) for case, (messages, rows) in EXACT.items()},
+    **{case: (messages, rows, [APART]) for case, (messages, rows) in IN_ROWS_APART.items()},
+    ("plain", "reasoning in a field"): (FIELDS, ONE_ROW, [CUT]),
     ("leaves reasoning out", "in the text"): (THOUGHT, ONE_ROW, [CUT]),
-    ("leaves reasoning out", "no reasoning"): (TWO, ONE_ROW, []),
-    ("begins turns with the first letters of the prompt's block", "tags"): (
-        turns("hi", "<t>a", "so", "</t>"),
-        [["<t>a</s>", "</t></s>"]],
-        [],
-    ),
-    ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
-    ("takes arguments as text", "calls"): (
-        CALLS,
-        [['<call>add{"a": 1}</call><end>', "it is 2<end>"]],
-        [],
-    ),
     ("plain", "calls"): (
         CALLS,
         [],
         ["turn 2: the chat template writes no tool calls; --prompt_template takes another"],
-    ),
-    ("wants a question", "the assistant first"): (
-        turns("go on", "so", "no", first="assistant"),
-        ONE_ROW,
-        [],
     ),
     ("wants alternate roles", "the assistant first"): (
         TWO[1:],
@@ -367,11 +326,8 @@ def test_tools_have_the_form_that_the_template_reads():
 
 
 def test_only_the_last_turn_is_learned_where_that_is_asked_for():
-    assert learned("keeps reasoning in the last turn alone", THOUGHT, "last") == ([IN_ROWS[1]], [])
-    assert learned("keeps reasoning in the last turn alone", [*THOUGHT, THOUGHT[0]], "last") == (
-        [IN_ROWS[1]],
-        [APART],
-    )
+    assert learned(LAST_ALONE, THOUGHT, "last") == ([IN_ROWS[1]], [])
+    assert learned(LAST_ALONE, [*THOUGHT, THOUGHT[0]], "last") == ([IN_ROWS[1]], [APART])
 
 
 def test_fields_a_template_ignores_are_named():
