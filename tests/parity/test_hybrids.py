@@ -38,6 +38,19 @@ LINEAR = {
     "linear_value_head_dim": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+WITH_EXPERTS = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}
+# Layers of latent attention beside linear ones of another kind.
+LATENT = {
+    **EXPERTS,
+    "layer_types": LINEAR["layer_types"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 MAMBA = {
     "mamba_n_heads": 8,
@@ -61,48 +74,15 @@ class Hybrid(NamedTuple):
 
 TABLE = {
     "qwen3_5_text": Hybrid(LINEAR, "linear_attn"),
-    "qwen3_5_moe_text": Hybrid(
-        {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}, "linear_attn"
-    ),
-    "qwen3_next": Hybrid(
-        {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}, "linear_attn"
-    ),
+    "qwen3_5_moe_text": Hybrid(WITH_EXPERTS, "linear_attn"),
+    "qwen3_next": Hybrid(WITH_EXPERTS, "linear_attn"),
     "olmo_hybrid": Hybrid(LINEAR, "linear_attn"),
-    "lara_mini": Hybrid(
-        {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}, "linear_attn"
-    ),
+    "lara_mini": Hybrid(WITH_EXPERTS, "linear_attn"),
     "kimi_linear": Hybrid(
-        {
-            **EXPERTS,
-            "layer_types": LINEAR["layer_types"],
-            "linear_num_heads": 4,
-            "linear_head_dim": 16,
-            "num_local_experts": 4,
-            "mlp_layer_types": ["dense", "sparse"],
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "num_key_value_heads": 4,
-        },
-        "self_attn",
+        {**LATENT, "num_local_experts": 4, "mlp_layer_types": ["dense", "sparse"]}, "self_attn"
     ),
     "bailing_hybrid": Hybrid(
-        {
-            **EXPERTS,
-            "layer_types": LINEAR["layer_types"],
-            "linear_num_heads": 4,
-            "linear_head_dim": 16,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "num_key_value_heads": 4,
-        },
-        "self_attn",
+        {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, "self_attn"
     ),
     "lfm2": Hybrid(CONVOLUTION, "conv"),
     "lfm2_moe": Hybrid({**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}, "conv"),
