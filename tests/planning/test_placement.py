@@ -125,19 +125,15 @@ def test_placement_auto_leaves_unset_options_open(given, ranks, expected):
 
 def test_fastest_placement_that_fits_is_chosen_and_logged():
     needs = {DDP: 13 * GIB, SHARDED: 10 * GIB, OFFLOADED: 4 * GIB}
-    assert [choose(needs, free * GIB) for free in (13, 12, 9, 1)] == [
-        DDP,
-        SHARDED,
-        OFFLOADED,
-        OFFLOADED,
-    ]
-    line = describe_choice(needs, 23 * GIB)
-    assert line and line.startswith(
+    for free, expected in ((13, DDP), (12, SHARDED), (9, OFFLOADED), (1, OFFLOADED)):
+        assert choose(needs, free * GIB) == expected
+    line = str(describe_choice(needs, 23 * GIB))
+    assert line.startswith(
         "Placement: ddp. On each GPU, with a margin, ddp needs 13.0 GiB, full_shard needs "
     )
     assert (
-        "; 23.0 GiB are free. The base is not sharded, since it fits: --sharding_strategy"
-    ) in line
+        "; 23.0 GiB are free. The base is not sharded, since it fits: --sharding_strategy" in line
+    )
     assert "not sharded" not in str(describe_choice(needs, 11 * GIB))
     assert describe_choice(needs, None) == (
         "Each GPU: ddp needs 13.0 GiB free, full_shard needs 10.0 GiB free; otherwise "
@@ -152,13 +148,8 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch():
     assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
     assert _candidates("auto", False, 1, accumulation=2) == [SHARDED]
     needs = {each: size * GIB for each, size in zip(found, (15, 12, 10, 6, 4), strict=True)}
-    assert [choose(needs, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [
-        True,
-        True,
-        False,
-        True,
-        False,
-    ]
+    for free, accumulates in ((15, True), (12, True), (11, False), (6, True), (1, False)):
+        assert choose(needs, free * GIB).accumulates == accumulates
     assert str(describe_choice(needs, 13 * GIB)).startswith(
         "Placement: full_shard. On each GPU, with a margin, ddp needs 15.0 GiB, "
     )
@@ -250,9 +241,8 @@ def test_scores_of_eager_attention_and_all_experts_are_counted():
         return measure_blocks(_parts(), BF16, Lengths([tokens]), documents)[0].kept
 
     scores = kept(EAGER, 2048) - kept(None, 2048)
-    assert (
-        scores == pytest.approx(4 * (kept(EAGER, 1024) - kept(None, 1024)), rel=0.05) and scores > 0
-    )
+    of_half = kept(EAGER, 1024) - kept(None, 1024)
+    assert scores == pytest.approx(4 * of_half, rel=0.05) and scores > 0
     [block] = {*measure_blocks(_parts("qlora", MIXTURE), BF16, Lengths([512]), None)}
     # Of each token's four experts gate and up, and what the activation and its product with up make
     # of them.
@@ -295,27 +285,25 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches():
 
 
 def test_planned_speed_counts_the_bytes_of_each_quantizer():
-    assert [size_of(_parts(kind)).decoding for kind in ("lora", "qlora", "hqq_lora")] == [
-        0,
-        4.0,
-        15.3,
-    ]
+    for kind, num_bytes in (("lora", 0), ("qlora", 4.0), ("hqq_lora", 15.3)):
+        assert size_of(_parts(kind)).decoding == num_bytes
+
+
+STEP = Step(
+    precision=BF16,
+    optimizer="adamw",
+    layout=Layout(2, 2, "full_shard"),
+    placement=SHARDED,
+    num_tokens=4096,
+    recomputing=36,
+)
 
 
 def test_planned_memory_of_a_step_follows_its_placement():
-    step = Step(
-        precision=BF16,
-        optimizer="adamw",
-        layout=Layout(2, 2, "full_shard"),
-        placement=SHARDED,
-        num_tokens=4096,
-        recomputing=36,
-    )
-
     def sizes(train_type: str = "qlora", **changed: Any) -> dict[str, int]:
         parts = _parts(train_type)
         block = BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
-        memory = estimate_memory(parts, [block] * 36, replace(step, **changed))
+        memory = estimate_memory(parts, [block] * 36, replace(STEP, **changed))
         kind = "host" if memory.host else "gathered" if "layout" not in changed else "device"
         if train_type == "qlora":
             assert memory.overhead == int(ALLOCATOR[kind] * 4096 * 12288 * 2)
@@ -326,26 +314,20 @@ def test_planned_memory_of_a_step_follows_its_placement():
 
     found = sizes()
     # No rank has the whole head: 384 tokens of each rank, 4,096 wide, and their gradients.
-    assert ("head's weights") not in found and found[
-        "hidden states exchanged for it"
-    ] == 2 * 2 * 384 * 4096 * 2
+    assert "head's weights" not in found
+    assert found["hidden states exchanged for it"] == 2 * 2 * 384 * 4096 * 2
     assert sizes(placement=OFFLOADED)["head's weights"] / GIB == pytest.approx(1.159 / 2, abs=1e-3)
     assert sizes("full")["head's weights"] / GIB == pytest.approx(1.159, abs=1e-3)
     assert found["adapters as gathered"] / GIB == pytest.approx(0.081, abs=1e-3)
     assert found["gathered blocks"] / GIB == pytest.approx(2 * 0.093, abs=2e-3)
     whole = sizes(layout=Layout(1, 1, "ddp"))
-    assert ("gathered blocks") not in whole and whole["adapters as gathered"] == found[
-        "adapters as gathered"
-    ]
-    assert (
-        sizes(has_micro_batches=True)["accumulated gradients"] == 2 * found["adapters as gathered"]
-    )
+    adapters = found["adapters as gathered"]
+    assert "gathered blocks" not in whole and whole["adapters as gathered"] == adapters
+    assert sizes(has_micro_batches=True)["accumulated gradients"] == 2 * adapters
     # Of a forward pass alone nothing is kept: another block's input is freed behind it.
-    alone = estimate_memory(_parts(), [BlockBytes(5, 11, 13, 7)] * 36, replace(step, optimizer=""))
-    assert (
-        alone.phases["forward"]["block at work"] == 7
-        and alone.phases["forward"]["block inputs"] == 4096 * 4096 * 2
-    )
+    alone = estimate_memory(_parts(), [BlockBytes(5, 11, 13, 7)] * 36, replace(STEP, optimizer=""))
+    assert alone.phases["forward"]["block at work"] == 7
+    assert alone.phases["forward"]["block inputs"] == 4096 * 4096 * 2
     assert not {"their gradients", "optimizer state"} & alone.resident.keys()
     # All weights in float32, and their copies in bf16: a whole copy beside the parameters.
     full = sizes("full", layout=Layout(1, 1, "ddp"))
@@ -355,14 +337,6 @@ def test_planned_memory_of_a_step_follows_its_placement():
 
 
 def test_frozen_blocks_before_the_first_trained_keep_no_activations():
-    step = Step(
-        precision=BF16,
-        optimizer="adamw",
-        layout=Layout(2, 2, "full_shard"),
-        placement=SHARDED,
-        num_tokens=4096,
-        recomputing=36,
-    )
     block = BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
 
     def memory(trained: tuple[int, ...], **changed: Any) -> Memory:
@@ -371,7 +345,7 @@ def test_frozen_blocks_before_the_first_trained_keep_no_activations():
             each.requires_grad_(False)
             if index in trained:
                 each.input_layernorm.weight.requires_grad_(True)
-        return estimate_memory(parts, [block] * 36, replace(step, **changed))
+        return estimate_memory(parts, [block] * 36, replace(STEP, **changed))
 
     hidden = 4096 * 4096 * 2
     assert memory((0, 35)).phases["backward"]["block inputs"] == 36 * hidden
@@ -379,10 +353,8 @@ def test_frozen_blocks_before_the_first_trained_keep_no_activations():
     assert some.phases["backward"]["block inputs"] == 19 * hidden
     assert some.phases["loss"]["block inputs"] == 19 * hidden
     gradients = 2 * 4096 * 2 // 2  # of two norms, stored in 16 bits here, over two ranks
-    assert (
-        some.resident["their gradients"] == gradients
-        and ("their gradients") not in some.phases["backward"]
-    )
+    assert some.resident["their gradients"] == gradients
+    assert "their gradients" not in some.phases["backward"]
     assert some.reserved == sum(
         (*some.resident.values(), *some.phases[some.peak].values(), some.overhead)
     )
@@ -407,15 +379,7 @@ def test_vision_tower_is_planned_as_it_runs():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
         pixels = torch.empty(2, 3, 448, 448, dtype=torch.bfloat16)
     parts = ModelParts(model)
-    step = Step(
-        precision=BF16,
-        optimizer="adamw",
-        layout=Layout(2, 2, "full_shard"),
-        placement=SHARDED,
-        num_tokens=64,
-        recomputing=2,
-        image_values=pixels.numel(),
-    )
+    step = replace(STEP, num_tokens=64, recomputing=2, image_values=pixels.numel())
     planned = estimate_memory(parts, [BlockBytes(1, 1, 1, 1)] * 2, step).phases["images"]
     weights = [parameter for tower in parts.towers.values() for parameter in tower.parameters()]
     assert planned["gathered parts for images"] == sum(parameter.nbytes for parameter in weights)
