@@ -106,12 +106,8 @@ class Hub:
         elif found := re.fullmatch(r"/owner/model/resolve/([^/]+)/(.+)", path):
             commit, name = found.groups()
             self.requests[name] += request.command == "GET"
-            self.send(
-                request,
-                200,
-                self.files[name],
-                {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": commit},
-            )
+            about = {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": commit}
+            self.send(request, 200, self.files[name], about)
         else:
             self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
@@ -120,11 +116,8 @@ class Hub:
 
     def send(self, request: Any, status: int, body: bytes, headers: dict[str, str]) -> None:
         request.send_response(status)
-        for name, value in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **headers,
-        }.items():
+        usual = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, value in {**usual, **headers}.items():
             request.send_header(name, value)
         request.end_headers()
         if request.command == "GET":
@@ -141,10 +134,8 @@ def hub() -> Iterator[Hub]:
 def hub_environment(hub: Hub, home: Path) -> dict[str, str]:
     """The environment of a process whose hub this is."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return clean | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
-        "HF_HOME": str(home / "hub"),
-    }
+    address = f"http://127.0.0.1:{hub.server.server_port}"
+    return clean | {"HF_ENDPOINT": address, "HF_HOME": str(home / "hub")}
 
 
 @pytest.fixture
@@ -152,22 +143,16 @@ def start(hub: Hub, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]
     """start(ranks, **environment): the processes of one launch, rank 0 the last to be started."""
 
     def start(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
-        common = hub_environment(hub, tmp_path) | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        common |= {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "TMPDIR": str(tmp_path),
-            **environment,
-        }
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in reversed(range(ranks))]
+        common = hub_environment(hub, tmp_path) | {"TMPDIR": str(tmp_path)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **environment}
+        output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         argv = [sys.executable, "-c", FIND]
-        return [subprocess.Popen(argv, cwd=ROOT, env=common | own, **output) for own in numbers][
-            ::-1
-        ]  # type: ignore[call-overload]
+        started = []
+        for rank in reversed(range(ranks)):
+            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(subprocess.Popen(argv, cwd=ROOT, env=own, **output))
+        return started[::-1]
 
     return start
 
@@ -187,9 +172,8 @@ def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(hub, find, tm
     assert (Path(folder) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     # and not the copy in another layout
     assert hub.requests == {"config.json": 1, "model.safetensors": 1}
-    assert ("Downloading owner/model: 2 files") in outputs[0] and "Downloading" not in outputs[
-        1
-    ].partition("FOLDER")[0]
+    assert "Downloading owner/model: 2 files" in outputs[0]
+    assert "Downloading" not in outputs[1].partition("FOLDER")[0]
     (offline,) = find(1, HF_HUB_OFFLINE="1")
     assert f"FOLDER {folder}" in offline and sum(hub.requests.values()) == 2
 
@@ -228,24 +212,17 @@ def test_ranks_report_a_killed_download(hub, start):
     assert waiting.stdout and waiting.stdout.readline() == "CONNECTED\n" and hub.is_asked.wait(600)
     downloader.kill()
     downloader.wait()
-    assert (
-        "LOST Rank 0 has ended while rank 1 waited for the download of owner/model."
-        in waiting.communicate(timeout=600)[0]
-    )
+    said = waiting.communicate(timeout=600)[0]
+    assert "LOST Rank 0 has ended while rank 1 waited for the download of owner/model." in said
     hub.may_answer.set()
 
 
 def test_the_table_of_known_models_is_compared_with_the_hub(hub, tmp_path):
-    sizes = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "head_dim": None}
-    hub.files["config.json"] = json.dumps({"text_config": text, "num_hidden_layers": 2}).encode()
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    config = {"text_config": {**sizes, "head_dim": None}, "num_hidden_layers": 2}
+    hub.files["config.json"] = json.dumps(config).encode()
 
-    right = {"hub": "owner/model", **sizes, "head_dim": 16}
+    right = {"hub": "owner/model", **sizes, "num_hidden_layers": 2, "head_dim": 16}
     others = {
         "absent": {**right, "hub": "owner/other"},
         "wrong": {**right, "hidden_size": 32},
@@ -254,15 +231,7 @@ def test_the_table_of_known_models_is_compared_with_the_hub(hub, tmp_path):
     tables = [tmp_path / "right.yaml", tmp_path / "others.yaml"]
     for path, table in zip(tables, ({"right": right, "again": "right"}, others), strict=True):
         path.write_text(json.dumps(table))
-    code = (
-        "import sys; from scripts.check_models import main; print([main([path]) for path in "
-        "sys.argv[1:]])"
-    )
-    environment = hub_environment(hub, tmp_path) | {"PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-c", code, *map(str, tables)]
-    said = subprocess.run(
-        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    ).stdout
+    said = output_of(hub, tmp_path, CHECK_MODELS, *map(str, tables))
     assert said.startswith("right (owner/model): as on the hub\n") and said.endswith("[0, 2]\n")
     assert "absent (owner/other): cannot be read" in said
     assert "hidden_size is 64 there, and 32 here" in said and "names of no model: lost" in said
@@ -275,6 +244,11 @@ CASES: dict[str, dict[str, object]] = {
     "a layer that the model has not": {"lora_target_modules": "q_prj"},
     "more memory than there is": {},  # of BUFFER
 }
+CHECK_MODELS = """
+import sys
+from scripts.check_models import main
+print([main([path]) for path in sys.argv[1:]])
+"""
 REFUSE = """
 import json, sys, train
 for argv in json.loads(sys.argv[1]):
@@ -290,34 +264,30 @@ def run_in_turn(
     """
     rows = write_rows(folder / "rows.jsonl", make_rows(4))
     write_rows(folder / "columns.jsonl", [{"a": "1", "b": "2"}])
-    common = {
-        "model_name": "owner/model",
-        "dataset": rows,
-        "max_steps": 1,
-        "log_to": "stdout",
-        "quant_cache": "off",
-    }
+    common = {"model_name": "owner/model", "dataset": rows, "max_steps": 1}
+    common |= {"log_to": "stdout", "quant_cache": "off"}
     argvs = [
-        flags(**{**common, "output_dir": folder / f"out{i}", **case})
-        for i, case in enumerate(cases)
+        flags(**{**common, "output_dir": folder / f"out{number}", **case})
+        for number, case in enumerate(cases)
     ]
+    said = output_of(hub, folder, REFUSE, json.dumps(argvs), **{BUFFER: buffer_mib})
+    ends = [line for line in said.splitlines() if line.startswith("STATUS")]
+    return [int(line.split()[1]) for line in ends], said
+
+
+def output_of(hub: Hub, folder: Path, code: str, *argv: str, **environment: str) -> str:
+    """All that a process prints which runs this code, and whose hub this is."""
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), **environment}
     done = subprocess.run(
-        [sys.executable, "-c", REFUSE, json.dumps(argvs)],
+        [sys.executable, "-c", code, *argv],
         cwd=folder,
-        env={
-            **hub_environment(hub, folder),
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(folder),
-            BUFFER: buffer_mib,
-        },
+        env=hub_environment(hub, folder) | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    return [
-        int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")
-    ], done.stdout
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -348,9 +318,8 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(hub, models, tmp_p
     # A resumed run with other rows is refused before the weights of a newer commit.
     hub.gated = False
     more = write_rows(tmp_path / "more.jsonl", make_rows(5))
-    statuses, output = run_in_turn(
-        hub, tmp_path, [{"output_dir": tmp_path / "again", "dataset": more}]
-    )
+    again = {"output_dir": tmp_path / "again", "dataset": more}
+    statuses, output = run_in_turn(hub, tmp_path, [again])
     assert statuses == [2] and "the rows (--dataset, --eval_dataset) are not the same" in output
     assert hub.requests["model.safetensors"] == 1
 

@@ -83,9 +83,8 @@ def test_a_saved_4bit_model_trains_like_quantizing_at_load(options, ranks, same,
         assert (theirs / adapter).read_bytes() == (ours / adapter).read_bytes()
         assert "bit-identical to its weight in the file" in output
         overruled = [f"--{name}" for name in same]
-        assert ("has no effect" in output) == bool(overruled) and all(
-            flag in output for flag in overruled
-        )
+        assert ("has no effect" in output) == bool(overruled)
+        assert all(flag in output for flag in overruled)
 
 
 def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(models, tmp_path):
@@ -118,10 +117,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_quantized_formats_are_refused_by_name(name):
     config = PretrainedConfig(quantization_config=REFUSED[name])
-    with pytest.raises(
-        UserError,
-        match=f"is quantized as {name}, which is not supported. Give the model with 16- or",
-    ):
+    said = f"is quantized as {name}, which is not supported. Give the model with 16- or"
+    with pytest.raises(UserError, match=said):
         take_format(config, "m")
 
 
@@ -184,12 +181,10 @@ def save_mxfp4(source: Path, folder: Path) -> dict[str, torch.Tensor]:
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, columns, rows = value.shape
             del stored[name]
-            stored[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16)).to(
-                torch.uint8
-            )
-            stored[f"{name}_scales"] = torch.randint(119, 123, (experts, rows, columns // 32)).to(
-                torch.uint8
-            )
+            groups = (experts, rows, columns // 32)
+            blocks = torch.randint(256, (*groups, 16))
+            stored[f"{name}_blocks"] = blocks.to(torch.uint8)
+            stored[f"{name}_scales"] = torch.randint(119, 123, groups).to(torch.uint8)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     set_config(folder, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
     return {}
@@ -242,10 +237,8 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family, form, models, tmp_
     if form not in ("blocks", "mxfp4"):
         return
     if form == "mxfp4":
-        meant = {
-            name: weight_files.read_rows(at, 0, weight_files.shape(at)[0])
-            for name, at in sources.items()
-        }
+        shape = weight_files.shape
+        meant = {name: weight_files.read_rows(at, 0, shape(at)[0]) for name, at in sources.items()}
     shutil.copytree(source, decoded)
     save_file(meant, decoded / "model.safetensors", metadata={"format": "pt"})
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
@@ -290,42 +283,23 @@ def test_wrong_fp8_scales_are_refused_by_name(scales, words, models, tmp_path):
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
+ABSMAX = f"{UP}.absmax"
+OF_9 = f"wrong shape: {ABSMAX} in model.safetensors is [9]"
+NESTED = f"{UP}.nested_absmax"
+OUTSIDE = "lm_head.weight is a 4-bit weight outside the decoder blocks"
+UNTRAINED = "quantized to 4 bits, which train_type lora cannot train. Use --train"
+UNUSABLE_STATE = "describes a 4-bit weight that cannot be used"
 NF4_STATE = f"{UP}.quant_state.bitsandbytes__nf4"
 # How it was quantized, tensors that are replaced (None removes one), the run's options, and what is
 # said.
 UNUSABLE: list[tuple[dict, dict, dict, str]] = [
-    (
-        {"llm_int8_skip_modules": ["norm"]},
-        {},
-        {},
-        "lm_head.weight is a 4-bit weight outside the decoder blocks",
-    ),
-    (
-        {},
-        {},
-        {"train_type": "lora"},
-        "quantized to 4 bits, which train_type lora cannot train. Use --train",
-    ),
-    (
-        {},
-        {f"{UP}.absmax": torch.zeros(9, dtype=torch.uint8)},
-        {},
-        f"wrong shape: {UP}.absmax in model.safetensors is [9]",
-    ),
+    ({"llm_int8_skip_modules": ["norm"]}, {}, {}, OUTSIDE),
+    ({}, {}, {"train_type": "lora"}, UNTRAINED),
+    ({}, {ABSMAX: torch.zeros(9).to(torch.uint8)}, {}, OF_9),
     ({}, {f"{UP}.quant_map": torch.zeros(16)}, {}, f"{UP}.quant_map is not bitsandbytes' table"),
-    (
-        {},
-        {f"{UP}.nested_absmax": torch.full([1], torch.nan)},
-        {},
-        f"Weight {UP}.nested_absmax has values that are not",
-    ),
-    (
-        {},
-        {NF4_STATE: {"blocksize": 128}},
-        {},
-        f"{NF4_STATE} describes a 4-bit weight that cannot be used",
-    ),
-    ({}, {f"{UP}.nested_absmax": None}, {}, f"missing: {UP}.nested_absmax"),
+    ({}, {NESTED: torch.full([1], torch.nan)}, {}, f"Weight {NESTED} has values that are not"),
+    ({}, {NF4_STATE: {"blocksize": 128}}, {}, f"{NF4_STATE} {UNUSABLE_STATE}"),
+    ({}, {NESTED: None}, {}, f"missing: {NESTED}"),
 ]
 
 
@@ -340,12 +314,9 @@ def test_unsupported_4bit_models_are_refused_by_name(
         state = json.loads(bytes(load_file(file)[NF4_STATE].tolist())) | changed
         stored[NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     save_file({name: value for name, value in stored.items() if value is not None}, file)
-    argv = flags(
-        model_name=folder, dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)), **options
-    )
-    statuses, output = run_ranks(
-        1, [*argv, "--output_dir", str(tmp_path / "out")], tmp_path / "logs"
-    )
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    argv = flags(model_name=folder, dataset=rows, output_dir=tmp_path / "out", **options)
+    statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [2] and "Traceback" not in output, output
     assert words in output.partition("error: ")[2]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 from fsdp_qlora.__main__ import main
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import make_rows, write_rows
-from tests.helpers.run import all_slow_but, train_ok
+from tests.helpers.run import all_slow_but, flags, train_ok
 from tests.loading.test_prequantized import save_fp8, save_mxfp4, set_config
 from tests.parity.test_experts import FAMILIES
 
@@ -44,6 +44,8 @@ INTEGERS: dict[str, dict] = {
 }
 
 
+# What configs say of layers in NVFP4.
+OF_NVFP4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
 LEFT_OUT = ("lm_head", "re:.*layers.1.mlp.down_proj")
 
 
@@ -118,18 +120,10 @@ def save_modelopt(source: Path, folder: Path) -> None:
             changed[name.replace("weight_scale_2", "input_scale")] = torch.ones(())
         changed[name.replace("weight_packed", "weight")] = value.contiguous()
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    group = {
-        "input_activations": {"num_bits": 4},
-        "weights": {"num_bits": 4, "type": "float", "group_size": 16},
-    }
-    about = {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "config_groups": {"group_0": group | {"targets": ["Linear"]}},
-    }
-    set_config(
-        folder, quantization_config=about | {"ignore": ["lm_head", "model.layers.1.mlp.down_proj*"]}
-    )
+    group = {**OF_NVFP4, "input_activations": {"num_bits": 4}}
+    about = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group}}
+    about["ignore"] = ["lm_head", "model.layers.1.mlp.down_proj*"]
+    set_config(folder, quantization_config=about)
 
 
 def save_experts_in_nvfp4(source: Path, folder: Path) -> None:
@@ -151,13 +145,9 @@ def save_experts_in_nvfp4(source: Path, folder: Path) -> None:
         stored[f"{base}.weight_packed"] = codes[:, ::2] | codes[:, 1::2] << 4
         stored |= {f"{base}.weight_scale": scale, f"{base}.weight_global_scale": of_all.view(1)}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
-    about = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "config_groups": {"0": group},
-    }
-    set_config(folder, quantization_config=about | {"ignore": ["lm_head", "re:.*mlp.gate$"]})
+    about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    about |= {"config_groups": {"0": OF_NVFP4}, "ignore": ["lm_head", "re:.*mlp.gate$"]}
+    set_config(folder, quantization_config=about)
 
 
 def decode(folder: Path) -> dict[str, torch.Tensor]:
@@ -174,12 +164,8 @@ def decode(folder: Path) -> dict[str, torch.Tensor]:
         elif value.dtype == torch.uint8:
             values = E2M1[torch.stack([value % 16, value // 16], dim=-1).long()].flatten(-2)
             scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-            scale = (
-                scale / tensors[f"{base}_global_scale"]
-                if f"{base}_global_scale" in tensors
-                else scale
-            )
-            scale = scale * tensors[f"{base}_scale_2"] if f"{base}_scale_2" in tensors else scale
+            scale = scale / tensors.get(f"{base}_global_scale", 1)
+            scale = scale * tensors.get(f"{base}_scale_2", 1)
             decoded[base] = values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
         else:
             settings = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -258,15 +244,8 @@ def test_a_published_mixture_trains_as_its_decoded_weights(case, models, tmp_pat
     else:
         plain = save_plain(source, tmp_path / "plain", decode(folder))
     experts = {"lora_target_parameters": "experts.down_proj"}
-    train_ok(
-        1,
-        tmp_path / "plain_out",
-        model_name=plain,
-        train_type="lora",
-        batch_size=6,
-        **common,
-        **experts,
-    )
+    own = {"model_name": plain, "train_type": "lora", "batch_size": 6}
+    train_ok(1, tmp_path / "plain_out", **own, **common, **experts)
     for world_size, options in ((2, {}), (3, {"use_cpu_offload": True, "recompute": "all"})):
         out = tmp_path / f"out{world_size}"
         options = {**options, **common, **experts, "allow_unquantized": True}
@@ -282,29 +261,17 @@ def test_training_on_a_published_model_resumes_and_is_merged(models, tmp_path):
     folder = tmp_path / "model"
     out = tmp_path / "out"
     save_modelopt(source, folder)
-    common = {
-        **RUN,
-        "model_name": folder,
-        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
-    }
-    common |= {
-        "precision": "bf16",
-        "gradient_accumulation_steps": 2,
-        "batch_size": 2,
-        "allow_unquantized": True,
-    }
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    common = {**RUN, "model_name": folder, "dataset": rows, "precision": "bf16", "batch_size": 2}
+    common |= {"gradient_accumulation_steps": 2, "allow_unquantized": True}
     train_ok(2, tmp_path / "whole", save_every=2, **common)
     (checkpoint,) = (tmp_path / "whole" / "checkpoints").glob("*2")
     train_ok(2, tmp_path / "resumed", resume=checkpoint, **common)
     adapters = [tmp_path / run / "adapter_model.safetensors" for run in ("whole", "resumed")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
-    assert ("- Base: model, in NVFP4 as it is stored\n") in (
-        tmp_path / "whole" / "README.md"
-    ).read_text()
-    assert (
-        main(["merge", "--adapter", str(tmp_path / "whole"), "--out", str(out), "--dtype", "bf16"])
-        == 0
-    )
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert "- Base: model, in NVFP4 as it is stored\n" in card
+    assert main(["merge", *flags(adapter=tmp_path / "whole", out=out, dtype="bf16")]) == 0
     stored = load_file(folder / "model.safetensors")
     decoded = {
         name: value.to(torch.bfloat16 if f"{name}_scale" in stored else value.dtype)

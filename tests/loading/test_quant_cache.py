@@ -43,14 +43,8 @@ class Runs:
     def __init__(self, model: Path, folder: Path) -> None:
         self.folder = folder
         self.rows = write_rows(folder / "rows.jsonl", make_rows(6))
-        self.common = {
-            "model_name": model,
-            "dataset": self.rows,
-            "lr": 1e-3,
-            "precision": "fp32",
-            "lora_rank": 4,
-        }
-        self.common["verbose"] = True
+        self.common = {"model_name": model, "dataset": self.rows, "verbose": True}
+        self.common |= {"lr": 1e-3, "precision": "fp32", "lora_rank": 4}
         self._losses: dict[str, list[float]] = {}
         self._caches: dict[str, Path] = {}
 
@@ -63,9 +57,8 @@ class Runs:
         if key not in self._losses:
             output_dir = self.folder / f"without{len(self._losses)}"
             output, self._losses[key] = self.train(ranks, output_dir, **options, quant_cache="off")
-            assert (
-                FROM_CACHE not in output and KEPT not in output and len(set(self._losses[key])) > 1
-            )
+            assert FROM_CACHE not in output and KEPT not in output
+            assert len(set(self._losses[key])) > 1
         return self._losses[key]
 
     def cache(self, **options: object) -> Path:
@@ -74,11 +67,8 @@ class Runs:
             self._caches[key] = self.folder / f"cache{len(self._caches)}"
             output_dir = self.folder / f"writer{len(self._caches)}"
             output, losses = self.train(2, output_dir, **options, quant_cache=self._caches[key])
-            assert (
-                KEPT in output
-                and FROM_CACHE not in output
-                and names(self._caches[key]) == ["entry"]
-            )
+            assert KEPT in output and FROM_CACHE not in output
+            assert names(self._caches[key]) == ["entry"]
             self._losses.setdefault(f"2 {options}", losses)
         return self._caches[key]
 
@@ -94,19 +84,16 @@ def run(runs: Runs, tmp_path: Path) -> Run:
     number = iter(range(99))
 
     def run(ranks: int, **options: object) -> tuple[str, list[float]]:
-        return runs.train(
-            ranks, tmp_path / f"out{next(number)}", **{"quant_cache": tmp_path / "cache", **options}
-        )
+        options = {"quant_cache": tmp_path / "cache", **options}
+        return runs.train(ranks, tmp_path / f"out{next(number)}", **options)
 
     return run
 
 
 def names(cache: Path) -> list[str]:
     """What a cache holds: "entry", and the ends of the names of everything else but locks."""
-    found = [
-        path.name.partition(".")[2] or "entry" for path in cache.iterdir() if path.suffix != ".lock"
-    ]
-    return sorted(found)
+    found = [path.name for path in cache.iterdir() if path.suffix != ".lock"]
+    return sorted(name.partition(".")[2] or "entry" for name in found)
 
 
 def entry(cache: Path) -> Path:
@@ -150,11 +137,8 @@ def test_a_cache_entry_equals_bitsandbytes_own_quantization(case, runs, models):
     options = options_of(case, models)
     stored = load_file(entry(runs.cache(**options)) / "model.safetensors")
     weight = load_file(options["model_name"] / "model.safetensors")[NAME]  # type: ignore[operator]
-    parts = {
-        name.removeprefix(f"{NAME}."): value
-        for name, value in stored.items()
-        if name.startswith(f"{NAME}.")
-    }
+    of_weight = [name for name in stored if name.startswith(f"{NAME}.")]
+    parts = {name.removeprefix(f"{NAME}."): stored[name] for name in of_weight}
     state = bnb.QuantState.from_dict(parts, torch.device("cpu"))
     double_quant = "double_quant" not in options
     codes, expected = bnb.quantize_4bit(
@@ -178,9 +162,8 @@ def test_the_cache_key_covers_everything_that_changes_the_bytes(
     options = options_of(case, models)
     shutil.copytree(runs.cache(**options), tmp_path / "cache")
     output, _ = run(1, **{**options, **other})
-    assert (FROM_CACHE in output) == is_same and names(tmp_path / "cache") == ["entry"] * (
-        1 if is_same else 2
-    )
+    assert (FROM_CACHE in output) == is_same
+    assert names(tmp_path / "cache") == ["entry"] * (1 if is_same else 2)
 
 
 def test_the_cache_key_covers_every_file_of_merged_experts(models, tmp_path):
@@ -190,10 +173,8 @@ def test_the_cache_key_covers_every_file_of_merged_experts(models, tmp_path):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     experts = "model.layers.0.mlp.experts.gate_up_proj"
     origins = weight_files.origins(match_tensors(model, weight_files).sources[experts])
-    assert (
-        len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"]
-        and set(origins) <= weight_files.files.keys()
-    )
+    assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"]
+    assert set(origins) <= weight_files.files.keys()
 
 
 def _flip(file: Path) -> None:
@@ -233,12 +214,8 @@ def test_a_damaged_cache_entry_is_rebuilt_in_the_same_run(what, runs, run, tmp_p
     before = file.read_bytes()
     damage(file)
     output, losses = run(2, **options)
-    assert (
-        ("is damaged (") in output
-        and words in output
-        and KEPT in output
-        and FROM_CACHE not in output
-    )
+    assert "is damaged (" in output and words in output
+    assert KEPT in output and FROM_CACHE not in output
     assert losses == runs.without(2, **options) and names(tmp_path / "cache") == ["entry"]
     assert file.read_bytes() == before
 
@@ -284,18 +261,15 @@ def test_a_killed_writer_leaves_no_readable_cache_entry(runs, run, tmp_path):
     with FileLock(tmp_path / "cache" / "alive.lock"):
         output, losses = run(1)
     assert KEPT in output and FROM_CACHE not in output and losses == runs.without(1)
-    assert (
-        names(tmp_path / "cache") == ["entry", "writing"]
-        and (tmp_path / "cache" / "alive.writing").is_dir()
-    )
+    assert names(tmp_path / "cache") == ["entry", "writing"]
+    assert (tmp_path / "cache" / "alive.writing").is_dir()
 
 
 def test_training_continues_if_the_cache_cannot_be_written(runs, tmp_path):
     statuses, output = failing_run("file size limit", runs, tmp_path)
     assert statuses == [0, 0] and output.count("No quantized cache is") == 1, output
-    assert (
-        "cache cannot be written (File too large); give another folder with --quant_cache"
-    ) in output
+    said = "cache cannot be written (File too large); give another folder with --quant_cache"
+    assert said in output
     assert names(tmp_path / "cache") == []
     assert read_metrics(tmp_path / "failing") == runs.without(2)
 
@@ -311,9 +285,8 @@ def test_a_cache_entry_that_another_run_writes_is_left_alone(runs, run, tmp_path
     folder.parent.mkdir()
     with FileLock(f"{folder}.lock"):
         output, _ = run(1)
-    assert (
-        "No quantized cache is written: another run is writing it."
-    ) in output and not folder.exists()
+    assert "No quantized cache is written: another run is writing it." in output
+    assert not folder.exists()
 
 
 def test_files_are_identified_by_content_or_blob_name(tmp_path):
