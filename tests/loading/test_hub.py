@@ -296,7 +296,7 @@ def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(hub, 
     hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
     statuses, output = run_in_turn(hub, tmp_path, [{"train_type": "lora"}])
     assert statuses == [0] and hub.requests["model.safetensors"] == 1, output
-    assert output.index("is a head of its own") < output.index("Model: LlamaForCausalLM")
+    assert output.index("have a separate head") < output.index("Model: LlamaForCausalLM")
 
 
 @pytest.mark.slow
