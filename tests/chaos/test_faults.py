@@ -277,7 +277,7 @@ ENDS = {
         options={"hang_minutes": 0.2},
     ),
     "one hangs": End(
-        partial(at_step, 3, hang, 1, during="prepare"),
+        partial(at_step, 3, hang, 1, during="_prepare"),
         [5, 5],
         {
             0: r"error: No rank has made progress for 0.25 minutes. The others wait for rank 1: .*"

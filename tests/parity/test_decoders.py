@@ -146,7 +146,7 @@ def test_an_encoder_inside_of_a_decoder_is_not_taken_for_it(family, overrides, b
     ("family", "reason"),
     [
         ("blt", "is of type 'blt', whose config.json gives no hidden size"),
-        ("cpmant", "puts tokens of its own before"),
+        ("cpmant", "puts its own tokens before"),
     ],
 )
 def test_a_family_that_cannot_be_trained_is_refused_by_name(family, reason, tmp_path, capsys):
