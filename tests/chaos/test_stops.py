@@ -69,7 +69,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 
 
 def test_a_second_ctrl_c_ends_a_rank_at_once(reference, tmp_path):
-    hangs = partial(at_step, 3, hang, 0, during="prepare")  # in Python
+    hangs = partial(at_step, 3, hang, 0, during="_prepare")  # in Python
     with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=hangs)) as job:
         wait_for(lambda: steps_done(tmp_path / "out") >= 3)
         job.kill(0, signal.SIGINT)
