@@ -157,10 +157,11 @@ async def create_model(request: Request, service: Service) -> JsonObject:
 @router.post("/load_weights")
 async def load_weights(request: Request, service: Service) -> JsonObject:
     content = await _read_json(request)
+    body = await request.body()
     # Without a model the request makes one, from saved weights.
     if content.get("model_id") is None:
-        return _make_model("load_weights", content, await request.body(), service)
-    return await _hand_to_model("load_weights", request, service)
+        return _make_model("load_weights", content, body, service)
+    return _submit_to_model("load_weights", content, body, service)
 
 
 def _make_model(kind: str, content: JsonObject, body: bytes, service: ClientRequests) -> JsonObject:
@@ -195,9 +196,14 @@ async def save_weights_external(request: Request, service: Service) -> JsonObjec
 
 
 async def _hand_to_model(kind: str, request: Request, service: ClientRequests) -> JsonObject:
-    """Queue a request of a model; the scheduler checks it."""
+    """Read and queue a request of a model; the scheduler checks it."""
     content = await _read_json(request)
-    body = await request.body()
+    return _submit_to_model(kind, content, await request.body(), service)
+
+
+def _submit_to_model(
+    kind: str, content: JsonObject, body: bytes, service: ClientRequests
+) -> JsonObject:
     return service.submit_to_model(kind, content.get("model_id"), content.get("seq_id"), body)
 
 

@@ -20,22 +20,24 @@ class ParsedRequests:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._messages: dict[str, pb.ForwardBackwardRequest] = {}
-        self._sizes: dict[str, int] = {}
+        # A request's name -> its message and the bytes that it takes.
+        self._kept: dict[str, tuple[pb.ForwardBackwardRequest, int]] = {}
+        self._bytes = 0
 
     def put(self, name: str, message: pb.ForwardBackwardRequest, size: int) -> None:
         """Keep a request's message. size: bytes of its body."""
         size += _PART_BYTES * _num_parts(message)
         with self._lock:
-            if sum(self._sizes.values()) + size <= _MAX_BYTES:
-                self._messages[name] = message
-                self._sizes[name] = size
+            if self._bytes + size <= _MAX_BYTES:
+                self._kept[name] = message, size
+                self._bytes += size
 
     def take(self, name: str) -> pb.ForwardBackwardRequest | None:
         """Remove and return a request's message; None if it is not here."""
         with self._lock:
-            self._sizes.pop(name, None)
-            return self._messages.pop(name, None)
+            message, size = self._kept.pop(name, (None, 0))
+            self._bytes -= size
+            return message
 
 
 def _num_parts(message: pb.ForwardBackwardRequest) -> int:
