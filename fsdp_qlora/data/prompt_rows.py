@@ -62,7 +62,7 @@ class PromptRows:
         self._renderers: dict[str, Renderer] = {}
         options = text.options.text
         self._has_teacher = options.has_teacher
-        self._may_have_teacher = "teacher" in OBJECTIVES[options.objective].options
+        self._may_have_teacher = OBJECTIVES[options.objective].distills
         self.found: list[Prompt] = []
         """All prompts that can be used, in the order of the dataset."""
 

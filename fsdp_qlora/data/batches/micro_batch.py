@@ -288,8 +288,6 @@ def _target_values(
     if not of_tokens and not has_advantages:
         return {}
     indices = target_indices(table, rows)
-    if not len(indices):
-        indices = np.zeros(1, np.int64)
     values = {name: _floats(column[indices]) for name, column in of_tokens.items()}
     if has_advantages:
         advantages = table.columns["advantages"].values[np.asarray(rows, dtype=np.int64)]

@@ -30,34 +30,37 @@ a target have the values of one that counts nothing.
 
 
 def target_indices(table: TokenizedRows, rows: Numbers) -> np.ndarray:
-    """The index of each target of some rows among the table's tokens, int64 [N]."""
+    """The index of each target of some rows among the table's tokens, int64 [N].
+
+    Rows without a target have one index, of the target that counts nothing.
+    """
     documents = table.learned_documents(rows)
     # From the second token on: nothing precedes the first one, which is never a target.
     firsts = table.document_offsets[documents] + 1
     ends = table.document_offsets[documents + 1]
-    indices = [np.zeros(0, np.int64)]
+    by_document = [np.zeros(0, np.int64)]
     for first, end in zip(firsts, ends, strict=True):
-        indices.append(first + np.flatnonzero(table.learned[first:end]))
-    return np.concatenate(indices)
+        by_document.append(first + np.flatnonzero(table.learned[first:end]))
+    return _at_least_one(np.concatenate(by_document))
 
 
 def number_tokens(table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
-    """Number the targets of some rows by their index among the table's tokens.
-
-    Rows without a target have one number, of the target that counts nothing.
-    """
-    indices = target_indices(table, rows)
-    return {"numbers": torch.from_numpy(indices if len(indices) else np.zeros(1, np.int64))}
+    """Number the targets of some rows by their index among the table's tokens."""
+    return {"numbers": torch.from_numpy(target_indices(table, rows))}
 
 
 def number_targets(table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
     """Number the targets of some rows among the table's targets.
 
-    Rows have one document each. Rows without a target have one number, as of `number_tokens`.
+    Rows have one document each. Rows without a target have one number, as of `target_indices`.
     """
     # Those of a row follow each other, so each row's first number and its count are enough.
     chosen = np.asarray(rows, np.int64)
     ends = table.num_targets.cumsum()[chosen]
     counts = table.num_targets[chosen]
     numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
-    return {"numbers": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
+    return {"numbers": torch.from_numpy(_at_least_one(numbers))}
+
+
+def _at_least_one(numbers: np.ndarray) -> np.ndarray:
+    return numbers if len(numbers) else np.zeros(1, np.int64)
