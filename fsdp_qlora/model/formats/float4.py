@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fsdp_qlora.model.formats.published import UNUSED, PublishedFormat
+from fsdp_qlora.model.formats.published import COMPRESSED, UNUSED, PublishedFormat
 from fsdp_qlora.model.formats.settings import Scheme, Settings
 from fsdp_qlora.model.formats.stored_tensors import (
     DecodedTensor,
@@ -28,13 +28,6 @@ from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Tensors, E2m1Weight, Mxfp4Weight, Nvfp4Weight
 
 _GPT_OSS: Mapping[str, str | None] = {"_blocks": "", "_scales": ".scale"}
-_COMPRESSED: Mapping[str, str | None] = UNUSED | {
-    ".weight_shape": None,
-    ".input_zero_point": None,
-    "_packed": "",
-    "_global_scale": ".global_scale",
-    "_scale": ".scale",
-}
 _MODELOPT: Mapping[str, str | None] = UNUSED | {"_scale_2": ".global_scale", "_scale": ".scale"}
 WRITTEN_MXFP4 = WrittenFormat(
     name="mxfp4",
@@ -154,10 +147,10 @@ def float4_of_scheme(scheme: Scheme) -> Float4Format | None:
         return None
     if scheme.group_size == 16:
         # modelopt's global scale is a factor, and that of compressed-tensors a divisor.
-        endings = _MODELOPT if scheme.is_modelopt else _COMPRESSED
+        endings = _MODELOPT if scheme.is_modelopt else COMPRESSED
         return Nvfp4Format(name="NVFP4", multiplies=scheme.is_modelopt, endings=endings)
     if scheme.group_size == 32 and not scheme.is_modelopt:
-        return Mxfp4Format(name="MXFP4", endings=_COMPRESSED)
+        return Mxfp4Format(name="MXFP4", endings=COMPRESSED)
     return None
 
 

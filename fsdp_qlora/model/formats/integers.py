@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.model.formats.published import UNUSED, PublishedFormat, Unreadable
+from fsdp_qlora.model.formats.published import COMPRESSED, PublishedFormat, Unreadable
 from fsdp_qlora.model.formats.settings import Scheme, Settings
 from fsdp_qlora.model.formats.stored_tensors import (
     ADVICE,
@@ -33,12 +33,7 @@ _QUANTIZED: Mapping[str, str | None] = {
     ".scales": ".weight.scale",
     ".g_idx": ".weight.g_idx",
 }
-_COMPRESSED: Mapping[str, str | None] = UNUSED | {
-    ".weight_shape": None,
-    ".input_zero_point": None,
-    "_packed": "",
-    "_global_scale": ".global_scale",
-    "_scale": ".scale",
+_COMPRESSED: Mapping[str, str | None] = COMPRESSED | {
     ".weight_zero_point": ".weight.zero_point",
     ".weight_g_idx": ".weight.g_idx",
 }

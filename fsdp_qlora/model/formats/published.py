@@ -31,6 +31,14 @@ UNUSED: dict[str, str | None] = dict.fromkeys(
         ".kv_scale",
     )
 )
+COMPRESSED: dict[str, str | None] = UNUSED | {
+    ".weight_shape": None,
+    ".input_zero_point": None,
+    "_packed": "",
+    "_global_scale": ".global_scale",
+    "_scale": ".scale",
+}
+"""Endings of compressed-tensors' packed weights, and their names here."""
 
 
 class Unreadable(Exception):
