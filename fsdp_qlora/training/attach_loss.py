@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.model.adapters.token_rows import head_token_rows
 from fsdp_qlora.sharding.vocabulary import shared_head_of
 from fsdp_qlora.training.head_loss import MAX_CHUNK_BYTES, chunked_loss
-from fsdp_qlora.training.token_loss import Head, LogitForm, TokenLoss, WholeVocabulary
+from fsdp_qlora.training.token_loss import Head, LogitForm, TokenLoss, whole_head
 
 
 class HeadLoss(Protocol):
@@ -48,11 +48,13 @@ def attach_head_loss(
 
     def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, loss: TokenLoss) -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
-        if new_rows and not shared:
-            new_rows.write_into(weight)
         bias: Any = self.bias
-        vocabulary = shared or WholeVocabulary(len(weight), new_rows)
-        own_head = Head(weight, bias, form, vocabulary)
+        if shared:
+            own_head = Head(weight, bias, form, shared)
+        else:
+            if new_rows:
+                new_rows.write_into(weight)
+            own_head = whole_head(weight, bias, form, new_rows)
         # A reference's or a teacher's states follow the policy's.
         has_others = len(hidden) > len(targets)
         states = hidden.split(len(targets)) if has_others else (hidden,)
