@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from fsdp_qlora.model.architecture.chunking import piece_number, split_tokens
 from fsdp_qlora.model.architecture.fused import output_again, output_source
 from fsdp_qlora.model.architecture.kept import Kept
-from fsdp_qlora.model.quantizers.base import FrozenProduct, frozen_product
+from fsdp_qlora.model.quantizers.base import frozen_product
+from fsdp_qlora.model.quantizers.products import FrozenProduct
 from fsdp_qlora.model.quantizers.routed import AdaptedExperts, is_transposed
 
 

@@ -13,7 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import local_part, own_rows
-from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.model.quantizers.products import (
+    FrozenProduct,
+    ProductInParts,
+    QuantizedProduct,
+    computing_dtype,
+    plain_product,
+)
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 # What is wrong with stored statistics, as messages say it.
@@ -62,19 +68,6 @@ class Matrix(NamedTuple):
         # The places stay on the device: the host knows only how many matrices they span.
         places, count = self.among
         return spanned.unflatten(0, (count, -1))[places].flatten(0, 1)
-
-
-class FrozenProduct(NamedTuple):
-    """Products with a frozen layer's weight W [out, in], while it is gathered.
-
-    dtype: dtype of the computation. multiply: each x [N, in] -> x W^T + b, new tensors.
-    multiply_grad: grad_y [N, out] -> grad_y W, the gradient of x, a new tensor. W may be freed and
-    gathered again between the two calls.
-    """
-
-    dtype: torch.dtype
-    multiply: Callable[..., list[torch.Tensor]]
-    multiply_grad: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Codes(NamedTuple):
@@ -152,13 +145,23 @@ class QuantizedWeight(nn.Module):
 
         W is stored as W^T if transposed.
         """
-        return F.linear(x, self._upright(part, x.dtype, tensors), bias)
+        return F.linear(x, self.upright(part, x.dtype, tensors), bias)
 
     def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, tensors: Any) -> torch.Tensor:
         """Compute grad_y W, the gradient of x."""
-        return grad_y @ self._upright(part, grad_y.dtype, tensors)
+        return grad_y @ self.upright(part, grad_y.dtype, tensors)
 
-    def _upright(self, part: Matrix, dtype: torch.dtype, tensors: Any) -> torch.Tensor:
+    def add_product(self, part: Matrix, y: torch.Tensor, x: torch.Tensor, tensors: Any) -> None:
+        """Add x W^T to y [N, out], in y's memory."""
+        y.addmm_(x, self.upright(part, x.dtype, tensors).T)
+
+    def add_grad(
+        self, part: Matrix, grad_x: torch.Tensor, grad_y: torch.Tensor, tensors: Any
+    ) -> None:
+        """Add grad_y W to grad_x [N, in], in grad_x's memory."""
+        grad_x.addmm_(grad_y, self.upright(part, grad_y.dtype, tensors))
+
+    def upright(self, part: Matrix, dtype: torch.dtype, tensors: Any) -> torch.Tensor:
         """The decoded matrix [out, in]."""
         stored = self.decode_tensors(part, dtype, tensors)
         return stored.T if part.transposed else stored
@@ -175,36 +178,8 @@ class QuantizedWeight(nn.Module):
         tensors = self.tensors()
         parts = self._parts(matrix)
         if len(parts) == 1:
-            return FrozenProduct(
-                self.compute_dtype,
-                lambda *inputs: [self.multiply(matrix, x, bias, tensors) for x in inputs],
-                lambda grad_y: self.multiply_grad(matrix, grad_y, tensors),
-            )
-        num_rows, num_columns = matrix.shape
-
-        def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
-            for rows, part in parts:
-                decoded = self.decode_tensors(part, inputs[0].dtype, tensors)
-                # Each part is decoded once for all inputs.
-                for x, y in zip(inputs, outputs, strict=True):
-                    torch.mm(x, decoded.T, out=y[:, rows])
-                # Freed before the next part is decoded.
-                del decoded
-            if bias is None:
-                return outputs
-            return [y.add_(bias) for y in outputs]
-
-        def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
-            grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
-            for index, (rows, part) in enumerate(parts):
-                decoded = self.decode_tensors(part, grad_y.dtype, tensors)
-                # A sum over parts of W's rows. beta 0 ignores the uninitialized memory.
-                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))
-                del decoded
-            return grad_x
-
-        return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
+            return QuantizedProduct(self, matrix, bias, tensors)
+        return ProductInParts(self, matrix, bias, tensors, parts)
 
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
         """Split a matrix into the parts that are decoded at a time.
@@ -434,25 +409,6 @@ def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True)
         return layer.frozen_product(layer.whole, layer.bias_to_add() if with_bias else None)
     assert isinstance(layer, nn.Linear) and not layer.weight.requires_grad
     return plain_product(layer.weight, layer.bias if with_bias else None, computing_dtype(x))
-
-
-def computing_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a plain layer multiplies x."""
-    kind = autocast_kind(x)
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def plain_product(
-    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> FrozenProduct:
-    """The products with a weight [out, in] that is not quantized."""
-
-    # Cast at each use, since FSDP2 may free the weight's memory between the two passes.
-    def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        cast_bias = None if bias is None else bias.to(dtype)
-        return [F.linear(x, weight.to(dtype), cast_bias) for x in inputs]
-
-    return FrozenProduct(dtype, multiply, lambda grad_y: grad_y @ weight.to(dtype))
 
 
 def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**24) -> int:

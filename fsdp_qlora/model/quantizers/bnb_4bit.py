@@ -163,6 +163,14 @@ class Bnb4bitWeight(QuantizedWeight):
             return self._times_transposed(part, grad_y, None, tensors)
         return super().multiply_grad(part, grad_y, tensors)
 
+    def add_product(
+        self, part: Matrix, y: torch.Tensor, x: torch.Tensor, tensors: Bnb4bitTensors
+    ) -> None:
+        if not part.transposed and _can_fuse(part, x):
+            y.add_(self._times_transposed(part, x, None, tensors))
+            return
+        super().add_product(part, y, x, tensors)
+
     def _times_transposed(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Bnb4bitTensors
     ) -> torch.Tensor:

@@ -23,6 +23,7 @@ z x + g b: the product W x is not needed.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.module_state import state_of
-from fsdp_qlora.model.quantizers.base import (
-    FrozenProduct,
-    QuantizedExperts,
-    computing_dtype,
-    plain_product,
-)
+from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.model.quantizers.expert_groups import Choices, Group, can_group
+from fsdp_qlora.model.quantizers.products import FrozenProduct, computing_dtype, plain_product
 
 # Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a
 # group needs; on a CPU they stay in its cache.
@@ -56,6 +53,25 @@ class AdaptedExperts(NamedTuple):
     lora_B: torch.Tensor
 
 
+class _GroupProduct(NamedTuple):
+    """Products with the weights of several experts.
+
+    decode: gives [experts, out, in], at each use, so that a pass frees them when it has multiplied.
+    """
+
+    group: Group
+    decode: Callable[[], torch.Tensor]
+
+    def multiply(self, x_CI: torch.Tensor) -> list[torch.Tensor]:
+        return [self.group.multiply(x_CI, self.decode().mT)]
+
+    def multiply_grad(self, grad_CO: torch.Tensor) -> torch.Tensor:
+        return self.group.multiply(grad_CO, self.decode())
+
+
+_Products = Callable[[Group], FrozenProduct | _GroupProduct]
+
+
 class _Call(NamedTuple):
     """Inputs of a product that are no tensors to differentiate.
 
@@ -65,7 +81,7 @@ class _Call(NamedTuple):
     """
 
     groups: list[Group]
-    product: Callable[[Group], FrozenProduct]
+    product: _Products
     tokens_N: torch.Tensor
     gathers: bool
     transposed: bool
@@ -218,7 +234,7 @@ def _multiply(
     return y
 
 
-def _products(base: Any, dtype: torch.dtype, transposed: bool) -> Callable[[Group], FrozenProduct]:
+def _products(base: Any, dtype: torch.dtype, transposed: bool) -> _Products:
     """A function that gives the products with a group's weights, which are decoded at each use."""
     is_quantized = isinstance(base, QuantizedExperts)
 
@@ -229,18 +245,14 @@ def _products(base: Any, dtype: torch.dtype, transposed: bool) -> Callable[[Grou
             stored = base[group.where].to(dtype)
         return stored.mT if transposed else stored
 
-    def product(group: Group) -> FrozenProduct:
+    def product(group: Group) -> FrozenProduct | _GroupProduct:
         if len(group.experts) > 1:
-            # Lambdas, so that a pass decodes the weights when it multiplies, and frees them then.
-            return FrozenProduct(
-                dtype,
-                lambda x_CI: [group.multiply(x_CI, matrices_GOI(group).mT)],
-                lambda grad_CO: group.multiply(grad_CO, matrices_GOI(group)),
-            )
+            return _GroupProduct(group, partial(matrices_GOI, group))
         expert = group.experts[0]
         if is_quantized:
             # May be fused with decoding, or in parts that stay in a CPU's cache.
-            return base.frozen_product(base.expert(expert))
+            one: FrozenProduct = base.frozen_product(base.expert(expert))
+            return one
         weight = base[expert].T if transposed else base[expert]
         return plain_product(weight, None, dtype)
 

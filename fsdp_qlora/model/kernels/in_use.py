@@ -1,0 +1,53 @@
+"""Which way each part of a model is computed in this process.
+
+A part has a plain way, which is torch's or the library's, and other ways. A run chooses among them
+at its start (run/ways.py); until then, and everywhere else, all parts take the plain way.
+
+The choice is the process's own: autograd's threads, quantized layers and attention functions that
+transformers calls by name all read it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+PLAIN = "plain"
+TRITON = "triton"
+
+
+class Ways(NamedTuple):
+    """The name of the way of each part."""
+
+    rotary: str = PLAIN
+    gate: str = PLAIN
+    norm: str = PLAIN
+    decoding: str = PLAIN
+    loss: str = PLAIN
+    attention: str = PLAIN
+    experts: str = PLAIN
+    linears: str = PLAIN
+
+
+class _State:
+    ways = Ways()
+
+
+def ways_in_use() -> Ways:
+    """The ways of this process."""
+    return _State.ways
+
+
+def use_ways(ways: Ways) -> None:
+    """Compute by these ways from now on."""
+    _State.ways = ways
+
+
+@contextlib.contextmanager
+def using_ways(ways: Ways) -> Iterator[None]:
+    """Compute by these ways for the duration of the block."""
+    before = _State.ways
+    use_ways(ways)
+    try:
+        yield
+    finally:
+        use_ways(before)
