@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp_qlora.model.architecture.chunking import count_pieces
-from fsdp_qlora.model.architecture.fused import Mlp
+from fsdp_qlora.model.architecture.gated_mlp import Mlp
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import Machine

@@ -15,15 +15,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.architecture import chunking
 from fsdp_qlora.model.architecture.chunking import count_pieces
-from fsdp_qlora.model.architecture.fused import (
-    FORMS,
-    GatedMlp,
-    Mlp,
-    RmsNorm,
-    as_own_mlp,
-    fuse_modules,
-    set_save_inputs_only,
-)
+from fsdp_qlora.model.architecture.fused import fuse_modules, set_save_inputs_only
+from fsdp_qlora.model.architecture.gated_mlp import GatedMlp, Mlp, as_own_mlp
+from fsdp_qlora.model.architecture.rms_norm import FORMS, RmsNorm
 from tests.layers.test_lora_product import IN, adapted, assert_near
 
 pytestmark = pytest.mark.quick

@@ -8,17 +8,10 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.model.architecture import fused as functions
-from fsdp_qlora.model.architecture.fused import (
-    FORMS,
-    GatedMlp,
-    RmsNorm,
-    as_gated_mlp,
-    as_rms_norm,
-    describe_fused,
-    fuse_modules,
-    set_save_inputs_only,
-)
+from fsdp_qlora.model.architecture import gated_mlp as functions
+from fsdp_qlora.model.architecture.fused import describe_fused, fuse_modules, set_save_inputs_only
+from fsdp_qlora.model.architecture.gated_mlp import GatedMlp, as_gated_mlp
+from fsdp_qlora.model.architecture.rms_norm import FORMS, RmsNorm, as_rms_norm
 from tests.layers.test_lora_product import IN, adapted, assert_near, results
 
 pytestmark = pytest.mark.quick

@@ -22,8 +22,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.chunking import piece_number, split_tokens
-from fsdp_qlora.model.architecture.fused import output_again, output_source
 from fsdp_qlora.model.architecture.kept import Kept
+from fsdp_qlora.model.architecture.output_again import output_again, output_source
 from fsdp_qlora.model.quantizers.base import frozen_product
 from fsdp_qlora.model.quantizers.products import FrozenProduct
 from fsdp_qlora.model.quantizers.routed import AdaptedExperts, is_transposed
