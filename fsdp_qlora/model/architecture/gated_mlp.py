@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.chunking import count_pieces, in_pieces
 from fsdp_qlora.model.architecture.module_copies import clone_with
 from fsdp_qlora.model.architecture.output_again import Function, with_graph
+from fsdp_qlora.model.kernels.gate import is_silu, silu_gradients_, silu_product
+from fsdp_qlora.model.kernels.in_use import PLAIN, ways_in_use
 
 Roles = tuple[str, str, str]  # names of an MLP's linear layers: gate, up, down
 # Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in
@@ -26,6 +29,8 @@ PIECE = 2**26
 
 
 def _gated(activation: Function, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if activation is F.silu:
+        return silu_product(gate, up)
     return _times(activation(gate), up)
 
 
@@ -67,12 +72,16 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         gate, up = ctx.saved_tensors
-        if gate.numel() <= PIECE:
+        by_kernel = ctx.activation is F.silu and ways_in_use().gate != PLAIN
+        if not by_kernel and gate.numel() <= PIECE:
             return *_gated_gradients(ctx.activation, grad, gate, up), None, None
         # The gradients overwrite gate and up, which were made for their product alone. Detached,
         # since autograd refuses to change saved tensors in place.
         gate = gate.detach()
         up = up.detach()
+        if by_kernel:
+            silu_gradients_(grad, gate, up, keeps_grad=True)
+            return gate, up, None, None
         width = gate.shape[-1]
         rows = max(1, PIECE // width)
         pieces = zip(
@@ -131,7 +140,8 @@ class GatedMlp(Mlp):
         for name, child in children.items():
             self.add_module(name, child)
         self.roles = roles
-        self.activation = activation
+        # There are kernels for SiLU, under whichever name a model has it.
+        self.activation = F.silu if is_silu(activation) else activation
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         # By name at each call, since adapters and quantized layers have taken their places.

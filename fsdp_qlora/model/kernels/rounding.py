@@ -1,0 +1,67 @@
+"""Rounding of Triton's kernels, as torch's kernels do it, and where they can run.
+
+Triton comes with torch's builds for CUDA. Without it kernels are plain functions that nobody calls.
+"""
+
+from __future__ import annotations  # those of kernels name `tl`, which may be missing
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import libdevice
+except ImportError:
+    triton = tl = libdevice = None
+
+__all__ = [
+    "BY_NUMPY",
+    "jit",
+    "libdevice",
+    "rounded",
+    "rounded_to",
+    "runs_by_triton",
+    "tl",
+    "triton",
+]
+
+
+def jit(function: Any) -> Any:
+    """Compile by Triton at the first call."""
+    return triton.jit(function) if triton else function
+
+
+# With TRITON_INTERPRET=1 numpy computes, on the CPU, for tests: slowly, and without libdevice.
+INTERPRETED = bool(triton and triton.knobs.runtime.interpret)
+BY_NUMPY = tl.constexpr(INTERPRETED) if triton else None
+
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+
+
+def runs_by_triton(*tensors: torch.Tensor) -> bool:
+    """Whether a kernel can read and write them: of one floating dtype, on a card."""
+    first, *others = tensors
+    if not (first.is_cuda or (INTERPRETED and first.device.type == "cpu")):
+        return False
+    return first.dtype in _DTYPES and all(other.dtype == first.dtype for other in others)
+
+
+@jit
+def rounded_to(x, dtype: tl.constexpr):
+    """x, float32, in the dtype: to the nearest, ties to even."""
+    if dtype == tl.float32:
+        return x
+    if BY_NUMPY and dtype == tl.bfloat16:
+        # Triton's interpreter cuts off what does not fit.
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype, fp_downcast_rounding="rtne")
+
+
+@jit
+def rounded(x, dtype: tl.constexpr):
+    """x, float32, with the values that the dtype has."""
+    return rounded_to(x, dtype).to(tl.float32)
