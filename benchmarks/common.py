@@ -33,12 +33,14 @@ from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.shards import shard_size
 from fsdp_qlora.model import model_parts
 from fsdp_qlora.model.formats.stored_tensors import StoredTensor
+from fsdp_qlora.model.kernels.in_use import use_ways
 from fsdp_qlora.planning.placement import place
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model
 from fsdp_qlora.run.build_trainer import build_trainer
+from fsdp_qlora.run.ways import choose_ways
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.trainer import Trainer
@@ -131,6 +133,7 @@ def build_run(
         collator.
     """
     configure_kernels()
+    use_ways(choose_ways(config))
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(config, ranks)
     built = build_plan(config, machine, weight_files.folder, model_config, tokenizer)

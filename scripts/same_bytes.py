@@ -272,6 +272,8 @@ class Runs:
             given |= ADAPTER_OPTIONS | ({} if self.alike.dropout else {"lora_dropout": 0})
         if given.get("objective") == "distill":
             given["teacher"] = self.folder / "teacher"
+        if self.alike.plain[tree]:
+            given["kernels"] = "plain"  # the only ones of the tree of before
         if self.alike.pads[tree]:
             given["padding"] = "true"  # what --batching padded was called in the tree of before
         given |= {"output_dir": output_dir, **options}
@@ -380,17 +382,18 @@ def make_inputs(folder: Path) -> None:
 
 
 class Alike(NamedTuple):
-    """How both trees are made to do the same. pads: which of them must be told to pad; dropout:
-    whether it is used.
+    """How both trees are made to do the same. pads: which of them must be told to pad; plain: which
+    to take plain kernels; dropout: whether it is used.
     """
 
     pads: dict[str, bool]
+    plain: dict[str, bool]
     dropout: bool
 
 
 def make_alike(trees: dict[str, Path]) -> Alike:
-    """Rows were always padded before --padding, and what is dropped was drawn otherwise before
-    Dropout.
+    """Rows were always padded before --padding, kernels were plain before --kernels, and what is
+    dropped was drawn otherwise before Dropout.
     """
     options = {name: [*(tree / "fsdp_qlora/config").glob("*.py")] for name, tree in trees.items()}
     texts = {name: "".join(path.read_text() for path in options[name]) for name in trees}
@@ -398,12 +401,15 @@ def make_alike(trees: dict[str, Path]) -> Alike:
         name: "\n    padding: " in text or "\n    batching: " in text
         for name, text in texts.items()
     }
+    chooses = {name: "\n    kernels: " in text for name, text in texts.items()}
     sources = {name: [*(tree / "fsdp_qlora").rglob("lora*.py")] for name, tree in trees.items()}
     draws = {
         any("class Dropout" in path.read_text() for path in paths) for paths in sources.values()
     }
     return Alike(
-        {name: knows[name] and not all(knows.values()) for name in trees}, dropout=len(draws) == 1
+        {name: knows[name] and not all(knows.values()) for name in trees},
+        {name: chooses[name] and not all(chooses.values()) for name in trees},
+        dropout=len(draws) == 1,
     )
 
 

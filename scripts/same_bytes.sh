@@ -7,7 +7,8 @@
 # another order stay below in four steps; int8_lora 500 times that, since it rounds activations. With --tolerance 0, for
 # a refactoring, not by a byte. A run in which the working tree's own code is killed and continues, and one that uses the
 # commit's quantized cache, must be the same bytes as that code's whole run either way.
-# Rows are padded where the commit knows nothing else, and without dropout where it draws other random numbers.
+# Rows are padded and kernels are plain where the commit knows nothing else; without dropout where it draws other random
+# numbers.
 # Exit status 0 when all are equal, 1 when something differs.
 #
 #     bash scripts/same_bytes.sh HEAD

@@ -330,7 +330,11 @@ def _continue(run: RunFolder) -> Start:
     if start is None and run.request.origin is not None:
         start = dataclasses.replace(_start_from(run, run.request.origin), run_id=stored["run_id"])
     elif start is None:
-        start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
+        start = Start(
+            stored["run_id"],
+            global_batch_size=stored["global_batch_size"],
+            ways=stored.get("ways", {}),
+        )
         log.info(
             "Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.",
             output_dir,
@@ -482,6 +486,6 @@ def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
         folder=str(folder),
         is_new=False,
         global_batch_size=global_batch_size,
-        progress=progress,
-        tensors=state["tensors"],
+        ways=stored.get("ways", {}),
+        state={"progress": progress, "tensors": state["tensors"]},
     )

@@ -25,10 +25,22 @@ class Start:
     """Starts in a row that made no progress."""
     too_few: int | None = None
     """Blocks that computed their inputs again when a start last ran out of memory."""
-    progress: dict[str, Any] = field(default_factory=dict)
-    """From the checkpoint's state.json."""
-    tensors: dict[str, Any] = field(default_factory=dict)
-    """From the checkpoint's state.json."""
+    ways: dict[str, str] | None = None
+    """How the parts of the model have been computed so far, by the names of `Ways`; empty for a run
+    of a version that knew one way only, None for a new run.
+    """
+    state: dict[str, Any] = field(default_factory=dict)
+    """The progress and the tensors of the checkpoint's state.json."""
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The progress at the checkpoint; empty for step 0."""
+        return self.state.get("progress", {})
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The description of the checkpoint's tensors; empty for step 0."""
+        return self.state.get("tensors", {})
 
     @property
     def saved_step(self) -> int:

@@ -61,6 +61,12 @@ class RunOptions:
     GPUs auto finds the smallest number that fits, by probing before the first step; on a CPU auto
     means all.
     """
+    kernels: Annotated[Literal["auto", "plain"], MAY_DIFFER] = "auto"
+    """Ways in which the parts of a block are computed. auto computes layers that share an input
+    together, and on a GPU takes, for each part, the fastest kernel that is right there: a short
+    trial at the start shows which are. plain takes the kernels of PyTorch and the libraries for all
+    parts.
+    """
     use_cpu_offload: Annotated[
         Literal["auto"] | bool | int, SWITCH_OR_COUNT, MAY_DIFFER, OF_RESULT
     ] = "auto"

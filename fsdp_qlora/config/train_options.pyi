@@ -157,6 +157,8 @@ class TrainOptions(TypedDict, total=False):
     "Distribution of the model: full_shard needs the least memory, shard_grad_op keeps gathered weights until the backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines, hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."
     recompute: Literal['auto', 'all', 'none', 'offload'] | int
     "Decoder blocks that recompute their activations in the backward pass instead of keeping them (activation checkpointing): all needs little memory, none is the fastest, a number means the first ones, and offload is all with the blocks' inputs in host memory, for very long rows. On GPUs auto finds the smallest number that fits, by probing before the first step; on a CPU auto means all."
+    kernels: Literal['auto', 'plain']
+    "Ways in which the parts of a block are computed. auto computes layers that share an input together, and on a GPU takes, for each part, the fastest kernel that is right there: a short trial at the start shows which are. plain takes the kernels of PyTorch and the libraries for all parts."
     use_cpu_offload: Literal['auto'] | bool | int
     "Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs auto offloads all if the model does not fit otherwise."
     context_parallel_size: Literal['auto'] | int

@@ -32,6 +32,7 @@ from fsdp_qlora.distributed.process_group import (
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.model.kernels.in_use import using_ways
 from fsdp_qlora.planning.plan import build_plan, quantizer_options, read_model
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.teacher import teacher_config
@@ -40,6 +41,7 @@ from fsdp_qlora.run.build_trainer import build_forward
 from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.run.session import Session, enter_rank, open_session
+from fsdp_qlora.run.ways import choose_ways
 from fsdp_qlora.training.forward import ForwardPass, top_tokens_of_rows
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
@@ -75,7 +77,8 @@ def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> No
             )
         teacher_base(run.config, run.plan.teacher, session).fetch()
     session.start_group(run.plan.placed.layout)
-    open_teacher(run.config, run.plan, ranks, Control(), output)
+    with using_ways(choose_ways(run.config)):
+        open_teacher(run.config, run.plan, ranks, Control(), output)
 
 
 def open_teacher(

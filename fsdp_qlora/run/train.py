@@ -17,6 +17,7 @@ from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import leave_result, save_result
 from fsdp_qlora.export.upload import push_result
+from fsdp_qlora.model.kernels.in_use import using_ways
 from fsdp_qlora.planning.fit import memory_settings
 from fsdp_qlora.planning.placement import check_resources
 from fsdp_qlora.planning.run_plan import with_rows_per_step
@@ -35,6 +36,7 @@ from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, sho
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.run.supervision import RunSupervisor
 from fsdp_qlora.run.teach import open_teacher
+from fsdp_qlora.run.ways import choose_ways
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped
@@ -102,10 +104,12 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
     if start.is_finished:
         log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         return
-    identity |= {"run_id": start.run_id}
+    ways = choose_ways(prepared.config, start.ways)
+    identity |= {"run_id": start.run_id, "ways": ways._asdict()}
     less_memory = memory_settings(prepared.config, plan.placed.placement, ranks)
     supervisor = RunSupervisor(prepared.config, folder, start, session, memory_settings=less_memory)
-    train_and_export(prepared, base, identity, supervisor)
+    with using_ways(ways):
+        train_and_export(prepared, base, identity, supervisor)
 
 
 def train_and_export(

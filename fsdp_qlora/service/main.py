@@ -28,6 +28,7 @@ from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.model.architecture.config import at_most_positions
 from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.model.kernels.in_use import using_ways
 from fsdp_qlora.planning.placement import (
     PlacedModel,
     adapter_bytes,
@@ -43,6 +44,7 @@ from fsdp_qlora.run.base import FetchedBase, PlannedBase
 from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.run.load_model import result_form
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
+from fsdp_qlora.run.ways import choose_ways
 from fsdp_qlora.service.access import (
     Access,
 )
@@ -97,7 +99,6 @@ def _serve_in_session(
     """Plan, load and work, until the ranks agree to stop. Nothing of the models is left then."""
     ranks = session.ranks
     store = session.store
-    scheduler = None
     with session.kept_until_all_connect():
         # First of all: a port or a folder that is in use is no reason to plan for minutes.
         opened = open_folder_and_port(options) if ranks.is_rank_0 else None
@@ -111,10 +112,25 @@ def _serve_in_session(
     # The group owns the store from then on, so what else needs a part of it takes it before.
     failures = Failures(session.store_of("commands"), ranks)
     session.start_group(bases[0].placed.layout)
+    with using_ways(choose_ways(config)):
+        _load_and_work(bases, opened, options, session, failures)
+
+
+def _load_and_work(
+    bases: list[FetchedBase],
+    opened: Opened | None,
+    options: ServeOptions,
+    session: SupervisedSession,
+    failures: Failures,
+) -> None:
+    """Load the base, and the teacher if there is one; then do the work of clients."""
+    config = bases[0].config
+    ranks = session.ranks
+    scheduler = None
     control = Control(is_rank_0=ranks.is_rank_0, signals=session.signals)
     with exits.loading_explained(ranks.rank, _LESS_MEMORY):
         workers = [_loaded(base, control) for base in bases]
-    free = least_free(Machine.of(config, ranks), "the memory for answers", store)
+    free = least_free(Machine.of(config, ranks), "the memory for answers", session.store)
     for worker in workers:
         worker.sampling.free = free
         # A request is refused by the limits of rank 0, so they must be those of the fullest rank.
