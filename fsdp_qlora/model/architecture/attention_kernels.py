@@ -1,5 +1,9 @@
 """Kernels of attention within the documents of a row.
 
+torch's kernel for documents of any lengths has three ways (kernels/in_use.py): "plain" is the flash
+kernel that comes with torch; "cudnn" takes cuDNN's where all documents of a micro-batch have one
+length; "fa4" puts FlashAttention 4 in the place of torch's own, for all micro-batches.
+
 Shapes: query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] as transformers has them, for H
 heads of queries and G heads of keys and values. A kernel returns [T, H, V].
 """
@@ -7,16 +11,32 @@ heads of queries and G heads of keys and values. A kernel returns [T, H, V].
 import inspect
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.attention.varlen import varlen_attn
 
 from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.model.kernels.in_use import ways_in_use
+
+CUDNN = "cudnn"
+FLASH4 = "fa4"
 
 # The largest head_dim that flash kernels take; gemma4 has 512 in each sixth block.
 MOST_OF_FLASH = 256
+# The largest head_dim of cuDNN's kernels on all cards, and what lengths must be multiples of. For
+# each new shape cuDNN builds a graph, which takes about 42 ms: texts as they are have hundreds of
+# lengths, rows that are cut to the context's length have one.
+_MOST_OF_CUDNN = 128
+_MULTIPLE_OF_CUDNN = 128
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
 
@@ -46,8 +66,14 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor
 
 def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """torch's flash kernel (16 bits, Ampere and newer), or SDPA for heads that are too wide."""
-    if query.shape[-1] > MOST_OF_FLASH and not query.is_meta:
-        return sdpa(query, key, value, call, repeat=True)
+    if not query.is_meta:
+        if query.shape[-1] > MOST_OF_FLASH:
+            return sdpa(query, key, value, call, repeat=True)
+        way = ways_in_use().attention
+        if way == CUDNN and cudnn_takes(query, value, call):
+            return _each(partial(_cudnn, scaling=call.scaling), query, key, value, call)
+        if way == FLASH4:
+            _use_flash4()
     # autocast does not know this operator, and the kernel takes one 16-bit dtype: cast here.
     kind = autocast_kind(query)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
@@ -82,6 +108,41 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     )
     assert isinstance(result, torch.Tensor)
     return result[..., : value.shape[-1]]
+
+
+def cudnn_takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
+    """Whether the way "cudnn" computes these documents by cuDNN's kernel."""
+    size = query.shape[-1]
+    if size > _MOST_OF_CUDNN or size % 8 or value.shape[-1] != size:
+        return False
+    if call.dropout or call.window or call.softcap is not None or call.sinks is not None:
+        return False
+    return min(call.lengths) == call.longest and call.longest % _MULTIPLE_OF_CUDNN == 0
+
+
+def _cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None
+) -> torch.Tensor:
+    """SDPA of documents [N, H, L, D] by cuDNN alone: it raises where torch would take another."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+def _use_flash4() -> None:
+    """Put FlashAttention 4 in the place of torch's flash kernel, for good.
+
+    Raises:
+        ImportError, RuntimeError: the package flash-attn-4 or what it needs is not there.
+    """
+    if current_flash_attention_impl() != "FA4":
+        activate_flash_attention_impl("FA4")
 
 
 # --- one document, or several of equal length, at a time ---
