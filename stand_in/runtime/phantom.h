@@ -24,6 +24,7 @@ struct settings {
     int nccl_failure;
     const char *nccl_failure_text;
     int values;                /* PHANTOM_VALUES: all bytes move, and operators are computed (../values) */
+    size_t cudnn;              /* PHANTOM_CUDNN: the version that it says, 0: none */
 };
 
 const struct settings *settings(void);

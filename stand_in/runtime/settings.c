@@ -44,6 +44,7 @@ static void read_environment(void) {
     values.exchange_dir = text("PHANTOM_DIR", "/dev/shm");
     values.exchange_seconds = atoi(text("PHANTOM_NCCL_SECONDS", "600"));
     values.values = atoi(text("PHANTOM_VALUES", "0"));
+    values.cudnn = (size_t)atol(text("PHANTOM_CUDNN", "0"));
     read_nccl_failure();
 }
 

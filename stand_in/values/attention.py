@@ -4,7 +4,8 @@ Shapes: B batch, H query heads, L queries, S keys, D head dim. Keys may have few
 queries.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,14 +120,30 @@ def shares_of(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
 
 
-def forward(func: Any, args: Any, kwargs: Any) -> Any:
+def made_by_cudnn(func: Any, args: Any, kwargs: Any) -> Any:
+    """The outputs of cuDNN's operators, which the stand-in lacks: new memory, as torch makes it."""
+    given = bind(func, args, kwargs)
+    query = given["query"]
+    if "grad_out" in given:
+        return tuple(torch.empty_like(given[name]) for name in ("query", "key", "value"))
+    rows, heads, length, _ = query.shape
+    lse = query.new_empty(rows, heads, length, 1, dtype=torch.float32)
+    seeds = [query.new_empty((), dtype=torch.int64) for _ in range(2)]
+    sizes = (length, given["key"].shape[2])
+    return (torch.empty_like(query), lse, None, None, *sizes, *seeds, None)
+
+
+def forward(
+    func: Any, args: Any, kwargs: Any, make: Callable[[Any, Any, Any], Any] = launched
+) -> Any:
     given = bind(func, args, kwargs)
     rule = rule_of(given)
     place = place_of((), {})
     seed = (place.seed, place.offset)
-    outputs = launched(func, args, kwargs)
+    outputs = make(func, args, kwargs)
     q, k, v, out = (alias(x) for x in (given["query"], given["key"], given["value"], outputs[0]))
-    for number, part in enumerate(sequences(given, [q, out], [k, v], alias(outputs[1]))):
+    lse_of_rows = by_row(alias(outputs[1]), q)
+    for number, part in enumerate(sequences(given, [q, out], [k, v], lse_of_rows)):
         q, out = part.of_queries
         k, v = (to_heads(x.float(), q.shape[1]) for x in part.of_keys)
         scores = rule.scores(q.float(), k)
@@ -143,7 +160,14 @@ def forward(func: Any, args: Any, kwargs: Any) -> Any:
     return outputs
 
 
-def backward(func: Any, args: Any, kwargs: Any) -> Any:
+def by_row(lse: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp without the last dimension of one number that cuDNN's has."""
+    return lse[..., 0] if lse.dim() == query.dim() == 4 else lse
+
+
+def backward(
+    func: Any, args: Any, kwargs: Any, make: Callable[[Any, Any, Any], Any] = launched
+) -> Any:
     """Gradients from the output and the log-sum-exp that are given, as the kernels have them.
 
     They need not be those of these keys: ring attention gives those of all of its parts.
@@ -151,12 +175,13 @@ def backward(func: Any, args: Any, kwargs: Any) -> Any:
     given = bind(func, args, kwargs)
     rule = rule_of(given)
     seed = saved_seed(given) if rule.dropout else (0, 0)
-    outputs = launched(func, args, kwargs)
+    outputs = make(func, args, kwargs)
     grad, q, k, v, out = (
         alias(given[name]) for name in (next(iter(given)), "query", "key", "value", "out")
     )
     made = [alias(x) for x in outputs[:3]]
-    parts = sequences(given, [grad, q, out, made[0]], [k, v, *made[1:]], alias(given["logsumexp"]))
+    lse = by_row(alias(given["logsumexp"]), q)
+    parts = sequences(given, [grad, q, out, made[0]], [k, v, *made[1:]], lse)
     for number, part in enumerate(parts):
         grad, q, out = (x.float() for x in part.of_queries[:3])
         heads = q.shape[1]
@@ -201,6 +226,8 @@ def saved_seed(given: dict[str, Any]) -> Seed:
 
 
 WAYS: dict[str, Way] = {
+    "_scaled_dot_product_cudnn_attention": partial(forward, make=made_by_cudnn),
+    "_scaled_dot_product_cudnn_attention_backward": partial(backward, make=made_by_cudnn),
     "_scaled_dot_product_flash_attention": forward,
     "_scaled_dot_product_flash_attention_backward": backward,
     "_scaled_dot_product_efficient_attention": forward,
