@@ -180,6 +180,9 @@ class ShardedOptimizer:
         for group in self._groups:
             group.update(options, lr=lr * group["lr_scale"])
         self.optimizer.step()
+        # Fused kernels and bitsandbytes' do not count their changes, and copies of weights are
+        # made anew by that count.
+        torch.autograd.graph.increment_version(self._local.values())
 
     def zero_grad(self) -> None:
         for parameter, local in self._local.items():

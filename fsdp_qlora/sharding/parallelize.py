@@ -25,6 +25,7 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.shards import own_rows, padded_rows, shard_bounds, shard_size
 from fsdp_qlora.model.adapters.insert import adapter_modules, magnitudes
 from fsdp_qlora.model.adapters.token_rows import attach_token_rows
+from fsdp_qlora.model.adapters.weight_copies import WeightCopies
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts
@@ -64,7 +65,7 @@ def shard_model(
     Adapters stay gathered until a step's last backward pass: they are small, and CPU offload and
     the second gather then move frozen bytes only. DoRA's magnitudes are a separate group, gathered
     in fp32. If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only
-    copy them.
+    copy them. On one rank adapters stay plain tensors, too.
 
     Args:
         on_host: from `ModelParts.on_host`.
@@ -75,6 +76,8 @@ def shard_model(
     ignored = _parameters_fsdp_ignores(
         parts, mesh, precision.param_dtype, offloads_all=parts.model in on_host
     )
+    if mesh.size() == 1:
+        ignored = ignored | _keep_adapters_plain(parts, precision.param_dtype)
     cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     groups = _Groups(mesh, cast, ignored, offload, on_host, parts.model in on_host)
     # From the inside out: a group takes the parameters that no group before it has, but for
@@ -136,13 +139,23 @@ class _Groups(NamedTuple):
         )
 
 
+def _keep_adapters_plain(parts: ModelParts, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Have adapters compute with copies in param_dtype; returns their parameters."""
+    adapters = adapter_modules(parts.model)
+    if adapters and param_dtype not in (None, torch.float32):
+        # However the model is called, its first block comes before all adapters, once a pass.
+        parts.blocks[0].register_forward_pre_hook(WeightCopies(adapters, param_dtype).refresh)
+    return {parameter for adapter in adapters for parameter in adapter.parameters()}
+
+
 def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bool) -> None:
     """Make the groups of a decoder block: magnitudes, the block's own weights, and adapters.
 
     Its own weights are frozen, but for train type full and for new blocks.
     """
+    is_alone = groups.mesh.size() == 1
     in_fp32 = magnitudes(block)
-    if in_fp32:
+    if in_fp32 and not is_alone:
         shard_aligned(in_fp32, groups.mesh, _AS_STORED, reshard_after_forward=False)
     adapters: set[nn.Parameter] = set()
     for adapter in adapter_modules(block):
@@ -155,7 +168,7 @@ def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bo
         policy=groups.cast if trains else _AS_STORED,
     )
     owners = adapter_owners(block)
-    if owners:
+    if owners and not is_alone:
         # By now the base's parameters are DTensors, other objects than before.
         base = {*block.parameters()} - adapters
         shard_aligned(owners, groups.mesh, groups.cast, base, reshard_after_forward=False)
@@ -473,5 +486,6 @@ def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
     root.set_requires_gradient_sync(enabled)
     for block in find_blocks(model):
         for module in (*adapter_owners(block), *magnitudes(block)):
-            assert isinstance(module, FSDPModule)
-            module.set_reshard_after_backward(enabled, recurse=False)
+            # They are no group on one rank.
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_backward(enabled, recurse=False)

@@ -55,7 +55,7 @@ STEPS = {
             "syncs": 1,
             "all_gather": (1, 64),
             "host_to_device beside": 308_608,
-            "host_to_device at work": 22_208,
+            "host_to_device at work": 18_432,
             "device_to_host beside": 198_656,
             "device_to_host at work": 64,
         },

@@ -26,6 +26,7 @@ from fsdp_qlora.model.adapters.lora import (
     LoraLinear,
     Product,
     as_before,
+    computing_weights,
     low_rank_grads,
     take_kept,
 )
@@ -202,8 +203,7 @@ class DoraAdapter(LoraAdapter):
             magnitude, row_squares = self.magnitude(None)
         else:
             magnitude, row_squares = self.magnitude.forward(None)
-        lora_A = self.lora_A.weight
-        lora_B = self.lora_B.weight
+        lora_A, lora_B = computing_weights(self)
         frozen = (product, row_squares, bias)
         y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, frozen)
         return y

@@ -166,11 +166,25 @@ def _adapted(
     return y.addmm_(low, lora_B.to(rows.dtype).T, alpha=scaling)
 
 
+def computing_weights(adapter: "LoraAdapter | ExpertsLora") -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B with which an adapter computes, for one call and its backward pass.
+
+    Gradients go to these tensors: pass them to autograd's functions. They have the run's
+    `param_dtype`, in which functions compute but under autocast, where they are fp32: `.to(dtype)`
+    in a function's passes costs nothing otherwise.
+    """
+    return adapter.copies or (adapter.lora_A.weight, adapter.lora_B.weight)
+
+
 class LoraAdapter(nn.Module):
     """The low-rank update B A of one linear layer (Hu et al. 2021).
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
+
+    copies: of A and B in 16 bits, on one rank (weight_copies.py).
     """
+
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
         self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float
@@ -190,17 +204,16 @@ class LoraAdapter(nn.Module):
                 it.
         """
         base = frozen_product(base_layer, x)
+        lora_A, lora_B = computing_weights(self)
         # The same without autograd's function: when one token is generated at a time, the time is
         # the host's for these calls, not the GPU's.
         if not torch.is_grad_enabled() and not self.training:
             rows = x.to(base.dtype).flatten(0, -2)
-            low = F.linear(rows, self.lora_A.weight.to(rows.dtype))
-            adapted = _adapted(rows, low, self.lora_B.weight, base, self.scaling)
+            low = F.linear(rows, lora_A.to(rows.dtype))
+            adapted = _adapted(rows, low, lora_B, base, self.scaling)
             return adapted.view(*x.shape[:-1], -1)
         x, low, product = self._low_rank(x, base, source)
-        y: torch.Tensor = _LoraProduct.apply(
-            x, low, self.lora_A.weight, self.lora_B.weight, product
-        )
+        y: torch.Tensor = _LoraProduct.apply(x, low, lora_A, lora_B, product)
         return y
 
     def _low_rank(
@@ -213,7 +226,7 @@ class LoraAdapter(nn.Module):
         with torch.no_grad():
             rows = x.flatten(0, -2)
             dropped = dropout(rows) if dropout else rows
-            low = F.linear(dropped, self.lora_A.weight.to(x.dtype))
+            low = F.linear(dropped, computing_weights(self)[0].to(x.dtype))
         # Kept before the product runs: activation checkpointing then stops before it (kept.py).
         kept = Kept(low) if source else Kept(x, low)
         return x, low, Product(base, self.scaling, dropout, kept, source)
@@ -248,8 +261,11 @@ class LoraLinear(nn.Module):
 class ExpertsLora(nn.Module):
     """The low-rank updates of all experts in one 3-D parameter, shaped as PEFT's ParamWrapper.
 
-    shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
+    shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`. copies:
+    as in LoraAdapter.
     """
+
+    copies: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, shape: Sequence[int], *, transposed: bool, rank: int) -> None:
         super().__init__()
@@ -265,8 +281,7 @@ class ExpertsLora(nn.Module):
 
         The argument is unused: FSDP2 of torch 2.11 fails without one.
         """
-        lora_A = self.lora_A.weight
-        lora_B = self.lora_B.weight
+        lora_A, lora_B = computing_weights(self)
         # PEFT's ParamWrapper has the experts first in A's rows, and last in B's columns.
         all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
         all_B = lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
