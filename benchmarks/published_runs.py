@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
+from fsdp_qlora.planning.program_speed import Program
 from fsdp_qlora.planning.speed import MicroBatchSize, Size, count_work, seconds
 
 RUNS = json.loads((Path(__file__).parent / "published_runs.json").read_text())
@@ -40,10 +41,10 @@ SHAPES = {
     "qwen-14b": (5120, 13696, 40, 40, 40, 152064),
     "qwen-72b": (8192, 24576, 80, 64, 64, 152064),
 }
-# The host's time for a block and pass in these programs, which launch less than ours
-# (`BLOCK_SECONDS` in fsdp_qlora/planning/speed.py): 1.0 s for 8 micro-batches of 256 as of 512
-# tokens, with 24 blocks in three passes.
-BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
+# The host's time for a block and pass in these programs, which launch less than ours by its plain
+# ways (`this_program` in fsdp_qlora/planning/program_speed.py): 1.0 s for 8 micro-batches of 256 as
+# of 512 tokens, with 24 blocks in three passes.
+OLD_PROGRAM = Program(block_seconds=1.0 / (8 * 24 * 3))
 FITTED = [("qwen-1.8b", 256), ("qwen-1.8b", 512)]
 _BYTES = {"qlora": 0.52, "gptq": 0.52, "lora": 2.0, "full": 2.0}  # of a weight, with its statistics
 # Per weight and product: AutoGPTQ's layer decodes with torch's functions, each of which reads and
@@ -83,9 +84,7 @@ def planned(row: dict[str, Any], achieved: float) -> float:
         host_share=float(row["cpu_offload"]),
     )
     micro_batches = RUNS["samples"] / row["gpus"] / row["batch_size"]
-    return micro_batches * seconds(
-        work, GPUS[row["gpu"]]._replace(achieved=achieved), BLOCK_SECONDS
-    )
+    return micro_batches * seconds(work, GPUS[row["gpu"]]._replace(achieved=achieved), OLD_PROGRAM)
 
 
 def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, float]]]]:
@@ -105,7 +104,7 @@ def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, fl
                 if "tokens_per_second" in row
                 else row["micro_batches"] * turn.useful / published
             )
-            found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]], BLOCK_SECONDS))
+            found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]], OLD_PROGRAM))
         yield row, found
 
 

@@ -24,6 +24,7 @@ from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan
+from fsdp_qlora.planning.program_speed import expected_ways
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils.errors import UserError
@@ -191,7 +192,8 @@ class Planner:
             rows.longest,
             blocks=self._measure(rows.longest, config.context_size),
         )
-        rate = tokens_per_second(placed, self._size, rows.micro_batch, self.gpus.gpu)
+        ways = expected_ways(config, self.gpus.gpu)
+        rate = tokens_per_second(placed, self._size, rows.micro_batch, self.gpus.gpu, ways)
         return PlannedRun(config, placed, self.gpus, self._tokens or rows.tokens, rate)
 
     def as_asked(self) -> PlannedRun:

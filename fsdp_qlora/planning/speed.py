@@ -9,24 +9,21 @@ Operations and bytes are counted from the shapes, and divided by rates that publ
 import math
 from typing import NamedTuple
 
+from torch import nn
+
 from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
-from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.kernels.in_use import Ways
+from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.program_speed import Program, this_program
 
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
 _OVERLAP = 0.3  # of the shorter of computing and communicating
-# Over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and
-# written. The more, the better are the published runs planned; with more than this some GPU would
-# achieve more than its peak.
-_PASSES = 400
-# Time of the host to launch what a block does in a pass: a step takes no less. An H200's host took
-# 5.4 ms (the 8B, one row of 2,048), an EPYC on the stand-in for CUDA 4.1.
-BLOCK_SECONDS = 5e-3
-# The same for a token that is generated: 88 to 98 ms for 32 blocks on that host, for 1 as for 64
-# answers at a time.
+# Time of the host for a token that is generated: 88 to 98 ms for 32 blocks on an H200's host, for 1
+# as for 64 answers at a time.
 _TOKEN_SECONDS = 2.8e-3
 # Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each
 # other: 12 blocks of Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply
@@ -37,18 +34,25 @@ _PRODUCT_SECONDS = 3e-5
 class Work(NamedTuple):
     """The work of a rank in a micro-batch."""
 
-    operations: float
+    operations: float = 0
     """Floating-point operations of matrix products."""
-    memory: float
-    """Bytes read and written in GPU memory."""
-    link: float
+    attention: float = 0
+    """Floating-point operations of attention."""
+    decoding: float = 0
+    """Bytes read and written to decode weights."""
+    hidden: float = 0
+    """Bytes of one pass over the hidden states of all blocks, for a forward, a recomputed and a
+    backward pass."""
+    link: float = 0
     """Bytes received from other ranks."""
-    host: float
+    host: float = 0
     """Bytes received from host memory."""
     products: float = 0
     """Matrix products with one expert each."""
     blocks: float = 0
     """Passes through a block, whether forward, recomputed or backward."""
+    last_again: tuple[float, float] = (0, 0)
+    """Of `operations` and `decoding`, those of the last products of blocks that recompute."""
 
 
 class MicroBatchSize(NamedTuple):
@@ -103,6 +107,8 @@ class Size(NamedTuple):
     trains_all: bool = False
     trains: bool = True
     """False for a forward pass alone."""
+    last: int = 0
+    """Number of weights of the blocks' last matrices; 0 in a model with experts."""
     experts: Experts = Experts(0, 1, 0, 0)
 
     def decoded(self, tokens: float) -> float:
@@ -144,20 +150,23 @@ def count_work(
     per_token = 2 * (passes * size.linear + of_adapter * size.adapter + of_head * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
     pairs = 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
-    attention = (1 + 2.5 * trains + again) * pairs
-    decoding = passes * size.decoding * size.decoded(micro_batch.tokens)
-    # _PASSES counts a forward, a recomputed and a backward pass, which is two; in 16 bits.
-    hidden_states = micro_batch.tokens * size.blocks * size.shapes[0].hidden
-    elementwise = hidden_states * 2 * _PASSES * (1 + 2 * trains + again) / 4
+    tokens = micro_batch.tokens
+    # A forward, a recomputed and a backward pass, which is two; in 16 bits.
+    hidden_states = tokens * size.blocks * size.shapes[0].hidden
     # A ring's all-gather brings each rank all shards but its own.
     gathers = 2 if frees_blocks and trains else 1
-    gathered = gathers * size.stored * (num_shards - 1) / num_shards
-    from_host = (1 + trains) * host_share * size.stored / num_shards
-    products = passes * size.products(micro_batch.tokens)
-    operations = micro_batch.tokens * per_token + attention
-    memory = decoding + elementwise
-    block_passes = (1 + trains + again) * size.blocks
-    return Work(operations, memory, gathered, from_host, products, block_passes)
+    last = recomputed_share * size.last
+    return Work(
+        operations=tokens * per_token,
+        attention=(1 + 2.5 * trains + again) * pairs,
+        decoding=passes * size.decoding * size.decoded(tokens),
+        hidden=hidden_states * 2 * (1 + 2 * trains + again) / 4,
+        link=gathers * size.stored * (num_shards - 1) / num_shards,
+        host=(1 + trains) * host_share * size.stored / num_shards,
+        products=passes * size.products(tokens),
+        blocks=(1 + trains + again) * size.blocks,
+        last_again=(2 * tokens * last, size.decoding * last),
+    )
 
 
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
@@ -174,24 +183,33 @@ def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
     return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks
 
 
-def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float:
-    """Time of a micro-batch on a GPU.
-
-    Args:
-        block_seconds: the host's time for a block and pass; less for other programs.
-    """
-    computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
-    computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+def seconds(work: Work, gpu: Gpu, program: Program) -> float:
+    """Time of a micro-batch on a GPU."""
+    operations = work.operations
+    decoding = work.decoding
+    if not program.computes_last_again:
+        operations -= work.last_again[0]
+        decoding -= work.last_again[1]
+    operations += work.attention / program.attention
+    memory = decoding * program.decoding + work.hidden * program.passes
+    computing = operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
+    computing += memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    launching = work.products * _PRODUCT_SECONDS + work.blocks * program.block_seconds
     # The host launches ahead of the GPU, so the slower of them decides.
-    computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * block_seconds)
+    both = max(computing, launching) + program.turns * min(computing, launching)
     communicating = (work.link + work.host) / (gpu.link * 1e9)
-    return computing + communicating - _OVERLAP * min(computing, communicating)
+    return both + communicating - _OVERLAP * min(both, communicating)
 
 
 def tokens_per_second(
-    plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu
+    plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu, ways: Ways
 ) -> float:
-    """Tokens per second of all ranks together. size: of the model's parts."""
+    """Tokens per second of all ranks together.
+
+    Args:
+        size: of the model's parts.
+        ways: by which the model is computed.
+    """
     ranks = plan.layout.context_size
     references = plan.step.passes - 1
     again = plan.memory.recomputing / size.blocks * size.trains
@@ -210,7 +228,7 @@ def tokens_per_second(
     )
     exchanged = (1 + size.trains + again + references) * exchanged_bytes(size, share.tokens, ranks)
     work = work._replace(link=work.link + exchanged)
-    return micro_batch.useful / seconds(work, gpu)
+    return micro_batch.useful / seconds(work, gpu, this_program(ways, gpu))
 
 
 def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool) -> float:
@@ -245,6 +263,9 @@ def size_of(parts: ModelParts) -> Size:
     chosen = min(active or 1, experts or 1)
     quantized = [module for module in parts.blocks.modules() if isinstance(module, QuantizedWeight)]
     weights = sum(chosen * math.prod(shape[1:]) for shape in routed)
+    last = 0
+    if not experts:
+        last = sum(_last_weights(block, shapes[0].hidden) for block in parts.blocks)
     return Size(
         blocks=len(parts.blocks),
         shapes=shapes,
@@ -254,5 +275,13 @@ def size_of(parts: ModelParts) -> Size:
         adapter=sum(count * kind.num_weights for kind, count in kinds if kind.in_adapter),
         stored=sum(count * kind.num_bytes for kind, count in kinds if not kind.in_adapter),
         decoding=max((module.decoding_bytes for module in quantized), default=0.0),
+        last=last,
         trains_all=any(kind.category == "trainable" and not kind.in_adapter for kind, _ in kinds),
     )
+
+
+def _last_weights(block: nn.Module, hidden: int) -> int:
+    """Number of weights of a block's last matrix, which recomputing the block leaves out."""
+    # Of the matrices that give hidden states it is the largest, which an MLP has.
+    giving = [shape for shape in matrix_shapes(block) if shape[-2] == hidden]
+    return max(map(math.prod, giving), default=0)

@@ -15,6 +15,7 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.program_speed import expected_ways
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
@@ -86,7 +87,8 @@ def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu
     micro_batch = RunRows(
         config, plan.data, plan.schedule, placed.model.documents
     ).mean_micro_batch()
-    return tokens_per_second(placed, size_of(placed.model.meta.parts), micro_batch, gpu)
+    size = size_of(placed.model.meta.parts)
+    return tokens_per_second(placed, size, micro_batch, gpu, expected_ways(config, gpu))
 
 
 def run_facts(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""How fast a program computes what is in a step besides its matrix products.
+
+The figures of this program are fitted to the steps that an H200 ran with the plain ways
+(benchmarks/results/gpu_h200.json). What other ways save is derived from the bytes that they read
+and write, and from the launches that they leave out. No card has measured it yet.
+"""
+
+from typing import NamedTuple
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
+from fsdp_qlora.planning.gpus import Gpu
+
+LEAN = "lean"
+_FIRST_OF_TRITON = 80  # the compute capability from which Triton's kernels have 16-bit types
+_HOPPER = (90, 100)
+# Passes over hidden states that each way saves, of the 410 of the plain ways. A block's kernels
+# read and write 303 hidden states of 16 bits in a forward, a recomputed and a backward pass; by
+# lean linears and all kernels 162, and they reach more of the bandwidth.
+_SAVED_PASSES = {"linears": 65.0, "gate": 95.0, "rotary": 60.0, "norm": 20.0}
+# The share of the host's time that remains: lean linears replace 21 of autograd's functions in a
+# block by 6, and a decoding by one kernel takes a third of the host's time.
+_LAUNCHES = {"linears": 0.65, "decoding": 0.7}
+
+
+class Program(NamedTuple):
+    """What a program computes besides matrix products, and how fast."""
+
+    passes: float = 400.0
+    """Over a token's hidden state in a block, in 16 bits, read or written: norms, gates, rotary
+    embeddings and adapters of a forward, a recomputed and a backward pass."""
+    block_seconds: float = 5.2e-3
+    """Time of the host to launch what a block does in a pass."""
+    decoding: float = 1.0
+    """Share of a quantizer's `decoding_bytes` that decoding a weight moves."""
+    attention: float = 1.0
+    """Share of the rate of matrix products that attention achieves."""
+    computes_last_again: bool = True
+    """Whether recomputing a block includes its last product."""
+    turns: float = 0.0
+    """Share of the shorter of host and GPU in which each waits for the other."""
+
+
+def expected_ways(config: TrainConfig, gpu: Gpu) -> Ways:
+    """The ways that a run will choose on a GPU, as far as they can be known before it runs."""
+    if config.kernels == PLAIN:
+        return Ways()
+    is_lean = config.kind.adapter == "lora" and not config.lora_dropout
+    ways = Ways(linears=LEAN if is_lean else PLAIN)
+    if gpu.capability < _FIRST_OF_TRITON:
+        return ways
+    triton = dict.fromkeys(("rotary", "gate", "norm", "decoding", "loss"), "triton")
+    return ways._replace(attention="cudnn" if gpu.capability in _HOPPER else PLAIN, **triton)
+
+
+def this_program(ways: Ways, gpu: Gpu) -> Program:
+    """This program with the given ways on a GPU."""
+    saved = sum(passes for part, passes in _SAVED_PASSES.items() if getattr(ways, part) != PLAIN)
+    seconds = 5.2e-3
+    for part, share in _LAUNCHES.items():
+        if getattr(ways, part) != PLAIN:
+            seconds *= share
+    return Program(
+        passes=410.0 - saved,
+        block_seconds=seconds,
+        decoding=1.0 if ways.decoding == PLAIN else 0.7,
+        attention=_attention_share(ways.attention, gpu),
+        computes_last_again=False,
+        turns=0.08,
+    )
+
+
+def _attention_share(way: str, gpu: Gpu) -> float:
+    """The share of the rate of matrix products that attention achieves."""
+    # An H200 multiplies at 787 TFLOP/s, and its attention of rows of 2,048 tokens takes as long as
+    # at 245; by cuDNN at 470 (transformers#48163). Elsewhere flash kernels are near the products.
+    if gpu.capability not in _HOPPER:
+        return 0.7
+    return 0.31 if way == PLAIN else 0.6
