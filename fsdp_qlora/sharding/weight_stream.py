@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.module_state import set_state, state_of
-from fsdp_qlora.model.quantizers.base import QuantizedExperts
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.sharding.host_memory import SideStream
 from fsdp_qlora.sharding.recompute import unwrapped
 
@@ -142,7 +142,8 @@ class _Part:
         # By identity: `==` of tensors compares values.
         host_of = {id(parameter): host for parameter, host in self.pairs()}
         self.codes: dict[QuantizedExperts, torch.Tensor] = {}
-        for layer in module.modules():
+        self.quantized = [each for each in module.modules() if isinstance(each, QuantizedWeight)]
+        for layer in self.quantized:
             if isinstance(layer, QuantizedExperts) and id(layer.weight) in host_of:
                 self.codes[layer] = host_of[id(layer.weight)]
         self.loaded: dict[QuantizedExperts, set[int]] | None = None
@@ -217,6 +218,8 @@ class _Part:
             self.side.compute_waits(self.copied)
         for parameter, host in self.pairs():
             parameter.data = host
+        for layer in self.quantized:
+            layer.forget_views()
         self.on_device = None
         self.is_used = False
 

@@ -5,7 +5,7 @@ They have one frozen weight, kept quantized in parameters that FSDP2 shards.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,7 @@ class QuantizedWeight(nn.Module):
         self.row_weights = row_weights
         # The whole weight as one matrix, also where it is several.
         self.whole = Matrix(self.shape)
+        self._views: Any = None
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A frozen meta parameter of `rows` times `row_bytes` bytes.
@@ -137,6 +138,43 @@ class QuantizedWeight(nn.Module):
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, tensors: Any) -> torch.Tensor:
         """Decode a matrix (or the whole weight), in its stored orientation, to `dtype`."""
         raise NotImplementedError
+
+    def select(self, part: Matrix, tensors: Any) -> Any:
+        """View what is decoded for a matrix: codes, then each statistic.
+
+        Quantizers with such views have a tuple of them, which `views` keeps.
+        """
+        raise NotImplementedError
+
+    def views(self, part: Matrix, tensors: Any) -> Any:
+        """Give what `select` gives; views of the layer's whole weight are made once.
+
+        FSDP2 frees and refills the memory of its gathered tensors: their views stay valid. When a
+        parameter has other memory, new views are made.
+        """
+        if part is not self.whole or tensors.weight is not self._parameters["weight"]:
+            return self.select(part, tensors)
+        if self._views is None or not self._views_parameters():
+            self._views = self.select(part, tensors)
+        return self._views
+
+    def _views_parameters(self) -> bool:
+        """Whether the kept views begin where the parameters do."""
+        for view, name in zip(self._views, ("weight", *self.statistics), strict=False):
+            parameter: Any = self._parameters[name]
+            # The memory of a view is not given to another tensor, so that equal addresses say all.
+            if view.data_ptr() != parameter.data_ptr():
+                return False
+        return True
+
+    def forget_views(self) -> None:
+        """Free the memory of kept views, for whoever gives the parameters other memory."""
+        self._views = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # Parameters move, such as to another device.
+        self.forget_views()
+        return super()._apply(fn, recurse)
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Any

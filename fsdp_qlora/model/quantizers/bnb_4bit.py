@@ -71,6 +71,18 @@ class Bnb4bitTensors(NamedTuple):
     nested: NestedAbsmax | None = None
 
 
+class _Views(NamedTuple):
+    """Views of the blocks that a matrix spans.
+
+    codes: uint8 [bytes]. absmax: float32, or uint8 if there are nested ones, from the beginning of
+    a nested block. nested_absmax: float32.
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    nested_absmax: torch.Tensor | None = None
+
+
 class Bnb4bitWeight(QuantizedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
@@ -131,10 +143,12 @@ class Bnb4bitWeight(QuantizedWeight):
     def decode_tensors(
         self, part: Matrix, dtype: torch.dtype, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
-        codes, absmax = _select(part, tensors)
+        codes, absmax = self._codes_and_absmax(part, tensors)
         # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in
         # half a block.
         decode = torch.ops.bitsandbytes.dequantize_4bit.default
+        if part.shape[-1] % _BLOCKSIZE == 0 and len(codes) <= _GPU_PIECE // 2:
+            return decode(codes, absmax, _BLOCKSIZE, self.quant_type, part.shape, dtype)
         code_pieces = codes.split(_GPU_PIECE // 2)
         absmax_pieces = absmax.split(_GPU_PIECE // _BLOCKSIZE)
         decoded = []
@@ -145,6 +159,38 @@ class Bnb4bitWeight(QuantizedWeight):
         # cat() would copy the one piece that nearly every weight has.
         whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
         return whole[: math.prod(part.shape)].view(part.shape)
+
+    def select(self, part: Matrix, tensors: Bnb4bitTensors) -> "_Views":
+        weight, absmax, nested = tensors
+        first, count = part.spans(_BLOCKSIZE)
+        # The parameter is viewed as bytes, of two weights each.
+        codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
+        if nested is None:
+            return _Views(codes, _elements(absmax, torch.float32, first, count))
+        # A matrix starts at a block of weights, but its first absmax may be inside a block of 256
+        # absmax shared with the previous expert. So absmax is decoded from the beginning of that
+        # block.
+        skipped = first % NESTED_BLOCKSIZE
+        nested_first = first // NESTED_BLOCKSIZE
+        nested_count = -(-(skipped + count) // NESTED_BLOCKSIZE)
+        scales = _elements(nested.absmax, torch.float32, nested_first, nested_count)
+        absmax_8bit = _elements(absmax, torch.uint8, first - skipped, skipped + count)
+        return _Views(codes, absmax_8bit, scales)
+
+    def _codes_and_absmax(
+        self, part: Matrix, tensors: Bnb4bitTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes (uint8, whole blocks) and the absmax (float32) of a matrix."""
+        codes, absmax, nested_absmax = self.views(part, tensors)
+        if tensors.nested is not None:
+            absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
+                absmax, nested_absmax, _nested_code(absmax.device), NESTED_BLOCKSIZE, torch.float32
+            )
+            absmax.add_(tensors.nested.offset)
+            skipped = part.first // _BLOCKSIZE % NESTED_BLOCKSIZE
+            if skipped:
+                absmax = absmax[skipped:]
+        return part.choose(codes), part.choose(absmax)
 
     # bitsandbytes' fused kernel multiplies by the transpose of the stored matrix, which is W, or
     # W^T if transposed.
@@ -175,7 +221,7 @@ class Bnb4bitWeight(QuantizedWeight):
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
         """Compute x M^T + b for the stored matrix M."""
-        codes, absmax = _select(part, tensors)
+        codes, absmax = self._codes_and_absmax(part, tensors)
         # Only a matrix with whole blocks in its rows is sure to end at a block. The operator gets
         # the bytes of the matrix, without those that fill up its last block.
         if part.shape[-1] % _BLOCKSIZE:
@@ -344,31 +390,6 @@ def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) 
     """Elements [first, first + count) of a tensor's bytes as `dtype`."""
     elements = tensor.view(dtype).view(-1)
     return elements if count == elements.numel() else elements[first : first + count]
-
-
-def _select(part: Matrix, tensors: Bnb4bitTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the codes (uint8, whole blocks) and the absmax (float32) of a matrix."""
-    weight, absmax, nested = tensors
-    first, count = part.spans(_BLOCKSIZE)
-    # The parameter is viewed as bytes, of two weights each.
-    spanned = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
-    codes = part.choose(spanned)
-    if nested is None:
-        return codes, part.choose(_elements(absmax, torch.float32, first, count))
-    # A matrix starts at a block of weights, but its first absmax may be inside a block of 256
-    # absmax shared with the previous expert. So absmax is decoded from the beginning of that block.
-    skipped = first % NESTED_BLOCKSIZE
-    scales = _elements(
-        nested.absmax,
-        torch.float32,
-        first // NESTED_BLOCKSIZE,
-        -(-(skipped + count) // NESTED_BLOCKSIZE),
-    )
-    absmax_8bit = _elements(absmax, torch.uint8, first - skipped, skipped + count)
-    decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        absmax_8bit, scales, _nested_code(weight.device), NESTED_BLOCKSIZE, torch.float32
-    )
-    return codes, part.choose(decoded.add_(nested.offset)[skipped:])
 
 
 def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
