@@ -363,10 +363,11 @@ def test_matrices_are_decoded_as_parts_of_the_whole(kind):
     whole = layer.dequantize()
     assert whole.isfinite().all() and whole.unique().numel() > 9
     size = 32 * 64
-    for chosen in ([0, 1, 2, 3, 4], [1, 2], [3], [0, 3], [1, 2, 4]):
-        first = chosen[0]
-        count = chosen[-1] + 1 - chosen[0]
-        among = None if count == len(chosen) else (torch.tensor(chosen) - first, count)
+    for chosen in ([0, 1, 2, 3, 4], [1, 2], [3], [0, 3], [1, 2, 4], [3, 1, 4], [2, 1, 3]):
+        first = min(chosen)
+        count = max(chosen) + 1 - first
+        are_consecutive = chosen == [*range(first, first + count)]
+        among = None if are_consecutive else (torch.tensor(chosen) - first, count)
         found = layer.dequantize(Matrix((len(chosen), 32, 64), first * size, among=among))
         assert torch.equal(found, whole[chosen]), chosen
 

@@ -5,7 +5,7 @@ Shapes: N choices of E experts, sorted by expert; a group has G of these experts
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -35,16 +35,22 @@ class Group(NamedTuple):
     on_device: torch.Tensor
     """The same, int32, for several experts; unused for one."""
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that are multiplied."""
+        return self.ends[-1]
+
     def matrices(self, shape: tuple[int, ...]) -> Matrix:
         """The experts' matrices in a quantized weight of this shape, which one kernel decodes."""
-        first = self.experts[0]
-        last = self.experts[-1]
-        among = None
-        if not isinstance(self.where, slice):
-            among = (self.where - first, last + 1 - first)
-        matrix_shape = shape[1:]
-        start = first * math.prod(matrix_shape)
-        return Matrix((len(self.experts), *matrix_shape), start, among=among)
+        return chosen_matrices(shape, self.experts, self.where)
+
+    def take(self, choices: torch.Tensor) -> torch.Tensor:
+        """The group's rows of all choices' [N, ..]."""
+        return choices[self.rows]
+
+    def without_padding(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of the group's choices among those that are multiplied, which here are all."""
+        return rows
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply rows a [N, m] with their expert's matrix of b [G, m, n] -> [N, n]."""
@@ -86,12 +92,7 @@ class Group(NamedTuple):
 
     def add_rows(self, y: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Add rows [N, n] to the rows of their tokens [N] in y, always in the same order."""
-        # On a GPU index_add_ adds with atomics, in any order, and a token may occur twice if there
-        # are several experts; index_put_ sorts first. One expert has each token at most once.
-        if y.is_cuda and len(self.experts) > 1:
-            y.index_put_((tokens,), rows, accumulate=True)
-        else:
-            y.index_add_(0, tokens, rows)
+        add_rows(y, tokens, rows, len(self.experts))
 
     def _parts(self) -> Iterator[slice]:
         return map(slice, [0, *self.ends[:-1]], self.ends)
@@ -166,9 +167,42 @@ class Choices(NamedTuple):
         return Group(experts, where, slice(start, start + ends[-1]), ends, on_device)
 
 
+def chosen_matrices(
+    shape: tuple[int, ...], experts: Sequence[int], where: slice | torch.Tensor
+) -> Matrix:
+    """Some experts' matrices in a quantized weight of this shape.
+
+    where: selects the experts in the same order, and as a tensor in any order.
+    """
+    first = min(experts)
+    among = None
+    if not isinstance(where, slice):
+        among = (where - first, max(experts) + 1 - first)
+    matrix_shape = shape[1:]
+    return Matrix((len(experts), *matrix_shape), first * math.prod(matrix_shape), among=among)
+
+
+def add_rows(y: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_experts: int) -> None:
+    """Add rows [N, n] of some experts to those of their tokens [N] in y, always in one order."""
+    # On a GPU index_add_ adds with atomics, in any order, and a token may occur twice if there are
+    # several experts; index_put_ sorts first. One expert has each token at most once.
+    if y.is_cuda and num_experts > 1:
+        y.index_put_((tokens,), rows, accumulate=True)
+    else:
+        y.index_add_(0, tokens, rows)
+
+
 def _has_gaps(experts: list[int]) -> bool:
     """Whether ascending numbers leave any out."""
     return len(experts) <= experts[-1] - experts[0]
+
+
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel that multiplies groups on this device."""
+    # Elsewhere on GPUs torch's grouped_mm falls back to a loop that waits for the device.
+    return device.type != "cuda" or (
+        dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    )
 
 
 # Cached, so that the log line comes once for each case.
@@ -178,10 +212,7 @@ def can_group(device: torch.device, dtype: torch.dtype, is_aligned: bool = True)
 
     Says once if it does not.
     """
-    # Elsewhere on GPUs torch's grouped_mm falls back to a loop that waits for the device.
-    if device.type == "cuda" and (
-        dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
-    ):
+    if not has_grouped_kernel(device, dtype):
         reason = "on GPUs bf16 on compute capability 9 and 10"
     elif not is_aligned:
         reason = f"rows of a multiple of {_ALIGNED_BYTES} bytes"

@@ -10,7 +10,7 @@ chose an expert.
 Shapes, as suffixes of tensors' names:
     T tokens, K choices of a token, H features of a token, M features inside an expert;
     N = T K choices, sorted by expert: a token's row is there once for each expert that it chose;
-    E experts, G experts of a group, C the choices of a group;
+    E experts, G experts of a group, C the choices of a group, with its padding if it has any;
     I inputs and O outputs of an expert's matrix, R rank of its adapter.
 
 The first product takes tokens x_TI and gives a row for each choice, y_NO. The second one takes such
@@ -22,7 +22,7 @@ z x + g b: the product W x is not needed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +31,18 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.kept import Kept
+from fsdp_qlora.model.kernels.in_use import ways_in_use
 from fsdp_qlora.model.module_state import state_of
 from fsdp_qlora.model.quantizers.base import QuantizedExperts
-from fsdp_qlora.model.quantizers.expert_groups import Choices, Group, can_group
+from fsdp_qlora.model.quantizers.expert_groups import Choices, can_group
+from fsdp_qlora.model.quantizers.padded_groups import (
+    LARGE_PRODUCT,
+    PADDED,
+    AnyGroup,
+    PaddedChoices,
+    log_padding,
+    sort_by_rows,
+)
 from fsdp_qlora.model.quantizers.products import FrozenProduct, computing_dtype, plain_product
 
 # Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a
@@ -59,7 +68,7 @@ class _GroupProduct(NamedTuple):
     decode: gives [experts, out, in], at each use, so that a pass frees them when it has multiplied.
     """
 
-    group: Group
+    group: AnyGroup
     decode: Callable[[], torch.Tensor]
 
     def multiply(self, x_CI: torch.Tensor) -> list[torch.Tensor]:
@@ -69,7 +78,7 @@ class _GroupProduct(NamedTuple):
         return self.group.multiply(grad_CO, self.decode())
 
 
-_Products = Callable[[Group], FrozenProduct | _GroupProduct]
+_Products = Callable[[AnyGroup], FrozenProduct | _GroupProduct]
 
 
 class _Call(NamedTuple):
@@ -80,16 +89,16 @@ class _Call(NamedTuple):
     of y.
     """
 
-    groups: list[Group]
+    groups: Sequence[AnyGroup]
     product: _Products
     tokens_N: torch.Tensor
     gathers: bool
     transposed: bool
     out: tuple[int, int, torch.dtype]
 
-    def rows(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, group: AnyGroup) -> torch.Tensor:
         """The rows of x that belong to the choices of a group [C, I]."""
-        return x[self.tokens_N[group.rows]] if self.gathers else x[group.rows]
+        return x[group.take(self.tokens_N)] if self.gathers else group.take(x)
 
 
 def experts_forward(
@@ -107,7 +116,9 @@ def experts_forward(
     ends = read_ends(ends_E, len(hidden_states), len(order_N))
     # Choices of identities have numbers from `num_experts` on, so they are sorted to the end.
     order_N = order_N[: ends[-1]]
-    choices = Choices(order_N // top_k_index.shape[-1], ends, ends_E)
+    choices = _sorted_choices(order_N, ends, ends_E)
+    order_N = choices.tokens
+    choices = choices._replace(tokens=order_N // top_k_index.shape[-1])
     shares_N = top_k_weights.flatten()[order_N]
     inner_NM = _activated(module, hidden_states, choices)
     if not getattr(module, "has_post_expert_norm", False):
@@ -150,7 +161,7 @@ def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor
     # nonzero() would let the host wait for the number of rows, which `ends` has already. A stable
     # sort of bytes puts the chosen rows first and keeps their order, which is by expert.
     rows_N = is_chosen.byte().sort(descending=True, stable=True).indices[: ends[-1]]
-    choices = Choices(rows_N, ends, ends_E)
+    choices = _sorted_choices(rows_N, ends, ends_E)
     y_NH = _multiply(module, "down_proj", _activated(module, hidden_states, choices), choices)
     result = torch.zeros_like(hidden_states)
     return result.index_copy(0, choices.tokens, y_NH.to(hidden_states.dtype))
@@ -179,7 +190,16 @@ def read_ends(ends: torch.Tensor, num_tokens: int, num_choices: int) -> list[int
     return [num_tokens + (num_choices - num_tokens) * other // others for other in range(len(ends))]
 
 
-def _activated(module: Any, x_TH: torch.Tensor, choices: Choices) -> Any:
+def _sorted_choices(
+    choices_N: torch.Tensor, ends: list[int], ends_E: torch.Tensor
+) -> Choices | PaddedChoices:
+    """Choices that are sorted by expert, in the order of the way in use, as `tokens`."""
+    if ways_in_use().experts == PADDED:
+        return sort_by_rows(choices_N, ends, ends_E)
+    return Choices(choices_N, ends, ends_E)
+
+
+def _activated(module: Any, x_TH: torch.Tensor, choices: Choices | PaddedChoices) -> Any:
     """The experts' inner features of their tokens [N, M]."""
     if module.has_gate:
         return module._apply_gate(_multiply(module, "gate_up_proj", x_TH, choices, gathers=True))
@@ -190,7 +210,7 @@ def _multiply(
     module: Any,
     name: str,
     x: torch.Tensor,
-    choices: Choices,
+    choices: Choices | PaddedChoices,
     *,
     gathers: bool = False,
     shares: torch.Tensor | None = None,
@@ -238,14 +258,14 @@ def _products(base: Any, dtype: torch.dtype, transposed: bool) -> _Products:
     """A function that gives the products with a group's weights, which are decoded at each use."""
     is_quantized = isinstance(base, QuantizedExperts)
 
-    def matrices_GOI(group: Group) -> torch.Tensor:
+    def matrices_GOI(group: AnyGroup) -> torch.Tensor:
         if is_quantized:
             stored = base.dequantize(group.matrices(base.shape))
         else:
             stored = base[group.where].to(dtype)
         return stored.mT if transposed else stored
 
-    def product(group: Group) -> FrozenProduct | _GroupProduct:
+    def product(group: AnyGroup) -> FrozenProduct | _GroupProduct:
         if len(group.experts) > 1:
             return _GroupProduct(group, partial(matrices_GOI, group))
         expert = group.experts[0]
@@ -263,18 +283,15 @@ def _group_choices(
     module: nn.Module,
     base: Any,
     x: torch.Tensor,
-    choices: Choices,
+    choices: Choices | PaddedChoices,
     dtype: torch.dtype,
     shares: torch.Tensor | None,
     transposed: bool,
-) -> list[Group]:
+) -> Sequence[AnyGroup]:
     """The chosen experts in groups whose weights and rows fit into the module's `group_bytes`."""
     group_bytes = state_of(module).group_bytes
     if group_bytes is None:
         group_bytes = GROUP_BYTES["cpu"]
-    # Plain weights need no decoding: a group of several is of use only to torch's grouped kernel.
-    if not isinstance(base, QuantizedExperts) and not can_group(x.device, dtype):
-        group_bytes = 0
     features = base.shape[2 if transposed else 1]
     matrix_shape = base.shape[1:]
     weight_bytes = math.prod(matrix_shape) * dtype.itemsize
@@ -283,11 +300,22 @@ def _group_choices(
     if shares is not None:
         # The weighted row, and the same in float32 for the sum.
         row_bytes += features * (dtype.itemsize + 4)
-    groups = choices.groups(weight_bytes, row_bytes, group_bytes)
+    if isinstance(choices, PaddedChoices):
+        # Outputs with padding, and without.
+        row_bytes += features * dtype.itemsize
+        most_rows = LARGE_PRODUCT // math.prod(matrix_shape)
+        groups: Sequence[AnyGroup] = choices.groups(weight_bytes, row_bytes, group_bytes, most_rows)
+        if groups and not x.is_meta:
+            log_padding(groups)
+    else:
+        # Plain weights need no decoding: a group of several is of use only to the grouped kernel.
+        if not isinstance(base, QuantizedExperts) and not can_group(x.device, dtype):
+            group_bytes = 0
+        groups = choices.groups(weight_bytes, row_bytes, group_bytes)
     return _without_repeats(groups) if x.is_meta else groups
 
 
-def _without_repeats(groups: list[Group]) -> list[Group]:
+def _without_repeats(groups: Sequence[AnyGroup]) -> Sequence[AnyGroup]:
     """The groups without those that take the same memory as an earlier one.
 
     Memory is all that the meta device is asked for.
@@ -295,7 +323,7 @@ def _without_repeats(groups: list[Group]) -> list[Group]:
     A group is computed while the results of the one before are still there, so that their sizes
     count too.
     """
-    sizes = [(len(group.experts), group.ends[-1]) for group in groups]
+    sizes = [(len(group.experts), group.num_rows) for group in groups]
     pairs = list(zip([(0, 0), *sizes], sizes, strict=False))
     return [
         group
@@ -337,6 +365,7 @@ class _RoutedProduct(torch.autograd.Function):
                 group.add_product(y_CO, low_CR, lora_B_EOR[group.where].mT)
             if bias_EO is not None:
                 y_CO += group.spread(bias_EO)
+            y_CO = group.without_padding(y_CO)
             if shares_N is None:
                 y[group.rows] = y_CO
             else:
@@ -366,7 +395,11 @@ class _RoutedProduct(torch.autograd.Function):
 
 
 def _add_gradients(
-    call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], gradients: list[Any]
+    call: _Call,
+    group: AnyGroup,
+    grad_y: torch.Tensor,
+    inputs: tuple[Any, ...],
+    gradients: list[Any],
 ) -> None:
     """Add a group's part to the gradients of `inputs`: x, shares, W, b, A and B."""
     (x, shares_N, _, bias_EO, lora_A_ERI, lora_B_EOR) = inputs
@@ -374,8 +407,10 @@ def _add_gradients(
     rows = group.rows
     where = group.where
     x_CI = call.rows(x, group)
-    tokens_C = call.tokens_N[rows]
-    grad_CO = grad_y[rows] if shares_N is None else grad_y[tokens_C].to(x.dtype)
+    if shares_N is None:
+        grad_CO = group.take(grad_y)
+    else:
+        grad_CO = grad_y[group.take(call.tokens_N)].to(x.dtype)
     # z of the formulas above
     grad_x_CI = call.product(group).multiply_grad(grad_CO)
     if lora_A_ERI is not None:
@@ -383,12 +418,14 @@ def _add_gradients(
         group.add_product(grad_x_CI, grad_low_CR, lora_A_ERI[where])
     share_C1 = None
     if shares_N is not None:
-        share_C1 = shares_N[rows, None]
+        share_C1 = group.take(shares_N)[:, None]
         if grad_shares_N is not None:
             # z x + g b: for g (W x + b) each expert would be decoded and multiplied once more.
-            grad_shares_N[rows] = (grad_x_CI * x_CI).sum(-1)
+            grad_C = (grad_x_CI * x_CI).sum(-1)
+            grad_shares_N[rows] = group.without_padding(grad_C)
             if bias_EO is not None:
-                grad_shares_N[rows] += (grad_CO * group.spread(bias_EO).to(grad_CO.dtype)).sum(-1)
+                grad_C = (grad_CO * group.spread(bias_EO).to(grad_CO.dtype)).sum(-1)
+                grad_shares_N[rows] += group.without_padding(grad_C)
         grad_x_CI = (grad_x_CI * share_C1).to(x.dtype)
         # The weights' gradients are products of g and p x: scaling x once is enough for W, A and B.
         x_CI = (x_CI * share_C1).to(x.dtype)
@@ -410,8 +447,9 @@ def _add_gradients(
         grad_b_EO[where] = grad_G1O[:, 0].to(grad_b_EO.dtype)
     if grad_x is None:
         return
+    grad_x_CI = group.without_padding(grad_x_CI)
     if call.gathers:
         # A token may have chosen several experts of the group.
-        group.add_rows(grad_x, tokens_C, grad_x_CI)
+        group.add_rows(grad_x, call.tokens_N[rows], grad_x_CI)
     else:
         grad_x[rows] = grad_x_CI
