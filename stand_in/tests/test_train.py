@@ -54,6 +54,18 @@ class Case(NamedTuple):
     allowed: Differences = FP32
 
 
+# On the CPU by the plain ways.
+KERNELS = {
+    "1 rank": Case(
+        {"gradient_accumulation_steps": 2, "batch_size": 1}, 1, on_cpu={"kernels": "plain"}
+    ),
+    "2 ranks, Hopper": Case(
+        {"precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 1},
+        capability=90,
+        on_cpu={"kernels": "plain"},
+        allowed=HALVES,
+    ),
+}
 # Of stand_in/programs/with_faults.py.
 FAULTS = ("wrong_shard", "gather_in_bf16", "scale_twice")
 OFFLOAD = {"use_cpu_offload": True}
@@ -397,6 +409,20 @@ def test_numbers_on_several_ranks_are_those_of_the_cpu(name, beside_cpu):
     said = beside.on_device[0].output
     assert f"{case.ranks} ranks on " in said and "on the CPU" not in said
     assert case.then is None or "Resuming at step 1" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["all", "none"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_and_layers_computed_together_have_the_numbers_of_the_cpu(
+    name, recompute, beside_cpu
+):
+    case = KERNELS[name]
+    program = [ROOT / "stand_in/programs/with_kernels.py", "train"]
+    beside = beside_cpu(case, program, recompute=recompute)
+    print(f"| kernels, {name} | {numbers(beside.differences)} |")
+    assert beside.strays == {}
+    assert all(map(operator.le, beside.differences, case.allowed)), beside.differences
 
 
 @pytest.mark.nightly

@@ -1,0 +1,139 @@
+"""fsdp_qlora's kernels in Triton, which cannot run on the stand-in.
+
+Each becomes one launch, with the outputs that the way in torch gives: their memory is the device's,
+and with PHANTOM_VALUES=1 the CPU computes their values.
+"""
+
+import ctypes
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+import fsdp_qlora.model.kernels as folder
+from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways
+from stand_in.values.memory import alias, on_device
+from stand_in.values.ways import covered, library
+
+Function = Callable[..., Any]
+HAS_VALUES = os.environ.get("PHANTOM_VALUES") == "1"
+
+
+# Modules that are not named as the part of a model that they compute.
+PARTS = {"nf4": "decoding"}
+
+
+def chosen_ways() -> Ways:
+    """What a card would choose: every kernel in Triton, and linear layers together.
+
+    Puts launches into the places of the kernels.
+    """
+    return Ways(linears="lean", **dict.fromkeys(replace_triton(), TRITON))
+
+
+def replace_triton() -> list[str]:
+    """Put launches into the places of all kernels in Triton; returns their parts, as in `Ways`."""
+    found = []
+    for each in pkgutil.iter_modules(folder.__path__):
+        module = importlib.import_module(f"{folder.__name__}.{each.name}")
+        ways: dict[str, Any] = getattr(module, "WAYS", {})
+        if TRITON in ways:
+            ways[TRITON] = _launched(ways[PLAIN])
+            found.append(PARTS.get(each.name, each.name))
+    return found
+
+
+def _launched(plain: Any) -> Any:
+    """The same for a function, or for a NamedTuple of functions."""
+    if isinstance(plain, tuple):
+        return type(plain)(*map(_launched, plain))
+    return with_values(plain) if HAS_VALUES else without_values(plain)
+
+
+def with_values(plain: Function) -> Function:
+    """One launch, and what `plain` computes on the CPU in the same memory."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        own_args, own_kwargs = tree_map_only(torch.Tensor, alias, (args, kwargs))
+        results = plain(*own_args, **own_kwargs)
+        launch()
+        device = _device_of(args, kwargs)
+        return tree_map_only(torch.Tensor, lambda values: on_device(values, device), results)
+
+    return kernel
+
+
+class _Form(NamedTuple):
+    """What is asked of the allocator for an output."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def without_values(plain: Function) -> Function:
+    """One launch, and memory for the outputs.
+
+    Their forms are found once for inputs of these forms, so that the host's time is not that of
+    `plain`.
+    """
+    forms: dict[Any, Any] = {}
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        key = (*map(_key, args), *((name, _key(each)) for name, each in kwargs.items()))
+        if key not in forms:
+            forms[key] = _forms(plain, args, kwargs)
+        launch()
+        device = _device_of(args, kwargs)
+        made = [torch.empty_strided(*form[:2], dtype=form[2], device=device) for form in forms[key]]
+        return tuple(made) if len(made) > 1 else (made or [None])[0]
+
+    return kernel
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_key, value)) if isinstance(value, tuple) else value
+
+
+def _forms(plain: Function, args: Any, kwargs: Any) -> list[_Form]:
+    """The forms of what `plain` returns: nothing, a tensor or a tuple of tensors."""
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        # Not `to`, which the mode that computes values would see.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    own_args, own_kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+    results = plain(*own_args, **own_kwargs)
+    outputs = results if isinstance(results, tuple) else (results,)
+    return [
+        _Form(output.shape, output.stride(), output.dtype)
+        for output in outputs
+        if output is not None
+    ]
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            return each.device
+    raise AssertionError("a kernel of no tensor of the device")
+
+
+class _Dim3(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
+
+
+_ONE = _Dim3(1, 1, 1)
+
+
+def launch() -> None:
+    """Launch a kernel of no name on the current stream."""
+    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    with covered():
+        library().cudaLaunchKernel(None, _ONE, _ONE, None, ctypes.c_size_t(0), stream)
