@@ -40,7 +40,7 @@ from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model
 from fsdp_qlora.run.build_trainer import build_trainer
-from fsdp_qlora.run.ways import choose_ways
+from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.trainer import Trainer
@@ -133,10 +133,10 @@ def build_run(
         collator.
     """
     configure_kernels()
-    use_ways(choose_ways(config))
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(config, ranks)
     built = build_plan(config, machine, weight_files.folder, model_config, tokenizer)
+    use_ways(TriedKernels.of(config, built).choose())
     placed = place(config, built, Lengths([*lengths]) if lengths else None)
     model = built.meta.model
     weights = match_tensors(model, weight_files)

@@ -41,7 +41,7 @@ from fsdp_qlora.run.build_trainer import build_forward
 from fsdp_qlora.run.load_model import open_weights
 from fsdp_qlora.run.prepare import prepare_run
 from fsdp_qlora.run.session import Session, enter_rank, open_session
-from fsdp_qlora.run.ways import choose_ways
+from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.training.forward import ForwardPass, top_tokens_of_rows
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.server_teacher import ServerTeacher
@@ -76,8 +76,9 @@ def _teach_in_session(config: TrainConfig, session: Session, output: Path) -> No
                 "teach needs --objective distill and --teacher NAME, the model to load."
             )
         teacher_base(run.config, run.plan.teacher, session).fetch()
+        kernels = TriedKernels.of(run.config, run.plan.teacher.model)
     session.start_group(run.plan.placed.layout)
-    with using_ways(choose_ways(run.config)):
+    with using_ways(kernels.choose()):
         open_teacher(run.config, run.plan, ranks, Control(), output)
 
 

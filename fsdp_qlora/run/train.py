@@ -36,7 +36,7 @@ from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, sho
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.run.supervision import RunSupervisor
 from fsdp_qlora.run.teach import open_teacher
-from fsdp_qlora.run.ways import choose_ways
+from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped
@@ -98,13 +98,14 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
         if plan.teacher:
             teacher_base(prepared.config, plan.teacher, session).fetch()
         warn_left_out(prepared.config, plan.model, base.weights)
+        kernels = TriedKernels.of(prepared.config, plan.model)
     session.start_group(plan.placed.layout)
     identity = agree(prepared, ranks, base.weights)
     start = folder.choose_start(identity)
     if start.is_finished:
         log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         return
-    ways = choose_ways(prepared.config, start.ways)
+    ways = kernels.choose(start.ways)
     identity |= {"run_id": start.run_id, "ways": ways._asdict()}
     less_memory = memory_settings(prepared.config, plan.placed.placement, ranks)
     supervisor = RunSupervisor(prepared.config, folder, start, session, memory_settings=less_memory)

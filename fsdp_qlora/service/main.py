@@ -44,7 +44,7 @@ from fsdp_qlora.run.base import FetchedBase, PlannedBase
 from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.run.load_model import result_form
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
-from fsdp_qlora.run.ways import choose_ways
+from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.service.access import (
     Access,
 )
@@ -109,10 +109,11 @@ def _serve_in_session(
         bases = [base.fetch() for base in planned]
         if opened is not None:
             check_identity(opened.records, options.folder, bases[0])
+        kernels = TriedKernels.of(config, bases[0].placed.model)
     # The group owns the store from then on, so what else needs a part of it takes it before.
     failures = Failures(session.store_of("commands"), ranks)
     session.start_group(bases[0].placed.layout)
-    with using_ways(choose_ways(config)):
+    with using_ways(kernels.choose()):
         _load_and_work(bases, opened, options, session, failures)
 
 

@@ -1,0 +1,153 @@
+"""Which kernels a run takes: those that are right on every rank, and faster."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
+from fsdp_qlora.model.kernels.trial import Trial, why_wrong
+from fsdp_qlora.run import ways
+from fsdp_qlora.run.trial_process import NotTried, Request, kept_verdict, run_trials
+from fsdp_qlora.run.ways import Measured, TriedKernels, describe, fastest, merged
+from tests.helpers import kernel_trials
+from tests.helpers.kernel_trials import FORM, broken, in_place, of_ways, plain, wrong
+from tests.helpers.run import on_ranks
+
+CPU = torch.device("cpu")
+VERDICT = {"gate": {"in_place": "", "crashes": "ended its process by signal 11"}}
+
+
+def test_a_child_process_survives_what_would_take_the_run_with_it():
+    source = f"{kernel_trials.__name__}:trials"
+    request = Request(FORM.to_dict(), "cpu", [], source)
+    assert run_trials(request, way_seconds=3) == {
+        "gate": {
+            "in_place": "",
+            "crashes": "ended its process by signal 11",
+            "wrong": "other numbers",
+        },
+        "norm": {
+            "hangs": "took more than 3 s",
+            "broken": "no C compiler was found",
+        },
+    }
+    with pytest.raises(NotTried, match="ended by exit status 1"):
+        run_trials(request._replace(source="tests.helpers.nothing:trials"))
+
+
+@pytest.mark.quick
+def test_a_verdict_is_made_once_and_again_if_its_file_is_damaged(tmp_path):
+    path = tmp_path / "kernels" / "key.json"
+    made = []
+
+    def make() -> dict[str, dict[str, str]]:
+        made.append(1)
+        return VERDICT
+
+    for _ in range(2):
+        assert kept_verdict(path, {"gpu": "H200"}, make) == VERDICT
+    assert len(made) == 1
+    for content in (path.read_text().replace('""', '"no"'), "[[", ""):
+        path.write_text(content)
+        assert kept_verdict(path, {}, make) == VERDICT
+    assert len(made) == 4
+    # A cache that cannot be written: each start tries for itself.
+    (tmp_path / "file").touch()
+    assert kept_verdict(tmp_path / "file" / "key.json", {}, make) == VERDICT
+
+
+@pytest.mark.quick
+def test_other_bits_are_right_only_as_near_to_float64():
+    def norm(x: torch.Tensor, by: float = 1.0) -> list[torch.Tensor]:
+        return [F.rms_norm(x.float(), x.shape[-1:]).mul(by).bfloat16()]
+
+    ways = {
+        PLAIN: lambda x: [F.rms_norm(x, x.shape[-1:])],
+        "as near": norm,
+        "far": partial(norm, by=1.02),
+        "nan": partial(norm, by=float("nan")),
+    }
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    trial = Trial(ways, (x,), exact=lambda x: [F.rms_norm(x.double(), x.shape[-1:])])
+    names = [*ways][1:]
+    expected = {"as near": "", "far": "other numbers", "nan": "other numbers"}
+    assert why_wrong(lambda: trial, names) == expected
+    halved = trial._replace(ways={**ways, "as near": lambda x: [norm(x)[0] + 2**-20]})
+    without = why_wrong(lambda: halved._replace(exact=None), ["as near"])
+    assert without == {"as near": "other numbers"}
+
+
+@pytest.mark.quick
+def test_the_fastest_right_way_is_taken_and_the_others_are_named():
+    one = {
+        "rotary": Measured({PLAIN: 1.15, "triton": 0.11}, {}),
+        "gate": Measured({PLAIN: 1.0, "triton": 0.99}, {}),
+        "attention": Measured({PLAIN: 4.1, "cudnn": 2.15}, {"fa4": "not installed"}),
+        "norm": Measured({PLAIN: 1.0, "triton": 0.5}, {}),
+    }
+    other = {
+        "rotary": Measured({PLAIN: 1.1, "triton": 0.2}, {}),
+        "gate": Measured({PLAIN: 1.0, "triton": 0.5}, {}),
+        "attention": Measured({PLAIN: 4.1, "cudnn": 2.15}, {"fa4": "not installed"}),
+        "norm": Measured({PLAIN: 1.0}, {"triton": "other numbers"}),
+    }
+    found = merged([one, other])
+    chosen = {part: fastest(each) for part, each in found.items()}
+    assert describe(found, chosen) == (
+        "Kernels: rotary triton (1.15 -> 0.20 ms), gate plain, attention cudnn (4.10 -> 2.15 ms), "
+        "norm plain; not triton (gate): 1.00 -> 0.99 ms; not fa4 (attention): not installed; "
+        "not triton (norm): other numbers"
+    )
+    # A run that continues takes the way that it had, also if it is the slower one.
+    kept = {"rotary": PLAIN, "gate": "triton", "norm": "triton", "attention": "fa4"}
+    assert {part: fastest(each, kept[part]) for part, each in found.items()} == {
+        "rotary": PLAIN,
+        "gate": "triton",
+        "norm": PLAIN,
+        "attention": "cudnn",
+    }
+
+
+def choose_on_a_rank(folder: Path) -> int:
+    """Rank 1 fails where rank 0 does not; both must take the same and end."""
+    ranks = read_ranks("cpu")
+
+    def triton(x: torch.Tensor) -> list[torch.Tensor]:
+        return broken(x) if ranks.rank else plain(x)
+
+    parts = [of_ways("gate", [plain, triton]), of_ways("norm", [plain, in_place])]
+    parts += [of_ways("loss", [plain, wrong])]
+
+    def trials(form: object, device: torch.device) -> list[object]:
+        if ranks.rank and (folder / "fails").exists():
+            raise ImportError("a library is broken")
+        return list(parts)
+
+    def milliseconds(trial: object, way: str, device: torch.device) -> float:
+        return 2.0 if way == PLAIN else 1.0
+
+    ways.trials = trials
+    ways.milliseconds = milliseconds
+    verdicts = {part.part: {"in_place": "", "triton": "", "wrong": ""} for part in parts}
+    start_process_group(ranks)
+    kernels = TriedKernels("auto", CPU, FORM, verdicts)
+    before = Ways(linears="lean", gate="triton", norm="in_place")._asdict()
+    chosen = kernels.choose(before)
+    expected = Ways(linears="lean", norm="in_place")
+    (folder / "fails").touch()
+    torch.distributed.barrier()
+    last = kernels.choose()
+    stop_process_group()
+    print(f"rank {ranks.rank}: {chosen == expected}, {last == Ways(linears='lean')}")
+    return 0
+
+
+def test_all_ranks_take_the_same_where_one_fails(tmp_path):
+    statuses, output = on_ranks(2, choose_on_a_rank, (tmp_path,), tmp_path / "logs")
+    assert statuses == [0, 0], output
+    assert output.count("True, True") == 2, output
