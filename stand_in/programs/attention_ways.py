@@ -5,24 +5,22 @@ float64: one line of JSON.
 import json
 
 import torch
-from transformers import LlamaConfig
 
 from fsdp_qlora.model.architecture.attention_ways import (
     attention_inputs,
     attention_ways,
     exact_attention,
 )
+from fsdp_qlora.model.architecture.shapes import BlockShape
 from stand_in.counts import recording
 
 
 def main() -> None:
     device = torch.device("cuda")
-    config = LlamaConfig(
-        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2
-    )
+    blocks = [BlockShape(hidden=64, heads=4, groups=2, head_dim=16)]
     found = {}
     for lengths in ((128, 128), (128, 60)):
-        inputs = attention_inputs(config, lengths, torch.bfloat16, device)
+        inputs = attention_inputs(blocks, lengths, torch.bfloat16, device)
         ways = attention_ways(inputs, device)
         found[str(lengths)] = {"missing": ways.missing, "ways": {}}
         exact = exact_attention(inputs[0])

@@ -20,6 +20,7 @@ from fsdp_qlora.model.architecture.attention_ways import (
     attention_inputs,
     exact_attention,
 )
+from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels.in_use import Ways, using_ways
 
 HEADS, GROUPS, SIZE = 4, 2, 16
@@ -53,21 +54,9 @@ def kernels(monkeypatch) -> list[str]:
     return called
 
 
-def make_config(**sizes) -> SimpleNamespace:
-    layer = SimpleNamespace(
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=SIZE,
-        hidden_size=HEADS * SIZE,
-        **sizes,
-    )
-    layer.per_layer_config = [layer, layer]
-    return SimpleNamespace(get_text_config=lambda: layer)
-
-
-def make_inputs(lengths, dtype=torch.float32, **sizes) -> AttentionInputs:
-    (inputs,) = attention_inputs(make_config(**sizes), lengths, dtype, torch.device("cpu"))
+def make_inputs(lengths, dtype=torch.float32, window=None) -> AttentionInputs:
+    block = BlockShape(hidden=64, heads=HEADS, groups=GROUPS, head_dim=SIZE, window=window)
+    (inputs,) = attention_inputs([block, block], lengths, dtype, torch.device("cpu"))
     return inputs
 
 
@@ -112,8 +101,8 @@ def test_heads_that_cudnn_does_not_take_go_to_the_plain_kernel(size, kernels):
 @pytest.mark.parametrize("way", ["plain", CUDNN])
 @pytest.mark.parametrize("window", [None, 40])
 def test_ways_have_the_values_and_gradients_of_float64(way, dtype, window, kernels):
-    inputs = make_inputs([128, 128], dtype, sliding_window=window)
-    found = attention_ways._compute(way, inputs)
+    inputs = make_inputs([128, 128], dtype, window)
+    found = attention_ways.attend_and_back(way, inputs)
     assert kernels == ["cudnn" if way == CUDNN and window is None else "varlen"]
     for own, exact in zip(found, exact_attention(inputs), strict=True):
         assert own.shape == exact.shape and own.dtype == dtype
@@ -187,5 +176,5 @@ def test_flash_4_takes_the_place_of_torchs_kernel_while_it_is_tried(kernels, mon
         monkeypatch.setattr(module, "current_flash_attention_impl", lambda: active[-1])
     monkeypatch.setattr(attention_ways, "restore_flash_attention_impl", lambda: active.append(None))
     for way in ("plain", FLASH4, "plain"):
-        attention_ways._compute(way, make_inputs([100, 28]))
+        attention_ways.attend_and_back(way, make_inputs([100, 28]))
     assert seen == [None, "FA4", None] and active == [None, "FA4", None]

@@ -6,14 +6,13 @@ sums gives other bits, so each is compared with attention in float64.
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
-from transformers import PretrainedConfig
 
 from fsdp_qlora.model.architecture.attention_kernels import (
     CUDNN,
@@ -25,7 +24,7 @@ from fsdp_qlora.model.architecture.attention_kernels import (
     varlen,
     visible,
 )
-from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels.in_use import PLAIN, using_ways, ways_in_use
 
 
@@ -58,11 +57,15 @@ class AttentionWays(NamedTuple):
 
 
 def attention_inputs(
-    config: PretrainedConfig, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
+    blocks: Iterable[BlockShape],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[AttentionInputs]:
     """Random inputs for each kind of block of a model, the same at each call.
 
     Args:
+        blocks: the sizes of all blocks; heads that are too wide for flash kernels are left out.
         lengths: of the documents of a micro-batch, in tokens.
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -72,7 +75,7 @@ def attention_inputs(
     found: list[AttentionInputs] = []
     shapes = {
         (shape.heads, shape.groups, shape.head_dim, shape.window)
-        for shape in block_shapes(config)
+        for shape in blocks
         if shape.head_dim <= MOST_OF_FLASH
     }
     for heads, groups, head_dim, window in sorted(shapes, key=str):
@@ -108,7 +111,7 @@ def attention_ways(inputs: Sequence[AttentionInputs], device: torch.device) -> A
     reasons = {CUDNN: _why_not_cudnn(inputs, device), FLASH4: _why_not_flash4(device)}
     names = [PLAIN, *(name for name, reason in reasons.items() if not reason)]
     missing = {name: reason for name, reason in reasons.items() if reason}
-    return AttentionWays({name: partial(_compute, name) for name in names}, missing)
+    return AttentionWays({name: partial(attend_and_back, name) for name in names}, missing)
 
 
 def _why_not_cudnn(inputs: Sequence[AttentionInputs], device: torch.device) -> str:
@@ -139,7 +142,8 @@ def _why_not_flash4(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability[0] not in (9, 10):
         return "capability {}.{}".format(*capability)
-    # Older versions pass a window of -1 on, which their check of gradients refuses.
+    # Older versions pass a window of -1 on, which their check of gradients refuses. 2.13 fails with
+    # packages newer than 4.0.0b18, which its trial finds out.
     if not TAKES_GROUPS:
         return f"torch {torch.__version__.partition('+')[0]}"
     try:
@@ -149,7 +153,8 @@ def _why_not_flash4(device: torch.device) -> str:
     return "" if is_there else "not installed"
 
 
-def _compute(way: str, inputs: AttentionInputs) -> list[torch.Tensor]:
+def attend_and_back(way: str, inputs: AttentionInputs) -> list[torch.Tensor]:
+    """The output [T, H, D] and the gradients of query, key and value by a way."""
     leaves = [each.detach().requires_grad_() for each in inputs[:3]]
     before = current_flash_attention_impl()
     try:
