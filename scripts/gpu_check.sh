@@ -37,8 +37,18 @@ export DISABLE_CUDA=1 # hqq without kernels of its own
 if [ -n "$wheels" ]; then
     site="$(mktemp -d)"
     trap 'rm -rf "$site"' EXIT
+    found=("$wheels"/*.whl)
+    # FlashAttention 4, of which one wheel comes in two halves
+    if [ -d "${wheels}_flash4_1" ] && [ -d "${wheels}_flash4_2" ]; then
+        first=("${wheels}_flash4_1"/*.whl.aa)
+        large="$(basename "${first[0]}" .aa)"
+        joined="$(mktemp -d)"
+        trap 'rm -rf "$site" "$joined"' EXIT
+        cat "${first[0]}" "${wheels}_flash4_2/$large.ab" >"$joined/$large"
+        found+=("${wheels}_flash4_2"/*.whl "$joined/$large")
+    fi
     "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
-        --upgrade --target "$site" "$wheels"/*.whl || exit
+        --upgrade --target "$site" "${found[@]}" || exit
     export PYTHONPATH="$PWD:$site:$PYTHONPATH"
 fi
 
