@@ -53,7 +53,8 @@ class Part(NamedTuple):
 PARTS: dict[str, Part] = {
     "box": Part(40),
     "kernels": Part(60, ("tests/gpu/test_kernels.py",)),
-    "speed": Part(125),
+    "attention": Part(60),
+    "speed": Part(150),
     "values": Part(115, ("tests/gpu/test_values.py",)),
     "ranks": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses and not nccl")),
     "nccl": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses and nccl")),
@@ -114,6 +115,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=24.0,
         help="memory of the card that some parts pretend to have",
+    )
+    parser.add_argument(
+        "--ways",
+        default="",
+        help="of the part speed: ways to compare, plain,lean,lean+kernels; the last one is beside "
+        "the peers",
+    )
+    parser.add_argument(
+        "--fa4", action="store_true", help="of the part attention: FlashAttention 4, 80,000 tokens"
     )
     parser.add_argument(
         "--max_seconds", type=float, default=0.0, help="maximum seconds of all parts together"

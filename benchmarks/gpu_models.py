@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from benchmarks import gpu_parts
+from benchmarks import gpu_parts, gpu_ways
 from benchmarks.common import is_stand_in
 from benchmarks.gpu_parts import (
     build,
@@ -262,6 +262,8 @@ def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     **gpu_parts.MEASURES,
+    "speed": gpu_ways.measure_speed,
+    "attention": gpu_ways.measure_attention,
     "alternatives": measure_alternatives,
     "batches": measure_batches,
     "formats": measure_formats,

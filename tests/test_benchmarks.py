@@ -89,6 +89,33 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
     )
 
 
+def test_gpu_benchmark_says_which_kernels_are_missing_and_goes_on(tmp_path):
+    argv = ["--tiny", "--precision", "fp32", "--parts", "attention"]
+    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
+    assert status == 0, result
+    attention = result["parts"]["attention"]
+    assert attention["missing"]["cuDNN"] == "not on a CPU"
+    assert max(attention["errors"]["SDPA, math"].values()) < 3e-6
+    assert attention["ms"]["8 x 128"]["SDPA, math"] > 0
+
+
+@pytest.mark.nightly
+def test_gpu_benchmark_compares_ways_and_goes_on_after_one_that_fails(tmp_path):
+    argv = ["--tiny", "--precision", "fp32", "--layers", "1", "--parts", "speed"]
+    argv += ["--ways", "plain,other,lean"]
+    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
+    assert status == 0, result
+    speed = result["parts"]["speed"]
+    assert (
+        list(speed["ways"]) == ["plain", "lean"] and "takes plain, lean" in speed["failed"]["other"]
+    )
+    first = [way["batches"]["4 x 32"]["losses"][0] for way in speed["ways"].values()]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert speed["peers"]["PEFT + bitsandbytes"]["same_work"]
+    figures = [row["figures"] for row in speed["rows"] if row["item"].startswith("ways, ")]
+    assert len(figures) == 6 and all(min(each.values()) > 0 for each in figures)
+
+
 @pytest.mark.nightly
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path):
     chosen = [
