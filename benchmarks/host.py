@@ -1,16 +1,16 @@
-"""What the host does for a decoder block in a step of QLoRA: launches, operators, views and time.
+"""The work of the host for a decoder block in a step of QLoRA: launches, operators, views, time.
 
     python benchmarks/host.py --before a0495af4 --output benchmarks/results/host.json
 
-Runs on the stand-in for CUDA (stand_in/README.md), whose kernels return at once: what takes time is
+Runs on the stand-in for CUDA (stand_in/README.md), whose kernels return at once: time goes to
 Python, autograd and torch's dispatch. The difference between steps with 12 and with 4 blocks of an
-8B's shape is that of 8 blocks; 4,096 tokens on one rank in bf16, with all blocks recomputed and
+8B's shape belongs to 8 blocks; 4,096 tokens on one rank in bf16, with all blocks recomputed and
 with none. "before" is the code of a commit, computed in the plain ways; "after" is this code, with
 linear layers computed together and one launch in the place of each kernel in Triton
 (stand_in/kernels.py).
 
-Both take turns, in processes of their own. Times are CPU seconds of the process, the least of all
-steps; counts are the same in each.
+Both take turns, in processes of their own. Times are CPU seconds of the process, the shortest step;
+counts are the same in all steps.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def in_process(tree: Path, ways: str, rounds: int) -> dict[str, dict[str, float]
 
 
 def take_turns(trees: dict[str, tuple[Path, str]], turns: int, rounds: int) -> dict[str, Any]:
-    """Counts and the least time of each, and the ratios of the last to the first."""
+    """Counts and least times by recomputation and tree, and the ratio of the two trees."""
     found: dict[str, Any] = {}
     for _ in range(turns):
         for name, (tree, ways) in trees.items():
