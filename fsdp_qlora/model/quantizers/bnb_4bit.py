@@ -23,7 +23,6 @@ NF4's are quantiles of a normal distribution (Dettmers et al. 2023, appendix E),
 three bits of exponent and mantissa in bitsandbytes' own order.
 """
 
-import functools
 import json
 import math
 from typing import Any, NamedTuple
@@ -35,6 +34,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
+from fsdp_qlora.model.kernels import nf4
+from fsdp_qlora.model.kernels.nf4 import BLOCKSIZE, GPU_PIECE, NESTED_BLOCKSIZE
 from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes, write_bytes
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -44,16 +45,10 @@ BITSANDBYTES = "bnb_4bit"  # its row of QUANTIZERS
 PACKED_STATE = ".quant_state.bitsandbytes__"
 # enough for the JSON of any shape: a file's layout must not depend on the mean's digits
 _STATE_BYTES = 256
-# absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
-NESTED_BLOCKSIZE = 256
-# weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
-_BLOCKSIZE = 64
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
 # Up to this number of tokens bitsandbytes may fuse decoding and product. For more its operator
 # decodes the matrix as we do, and takes the host some microseconds longer.
 _FUSED_TOKENS = 1536
-# weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
-_GPU_PIECE = 2**30
 
 
 class NestedAbsmax(NamedTuple):
@@ -113,12 +108,12 @@ class Bnb4bitWeight(QuantizedWeight):
         double_quant: bool,
         compute_dtype: torch.dtype,
     ) -> None:
-        super().__init__(shape, compute_dtype=compute_dtype, row_weights=_BLOCKSIZE)
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=BLOCKSIZE)
         self.quant_type = quant_type
         self.double_quant = double_quant
         # Rounded up: the last block may be short.
-        self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
-        self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
+        self.num_blocks = -(-math.prod(shape) // BLOCKSIZE)
+        self.weight = self._storage(self.num_blocks, BLOCKSIZE // 2)
         if double_quant:
             # A row of one element of the compute dtype holds the codes of two blocks (of four in
             # float32).
@@ -143,34 +138,34 @@ class Bnb4bitWeight(QuantizedWeight):
     def decode_tensors(
         self, part: Matrix, dtype: torch.dtype, tensors: Bnb4bitTensors
     ) -> torch.Tensor:
-        codes, absmax = self._codes_and_absmax(part, tensors)
-        # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in
-        # half a block.
-        decode = torch.ops.bitsandbytes.dequantize_4bit.default
-        if part.shape[-1] % _BLOCKSIZE == 0 and len(codes) <= _GPU_PIECE // 2:
-            return decode(codes, absmax, _BLOCKSIZE, self.quant_type, part.shape, dtype)
-        code_pieces = codes.split(_GPU_PIECE // 2)
-        absmax_pieces = absmax.split(_GPU_PIECE // _BLOCKSIZE)
-        decoded = []
-        for piece, scales in zip(code_pieces, absmax_pieces, strict=True):
-            shape = (len(scales), _BLOCKSIZE)
-            blocks = decode(piece, scales, _BLOCKSIZE, self.quant_type, shape, dtype)
-            decoded.append(blocks.view(-1))
-        # cat() would copy the one piece that nearly every weight has.
-        whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-        return whole[: math.prod(part.shape)].view(part.shape)
+        if part.among is None:
+            codes, absmax, nested_absmax = self.views(part, tensors)
+            offset = tensors.nested.offset if tensors.nested else None
+            skipped = _skipped(part) if tensors.nested else 0
+        else:
+            # Of matrices with others between them absmax is chosen after it is decoded.
+            codes, absmax = self._codes_and_absmax(part, tensors)
+            nested_absmax = offset = None
+            skipped = 0
+        blocks = nf4.decode_blocks(
+            codes, absmax, nested_absmax, offset, self.quant_type, dtype, skipped
+        )
+        num_weights = math.prod(part.shape)
+        if blocks.numel() > num_weights:
+            blocks = blocks.view(-1)[:num_weights]
+        return blocks.view(part.shape)
 
     def select(self, part: Matrix, tensors: Bnb4bitTensors) -> "_Views":
         weight, absmax, nested = tensors
-        first, count = part.spans(_BLOCKSIZE)
+        first, count = part.spans(BLOCKSIZE)
         # The parameter is viewed as bytes, of two weights each.
-        codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
+        codes = _elements(weight, torch.uint8, part.first // 2, count * BLOCKSIZE // 2)
         if nested is None:
             return _Views(codes, _elements(absmax, torch.float32, first, count))
         # A matrix starts at a block of weights, but its first absmax may be inside a block of 256
         # absmax shared with the previous expert. So absmax is decoded from the beginning of that
         # block.
-        skipped = first % NESTED_BLOCKSIZE
+        skipped = _skipped(part)
         nested_first = first // NESTED_BLOCKSIZE
         nested_count = -(-(skipped + count) // NESTED_BLOCKSIZE)
         scales = _elements(nested.absmax, torch.float32, nested_first, nested_count)
@@ -183,11 +178,8 @@ class Bnb4bitWeight(QuantizedWeight):
         """The codes (uint8, whole blocks) and the absmax (float32) of a matrix."""
         codes, absmax, nested_absmax = self.views(part, tensors)
         if tensors.nested is not None:
-            absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-                absmax, nested_absmax, _nested_code(absmax.device), NESTED_BLOCKSIZE, torch.float32
-            )
-            absmax.add_(tensors.nested.offset)
-            skipped = part.first // _BLOCKSIZE % NESTED_BLOCKSIZE
+            absmax = nf4.decode_absmax(absmax, nested_absmax, tensors.nested.offset)
+            skipped = _skipped(part)
             if skipped:
                 absmax = absmax[skipped:]
         return part.choose(codes), part.choose(absmax)
@@ -224,10 +216,10 @@ class Bnb4bitWeight(QuantizedWeight):
         codes, absmax = self._codes_and_absmax(part, tensors)
         # Only a matrix with whole blocks in its rows is sure to end at a block. The operator gets
         # the bytes of the matrix, without those that fill up its last block.
-        if part.shape[-1] % _BLOCKSIZE:
+        if part.shape[-1] % BLOCKSIZE:
             codes = codes[: -(-math.prod(part.shape) // 2)]
         y: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
-            x, codes, part.shape, absmax, _BLOCKSIZE, self.quant_type, bias=bias
+            x, codes, part.shape, absmax, BLOCKSIZE, self.quant_type, bias=bias
         )
         return y
 
@@ -236,11 +228,11 @@ class Bnb4bitWeight(QuantizedWeight):
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in
-        # `decode_tensors`.
-        num_missing = -weight.numel() % _BLOCKSIZE
-        blocks = F.pad(weight.flatten(), (0, num_missing)).view(-1, _BLOCKSIZE)
+        # kernels/nf4.py.
+        num_missing = -weight.numel() % BLOCKSIZE
+        blocks = F.pad(weight.flatten(), (0, num_missing)).view(-1, BLOCKSIZE)
         options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
-        codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
+        codes, state = bnb.quantize_4bit(blocks, blocksize=BLOCKSIZE, **options)
         # The state has the dtype of `weight`, to which bitsandbytes would decode.
         state.dtype = self.compute_dtype
         decoded = bnb.dequantize_4bit(codes, state).flatten()
@@ -291,7 +283,7 @@ class Bnb4bitWeight(QuantizedWeight):
         """
         state: dict[str, Any] = {
             "quant_type": self.quant_type,
-            "blocksize": _BLOCKSIZE,
+            "blocksize": BLOCKSIZE,
             "shape": list(self.shape),
         }
         if self.double_quant:
@@ -358,7 +350,7 @@ class Bnb4bitWeight(QuantizedWeight):
     def code_settings(self) -> dict[str, Any]:
         return {
             "quant_type": self.quant_type,
-            "blocksize": _BLOCKSIZE,
+            "blocksize": BLOCKSIZE,
             "double_quant": self.double_quant,
             "bitsandbytes": bitsandbytes.__version__,
         }
@@ -377,9 +369,9 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
     if not values.numel():
         no_codes = values.new_empty(0, dtype=torch.uint8)
         return no_codes, values.new_empty(0, dtype=torch.float32)
-    piece_size = _PIECE if values.device.type == "cpu" else _GPU_PIECE
+    piece_size = _PIECE if values.device.type == "cpu" else GPU_PIECE
     pieces = [
-        torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
+        torch.ops.bitsandbytes.quantize_4bit(piece, BLOCKSIZE, quant_type, torch.uint8)
         for piece in values.flatten().split(piece_size)
     ]
     codes = torch.cat([codes.view(-1) for codes, _ in pieces])
@@ -392,15 +384,14 @@ def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) 
     return elements if count == elements.numel() else elements[first : first + count]
 
 
+def _skipped(part: Matrix) -> int:
+    """How many absmax of the first nested block are before those of a matrix."""
+    return part.first // BLOCKSIZE % NESTED_BLOCKSIZE
+
+
 def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
     """Whether bitsandbytes may fuse decoding and product."""
     if x.shape[0] > _FUSED_TOKENS:
         return False
-    # The CPU kernel takes a wrong absmax if a row ends inside a block (see `decode_tensors`).
-    return x.device.type != "cpu" or part.shape[-1] % _BLOCKSIZE == 0
-
-
-@functools.cache
-def _nested_code(device: torch.device) -> torch.Tensor:
-    """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
-    return bnb.create_dynamic_map().to(device)
+    # The CPU kernel takes a wrong absmax if a row ends inside a block (see kernels/nf4.py).
+    return x.device.type != "cpu" or part.shape[-1] % BLOCKSIZE == 0
