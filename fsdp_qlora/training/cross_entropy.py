@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary
+from fsdp_qlora.model.kernels import token_loss
+from fsdp_qlora.training.token_loss import Head, HeadPass, Vocabulary, WholeVocabulary
 
 # The entropy of a chunk's tokens takes this part of its logits' memory once more.
 _ENTROPY_PARTS = 16
@@ -74,6 +75,8 @@ class CrossEntropy:
         form = head.form
         vocabulary = head.vocabulary
         outputs_CV = head.outputs(hidden_CH)
+        if self._has_kernel(outputs_CV, head):
+            return self._by_kernel(outputs_CV, targets_C, head, scale)
         is_learned = targets_C != -100
         rows = torch.arange(len(targets_C), device=targets_C.device)
         # A target's logit is on the rank that has its row: others read any column, and do not use
@@ -117,6 +120,23 @@ class CrossEntropy:
             is_here, grad_of_target.to(grad_CV.dtype), grad_CV[rows, columns]
         )
         return values_RC, grad_CV
+
+    def _has_kernel(self, outputs_CV: Tensor, head: Head) -> bool:
+        is_whole = isinstance(head.vocabulary, WholeVocabulary)
+        has_form = head.form.cap is None and not self.with_entropy
+        return is_whole and has_form and token_loss.has_kernel(outputs_CV)
+
+    def _by_kernel(
+        self, outputs_CV: Tensor, targets_C: Tensor, head: Head, scale: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the same for a head that this rank has whole."""
+        share = self.weights
+        if share is None:
+            share = torch.ones(len(targets_C), device=targets_C.device)
+        factors = None if scale is None else share * scale
+        form = token_loss.LogitScale(head.form.scale, head.form.temperature)
+        losses_C = token_loss.losses_and_gradient_(outputs_CV, targets_C, factors, form)
+        return (losses_C * share)[None], None if scale is None else outputs_CV
 
     def of_whole_logits(self, logits: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
         copies = len(logits) // len(targets_N)
