@@ -53,6 +53,7 @@ class Part(NamedTuple):
 PARTS: dict[str, Part] = {
     "box": Part(40),
     "kernels": Part(60, ("tests/gpu/test_kernels.py",)),
+    "ways": Part(90),
     "attention": Part(60),
     "speed": Part(150),
     "values": Part(115, ("tests/gpu/test_values.py",)),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from benchmarks import gpu_parts, gpu_ways
+from benchmarks import gpu_kernels, gpu_parts, gpu_ways
 from benchmarks.common import is_stand_in
 from benchmarks.gpu_parts import (
     build,
@@ -263,6 +263,7 @@ def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     **gpu_parts.MEASURES,
     "speed": gpu_ways.measure_speed,
+    "ways": gpu_kernels.measure_ways,
     "attention": gpu_ways.measure_attention,
     "alternatives": measure_alternatives,
     "batches": measure_batches,

@@ -90,9 +90,13 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
 
 
 def test_gpu_benchmark_says_which_kernels_are_missing_and_goes_on(tmp_path):
-    argv = ["--tiny", "--precision", "fp32", "--parts", "attention"]
+    argv = ["--tiny", "--precision", "fp32", "--parts", "ways", "attention"]
     status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
     assert status == 0, result
+    ways = result["parts"]["ways"]
+    # Triton's kernels run on a GPU alone.
+    assert ways["reasons"]["gate, 64 tokens"]["triton"] != "right"
+    assert all(row["figures"]["plain"] > 0 for row in ways["rows"])
     attention = result["parts"]["attention"]
     assert attention["missing"]["cuDNN"] == "not on a CPU"
     assert max(attention["errors"]["SDPA, math"].values()) < 3e-6

@@ -19,7 +19,7 @@ TESTS = [
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
 # tests/test_benchmarks.py has all measured parts, on the CPU and with values.
-PARTS = ["box", "attention", "offload", "context"]
+PARTS = ["box", "ways", "attention", "offload", "context"]
 
 
 @pytest.mark.nightly
@@ -64,7 +64,8 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     assert "kernels compute nothing" in rank.output
     parts = json.loads(output.read_text())["parts"]
     assert [name for name, part in parts.items() if "error" in part] == []
-    # cuDNN has no version.
+    # Triton is not there, and cuDNN has no version.
+    assert not parts["ways"]["triton"] and parts["ways"]["rows"]
     assert "cuDNN" in parts["attention"]["missing"]
     assert {*parts["attention"]["errors"]} == {"flash, any lengths", "SDPA, flash"}
     assert len(parts["offload"]["rows"][0]["figures"]) == 3
