@@ -4,10 +4,6 @@ from typing import Any
 
 import torch
 
-# An input that requires a gradient, without which autograd would make no node: the tensors that are
-# kept may not require any.
-_ALWAYS = torch.empty(0, requires_grad=True)
-
 
 class Kept:
     """Tensors (or None) that a function needs in its backward pass, saved before it runs.
@@ -15,29 +11,35 @@ class Kept:
     Activation checkpointing computes a block again until it has every tensor that the block saves,
     and tensors that a function saves itself are recorded when that function is done. So a block's
     last product would be computed again in vain.
+
+    They are packed by the hooks for saved tensors that are in use now, as autograd would do, but
+    without a node of its graph: a block keeps tensors at each of its products.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
-        # The output holds the node that has the tensors: nothing else of autograd's graph refers to
-        # it.
-        self._output: torch.Tensor | None = _Keep.apply(_ALWAYS, *tensors)
+        # None without hooks.
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, self._unpack = hooks or (None, None)
+        self._versions = [None if each is None else each._version for each in tensors]
+        self._packed: list[Any] | None = [*tensors]
+        if pack is None:
+            return
+        with torch.no_grad():
+            self._packed = [None if each is None else pack(each.detach()) for each in tensors]
 
     def take(self) -> tuple[Any, ...]:
-        """The tensors, in a backward pass, once: their memory is then the caller's to free."""
-        # `saved_tensors` of the node unpacks: under activation checkpointing this starts the
-        # block's recomputation.
-        assert self._output is not None and self._output.grad_fn is not None
-        tensors: tuple[Any, ...] = self._output.grad_fn.saved_tensors  # type: ignore[attr-defined]
-        self._output = None
-        return tensors
+        """The tensors, in a backward pass, once: their memory is then the caller's to free.
 
-
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, always: torch.Tensor, *tensors: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return always.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        raise AssertionError("no gradient reaches what is only kept")
+        Raises:
+            RuntimeError: one of them has been changed in place.
+        """
+        packed = self._packed
+        self._packed = None
+        assert packed is not None
+        if self._unpack is not None:
+            # Under activation checkpointing this starts the block's recomputation.
+            unpack = self._unpack
+            return tuple(None if each is None else unpack(each) for each in packed)
+        if [None if each is None else each._version for each in packed] != self._versions:
+            raise RuntimeError("a tensor that the backward pass needs was changed in place")
+        return tuple(packed)
