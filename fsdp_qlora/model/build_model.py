@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp_qlora.config.train_types import TrainType
+from fsdp_qlora.model.adapters.find_groups import group_linears
 from fsdp_qlora.model.adapters.first_values import check_init
 from fsdp_qlora.model.adapters.insert import (
     LoraOptions,
@@ -234,3 +235,4 @@ def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
     if layers.lora.keeps_start:
         keep_start(meta.model)
     check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)
+    group_linears(meta.model)

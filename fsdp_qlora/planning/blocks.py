@@ -17,7 +17,7 @@ from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
-from fsdp_qlora.model.architecture.decoder import OnMeta, on_meta, tensors_of
+from fsdp_qlora.model.architecture.decoder import OnMeta, kind_of, on_meta, tensors_of
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
@@ -180,7 +180,7 @@ def _measure_all(
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del block.forward  # called once
-        kind = _kind(block)
+        kind = kind_of(block)
         if kind not in measured:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             other_args, other_kwargs = _as_leaves(on_meta((args[1:], kwargs)))
@@ -219,20 +219,6 @@ def _measure_all(
     if len(blocks) != len(parts.blocks):
         raise RuntimeError(f"text passes through {len(blocks)} of {len(parts.blocks)} blocks")
     return blocks
-
-
-def _kind(block: nn.Module) -> Any:
-    """A key for blocks that take the same memory: parameters and their modules' plain settings."""
-    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
-    # Without what differs from block to block and does not change what is computed.
-    settings = [
-        (name, value)
-        for module in block.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | str | None)
-        and name not in ("layer_idx", "layer_index", "seed", "training")
-    ]
-    return type(block), parameters, tuple(settings)
 
 
 def _measure(

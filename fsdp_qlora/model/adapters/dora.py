@@ -28,7 +28,6 @@ from fsdp_qlora.model.adapters.lora import (
     as_before,
     computing_weights,
     low_rank_grads,
-    take_kept,
 )
 from fsdp_qlora.model.architecture.chunking import piece_number
 from fsdp_qlora.model.architecture.precision import autocast_kind
@@ -83,10 +82,10 @@ class _DoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = grads[0].flatten(0, -2)
-        x, low = take_kept(ctx.product)
+        product: Product = ctx.product
+        x, low = product.kept.take()
         adapted, norm = ctx.saved_tensors
         lora_A, _, magnitude = ctx.weights
-        product: Product = ctx.product
         base = product.base
         scaling = product.scaling
         # The norm counts as constant (section 4.3), so y is linear in m. This overwrites `adapted`,

@@ -14,7 +14,7 @@ their seed.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,17 +58,33 @@ class Dropout(NamedTuple):
         return self.factors(x).mul_(x)
 
 
-class Product(NamedTuple):
-    """Inputs of the product besides x, u, A and B.
+class KeptInput(NamedTuple):
+    """x, unless `source` can compute it again (`output_source`), and u, for the backward pass."""
 
-    kept: x, unless `source` can compute it again (`output_source`), and u.
-    """
+    kept: Kept
+    source: Any
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: torch.Tensor, low: torch.Tensor, source: Any) -> "KeptInput":
+        """Keep u, which is `low`, and x where it is needed."""
+        return cls(Kept(low) if source else Kept(x, low), source, x.dtype)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, as [N, in], and u, in the backward pass of a product, once."""
+        *kept_x, low = self.kept.take()
+        # Not kept where the layer before can compute it again.
+        x = kept_x[0] if kept_x else output_again(self.source).to(self.dtype)
+        return x.flatten(0, -2), low
+
+
+class Product(NamedTuple):
+    """Inputs of the product besides x, u, A and B."""
 
     base: FrozenProduct
     scaling: float
     dropout: Dropout | None
-    kept: Kept
-    source: Any
+    kept: KeptInput
 
 
 def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -80,14 +96,6 @@ def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         rows, [*x.shape[:-1], rows.shape[-1]]
     )
     return result
-
-
-def take_kept(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, as [N, in], and u, in the backward pass of a product."""
-    *kept_x, low = product.kept.take()
-    # Not kept where the layer before can compute it again.
-    x = kept_x[0] if kept_x else output_again(product.source).to(product.base.dtype)
-    return x.flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -112,9 +120,9 @@ class _LoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = grads[0].flatten(0, -2)
-        x, low = take_kept(ctx.product)
-        lora_A = ctx.weights[0]
         product: Product = ctx.product
+        x, low = product.kept.take()
+        lora_A = ctx.weights[0]
         base = product.base
         scaling = product.scaling
         factors = product.dropout.factors(x) if product.dropout else None
@@ -228,19 +236,27 @@ class LoraAdapter(nn.Module):
             dropped = dropout(rows) if dropout else rows
             low = F.linear(dropped, computing_weights(self)[0].to(x.dtype))
         # Kept before the product runs: activation checkpointing then stops before it (kept.py).
-        kept = Kept(low) if source else Kept(x, low)
-        return x, low, Product(base, self.scaling, dropout, kept, source)
+        kept = KeptInput.of(x, low, source)
+        return x, low, Product(base, self.scaling, dropout, kept)
+
+
+class Group(Protocol):
+    """Layers that may be computed together (grouped.py)."""
+
+    def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The layer's output for x; None if the layer has to compute it alone."""
 
 
 class LoraLinear(nn.Module):
     """base_layer(x) + scaling * B A x.
 
     is_adapted: false while the layer is what it was when training started (`as_at_start`). start:
-    the adapter then, if it is kept.
+    the adapter then, if it is kept. group: the layers with which it may be computed.
     """
 
     is_adapted = True
     adapter: type[LoraAdapter] = LoraAdapter
+    group: Group | None = None
 
     def __init__(self, base_layer: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -249,6 +265,10 @@ class LoraLinear(nn.Module):
         self.start: LoraAdapter | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is not None:
+            grouped = self.group.output(self, x)
+            if grouped is not None:
+                return grouped
         lora = self.lora if self.is_adapted else self.start
         # Without a copy of its start an adapter began at zero: the layer was its base.
         if lora is None:

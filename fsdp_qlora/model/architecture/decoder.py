@@ -127,6 +127,20 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of([*values.values()])
 
 
+def kind_of(block: nn.Module) -> Any:
+    """A key for blocks that compute the same: parameters and their modules' plain settings."""
+    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    # Without what differs from block to block and does not change what is computed.
+    settings = [
+        (name, value)
+        for module in block.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | str | None)
+        and name not in ("layer_idx", "layer_index", "seed", "training")
+    ]
+    return type(block), parameters, tuple(settings)
+
+
 class _Reached(Exception):
     """Ends a forward pass."""
 

@@ -19,7 +19,8 @@ class Kept:
     def __init__(self, *tensors: torch.Tensor | None) -> None:
         # None without hooks.
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack, self._unpack = hooks or (None, None)
+        pack, unpack = hooks or (None, None)
+        self._unpack = unpack
         self._versions = [None if each is None else each._version for each in tensors]
         self._packed: list[Any] | None = [*tensors]
         if pack is None:
@@ -37,8 +38,8 @@ class Kept:
         self._packed = None
         assert packed is not None
         if self._unpack is not None:
-            # Under activation checkpointing this starts the block's recomputation.
             unpack = self._unpack
+            # Under activation checkpointing this starts the block's recomputation.
             return tuple(None if each is None else unpack(each) for each in packed)
         if [None if each is None else each._version for each in packed] != self._versions:
             raise RuntimeError("a tensor that the backward pass needs was changed in place")

@@ -1,0 +1,47 @@
+"""Adapted linear layers computed together train as each alone: in every family, on two ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
+
+from tests.helpers.metrics import read_metrics
+from tests.helpers.rounding import SGD
+from tests.helpers.rows import make_rows
+from tests.helpers.run import all_slow_but
+from tests.layers.shards import relative_error
+from tests.parity.test_families import FAMILIES, KNOWN, SMALL
+from tests.parity.test_train_types import train_ours
+
+# biases; experts; latents
+IN_CI = {"qwen2", "qwen3_moe", "deepseek_v3"}
+
+
+def trained(folder: Path, out: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and gradient norms of a run, and its adapter."""
+    settings = {"num_epochs": 2, "gradient_accumulation_steps": 2, "train_type": "qlora", **SGD}
+    losses, _ = train_ours(folder, make_rows(8, seed=3), out, **settings | options)
+    return losses + read_metrics(out, "grad_norm"), load_file(out / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("family", all_slow_but("qwen2", KNOWN, nightly={*FAMILIES} - IN_CI))
+def test_layers_computed_together_train_as_each_alone(family, models, tmp_path):
+    known = CONFIG_MAPPING[family]().to_dict()
+    sizes = {key: size for key, size in SMALL.items() if key in known}
+    folder = models(family, **sizes | FAMILIES[family])
+    plain, expected = trained(folder, tmp_path / "plain", kernels="plain")
+    lean, adapter = trained(folder, tmp_path / "lean", kernels="auto")
+    assert lean == pytest.approx(plain, rel=1e-5) and lean != plain
+    assert adapter.keys() == expected.keys()
+    for name, values in adapter.items():
+        assert relative_error(values, expected[name].double()) < 1e-4
+
+
+def test_layers_computed_together_train_in_16_bits(models, tmp_path):
+    options = {"precision": "bf16", "recompute": "all"}
+    plain, _ = trained(models(), tmp_path / "plain", kernels="plain", **options)
+    lean, _ = trained(models(), tmp_path / "lean", kernels="auto", **options)
+    assert lean == pytest.approx(plain, rel=2e-2) and lean != plain
