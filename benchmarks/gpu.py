@@ -120,8 +120,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ways",
         default="",
-        help="of the part speed: ways to compare, plain,lean,lean+kernels; the last one is beside "
-        "the peers",
+        help="of the part speed: ways to compare, of plain,lean,lean+kernels,auto; the last one is "
+        "beside the peers",
     )
     parser.add_argument(
         "--fa4", action="store_true", help="of the part attention: FlashAttention 4, 80,000 tokens"

@@ -43,13 +43,14 @@ from fsdp_qlora.model.architecture.attention_ways import (
 )
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways, use_ways
+from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways, use_ways, ways_in_use
 from fsdp_qlora.sharding.recompute import set_recompute
 
 LEAN = "lean"
 WITH_KERNELS = "lean+kernels"
+AUTO = "auto"  # what a run's start chooses
 # modules of model/kernels whose part has another name
-_PART_OF = {"nf4": "decoding"}
+_PART_OF = {"nf4": "decoding", "token_loss": "loss"}
 
 
 def error_of(error: Exception) -> str:
@@ -101,15 +102,17 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 def _speed_of(name: str, work: Steps, ranks: Ranks) -> dict[str, Any]:
     """Steps of each batch by these ways, with and without recompute."""
-    if name not in (PLAIN, LEAN, WITH_KERNELS):
-        raise ValueError(f"--ways takes {PLAIN}, {LEAN} and {WITH_KERNELS}, not {name}")
+    known = (PLAIN, LEAN, WITH_KERNELS, AUTO)
+    if name not in known:
+        raise ValueError(f"--ways takes {', '.join(known)}, not {name}")
     if name == WITH_KERNELS and importlib.util.find_spec("triton") is None:
         raise ImportError("Triton is not installed here")
     own = triton_parts() if name == WITH_KERNELS else {}
     train, of_batch = build(work, ranks, kernels=PLAIN if name == PLAIN else "auto")
-    use_ways(Ways() if name == PLAIN else Ways(linears=LEAN, **own))
+    if name != AUTO:
+        use_ways(Ways() if name == PLAIN else Ways(linears=LEAN, **own))
     found: dict[str, Any] = {"layers": make_config(work).num_hidden_layers, "tokens_per_second": {}}
-    found |= {"batches": {}, "memory_bytes": {}, "busy": {}, "kernels": sorted(own)}
+    found |= {"batches": {}, "memory_bytes": {}, "busy": {}, "in_use": ways_in_use()._asdict()}
     for recompute in ("all", "none"):
         if recompute == "none":
             set_recompute(train.run.trainer.model, 0)
