@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
+from fsdp_qlora.model.quantizers.padded_groups import PADDED
 from fsdp_qlora.planning.gpus import Gpu
 
 LEAN = "lean"
@@ -21,6 +22,15 @@ _SAVED_PASSES = {"linears": 65.0, "gate": 95.0, "rotary": 60.0, "norm": 20.0}
 # The share of the host's time that remains: lean linears replace 21 of autograd's functions in a
 # block by 6, and a decoding by one kernel takes a third of the host's time.
 _LAUNCHES = {"linears": 0.65, "decoding": 0.7}
+
+
+# Host seconds for a product with an expert's matrix, in whose layer host and GPU wait for each
+# other: 12 blocks of Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply
+# 9,216, in groups. Padded groups take twice as many launches, single experts six times as many:
+# 462, 875 and 2,666 in a block (stand_in/programs/expert_launches.py).
+IN_GROUPS = 3e-5
+_PADDED = 4e-5
+_ONE_BY_ONE = 7e-5
 
 
 class Program(NamedTuple):
@@ -37,6 +47,8 @@ class Program(NamedTuple):
     """Share of the rate of matrix products that attention achieves."""
     computes_last_again: bool = True
     """Whether recomputing a block includes its last product."""
+    product_seconds: float = IN_GROUPS
+    """Time of the host for a product with an expert's matrix."""
     turns: float = 0.0
     """Share of the shorter of host and GPU in which each waits for the other."""
 
@@ -46,7 +58,9 @@ def expected_ways(config: TrainConfig, gpu: Gpu) -> Ways:
     if config.kernels == PLAIN:
         return Ways()
     is_lean = config.kind.adapter == "lora" and not config.lora_dropout
-    ways = Ways(linears=LEAN if is_lean else PLAIN)
+    ways = Ways(
+        linears=LEAN if is_lean else PLAIN, experts=PLAIN if _groups_experts(gpu) else PADDED
+    )
     if gpu.capability < _FIRST_OF_TRITON:
         return ways
     triton = dict.fromkeys(("rotary", "gate", "norm", "decoding", "loss"), "triton")
@@ -66,8 +80,20 @@ def this_program(ways: Ways, gpu: Gpu) -> Program:
         decoding=1.0 if ways.decoding == PLAIN else 0.7,
         attention=_attention_share(ways.attention, gpu),
         computes_last_again=False,
+        product_seconds=_product_seconds(ways, gpu),
         turns=0.08,
     )
+
+
+def _groups_experts(gpu: Gpu) -> bool:
+    """Whether torch has a kernel for groups of experts on a GPU, in bf16."""
+    return gpu.capability // 10 in (9, 10)
+
+
+def _product_seconds(ways: Ways, gpu: Gpu) -> float:
+    if ways.experts == PADDED:
+        return _PADDED
+    return IN_GROUPS if _groups_experts(gpu) else _ONE_BY_ONE
 
 
 def _attention_share(way: str, gpu: Gpu) -> float:

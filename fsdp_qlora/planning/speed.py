@@ -17,7 +17,7 @@ from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.planning.program_speed import Program, this_program
+from fsdp_qlora.planning.program_speed import IN_GROUPS, Program, this_program
 
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
@@ -25,10 +25,6 @@ _OVERLAP = 0.3  # of the shorter of computing and communicating
 # Time of the host for a token that is generated: 88 to 98 ms for 32 blocks on an H200's host, for 1
 # as for 64 answers at a time.
 _TOKEN_SECONDS = 2.8e-3
-# Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each
-# other: 12 blocks of Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply
-# 9,216, in groups.
-_PRODUCT_SECONDS = 3e-5
 
 
 class Work(NamedTuple):
@@ -194,7 +190,7 @@ def seconds(work: Work, gpu: Gpu, program: Program) -> float:
     memory = decoding * program.decoding + work.hidden * program.passes
     computing = operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    launching = work.products * _PRODUCT_SECONDS + work.blocks * program.block_seconds
+    launching = work.products * program.product_seconds + work.blocks * program.block_seconds
     # The host launches ahead of the GPU, so the slower of them decides.
     both = max(computing, launching) + program.turns * min(computing, launching)
     communicating = (work.link + work.host) / (gpu.link * 1e9)
@@ -244,7 +240,7 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
     num_shards = plan.layout.num_shards
     # Matrix products of a few tokens take less time than reading the weights: 2 bytes in 16 bits.
     memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
+    host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * IN_GROUPS
     moved = 0.0
     if plan.layout.frees_blocks and not gathered:
         moved = size.stored * (num_shards - 1) / num_shards
