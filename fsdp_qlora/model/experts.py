@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.module_state import set_state, state_of
+from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
 from fsdp_qlora.model.quantizers.routed import (
     GROUP_BYTES,
     all_tokens_forward,
@@ -60,6 +62,19 @@ def loops_over_experts(module: nn.Module) -> bool:
     transformers' decorator `use_experts_implementation` sets `is_transposed`.
     """
     return hasattr(module, "is_transposed") or state_of(module).takes_all_tokens
+
+
+def padding_notes(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """A sentence if a run pads the experts of a model on this device."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return  # planned for a GPU elsewhere
+    has_experts = any(map(loops_over_experts, model.modules()))
+    if has_experts and experts_way(device, dtype) == PADDED:
+        yield (
+            "Experts are multiplied in groups and padded to the longest of each, since this GPU "
+            f"has no grouped kernel for {str(dtype).removeprefix('torch.')}: at most one row of "
+            "padding for each row of an expert with more than 16. The log has the number."
+        )
 
 
 def router_linears(model: nn.Module) -> list[str]:

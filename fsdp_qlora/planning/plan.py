@@ -38,6 +38,7 @@ from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.architecture.token_mixers import missing_kernels
 from fsdp_qlora.model.architecture.tokenizer import end_tokens, load_tokenizer
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.model.experts import padding_notes
 from fsdp_qlora.model.formats.methods import take_format
 from fsdp_qlora.model.formats.published import PublishedFormat
 from fsdp_qlora.model.formats.settings import is_quantized
@@ -226,7 +227,6 @@ def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
     counts = count_parameters(meta.parts)
     # in_blocks is 0 where all weights train.
     share_in_blocks = 100 * counts["quantized"] / max(counts["in_blocks"], 1)
-    share = 100 * counts["quantized"] / counts["total"]
     adapted = ""
     if meta.targets:
         kind = "DoRA" if magnitudes(meta.model) else "LoRA"
@@ -236,7 +236,7 @@ def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
         adapted = f" ({adapted})"
     return [
         f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, "
-        f"{share:.1f}% quantized; "
+        f"{100 * counts['quantized'] / counts['total']:.1f}% quantized; "
         f"{format_count(counts['trainable'])} train{adapted}, {precision.name}",
         f"  attention {meta.model.config._attn_implementation}; "
         f"{share_in_blocks:.1f}% of the decoder blocks quantized",
@@ -264,13 +264,14 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
             "Convolutions and states run in plain PyTorch, which is much slower on a GPU. Install "
             f"the kernels: pip install {missing}"
         )
+    if config.kernels != "plain":
+        yield from padding_notes(meta.model, plan.machine.device, plan.precision.compute_dtype)
     for path, (module, rows) in with_token_rows(meta.model).items():
-        count = len(rows.indices)
         # value, gradient and two moments in float32
         needs = format_bytes(16 * rows.trainable_tokens_delta.numel())
         yield (
-            f"New tokens: {count} of the {len(module.weight):,} rows of {path} train ({needs} "
-            "with AdamW's state)."
+            f"New tokens: {len(rows.indices)} of the {len(module.weight):,} rows of {path} train "
+            f"({needs} with AdamW's state)."
         )
     towers = meta.parts.towers
     if towers:

@@ -1,7 +1,8 @@
 """Chooses at the start of a run how the parts of its model are computed, and says it in one line.
 
-Linear layers are computed together wherever --kernels is auto: that follows from the model alone,
-so two runs of one configuration have the same bits. On a GPU each part takes its fastest kernel
+Linear layers are computed together wherever --kernels is auto, and experts are padded on GPUs
+without a grouped kernel: that follows from model and GPU alone, so two runs of one configuration
+have the same bits. On a GPU each part takes its fastest kernel
 among those that are right there: first in a process of its own (trial_process.py), then on every
 rank with the run's sizes.
 """
@@ -18,6 +19,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
+from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, Verdicts, tried_apart
@@ -82,6 +84,7 @@ class TriedKernels:
         ways = Ways() if self.option == PLAIN else Ways(linears=LEAN)
         reasons: dict[str, str] = {}
         if self.form is not None:
+            ways = ways._replace(experts=self._experts_way(self.form))
             sent = all_gather_strings(json.dumps(self._all_measured(self.form)), self.device)
             found = merged([_from_json(each) for each in sent])
             kept = kept_ways(before)
@@ -96,6 +99,13 @@ class TriedKernels:
         if change:
             log.info("%s", change)
         return ways
+
+    def _experts_way(self, form: KernelForm) -> str:
+        """The way of experts: padded if any rank's GPU has no grouped kernel. Collective."""
+        if not any(shape.chosen for shape in form.shapes):
+            return PLAIN
+        own = experts_way(self.device, form.torch_dtype)
+        return PADDED if PADDED in all_gather_strings(own, self.device) else PLAIN
 
     def _all_measured(self, form: KernelForm) -> dict[str, Measured]:
         """This rank's findings, by part. It raises nothing, since the others wait for it."""

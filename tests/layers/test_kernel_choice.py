@@ -1,5 +1,6 @@
 """Which kernels a run takes: those that are right on every rank, and faster."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import Trial, why_wrong
 from fsdp_qlora.run import ways
@@ -145,6 +147,26 @@ def choose_on_a_rank(folder: Path) -> int:
     stop_process_group()
     print(f"rank {ranks.rank}: {chosen == expected}, {last == Ways(linears='lean')}")
     return 0
+
+
+def choose_experts_on_a_rank() -> int:
+    """Rank 1 has a GPU without a grouped kernel."""
+    ranks = read_ranks("cpu")
+    ways.trials = lambda form, device: []
+    ways.experts_way = lambda device, dtype: ("plain", "padded")[ranks.rank]
+    start_process_group(ranks)
+    for chosen in (0, 8):
+        shapes = [BlockShape(hidden=64, heads=2, groups=1, head_dim=32, chosen=chosen)]
+        kernels = TriedKernels("auto", CPU, replace(FORM, shapes=shapes))
+        print(f"{chosen} experts: {kernels.choose().experts}")
+    stop_process_group()
+    return 0
+
+
+def test_all_ranks_pad_their_experts_where_one_has_to(tmp_path):
+    statuses, output = on_ranks(2, choose_experts_on_a_rank, (), tmp_path / "logs")
+    assert statuses == [0, 0], output
+    assert output.count("0 experts: plain") == output.count("8 experts: padded") == 2, output
 
 
 def test_all_ranks_take_the_same_where_one_fails(tmp_path):

@@ -16,7 +16,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.experts import expert_parameters, route_experts, router_linears
+from fsdp_qlora.model.kernels.in_use import Ways
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
+from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.utils import safetensors_files
 from tests.helpers.metrics import read_metrics
 from tests.helpers.models import PROBE, SIZES
@@ -369,3 +371,39 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     for name, parameter in model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
+
+
+def train_padded(argv: list[str]) -> int:
+    """What one rank of a run does whose experts are padded as on a GPU without grouped kernel."""
+    import train
+
+    TriedKernels.choose = lambda *args: Ways(experts="padded")
+    return train.main(argv)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_run_with_padded_experts_on_two_ranks_is_the_plain_run(family, models, tmp_path):
+    options = {
+        "model_name": models(family, **FAMILIES[family]),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8, seed=1)),
+        "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+        "quant_cache": "off",
+        "context_length": 512,
+        "batch_size": 2,
+        "verbose": True,
+        **SETTINGS,
+    }
+    train_ok(2, tmp_path / "plain", kernels="plain", **options)
+    argv = flags(output_dir=tmp_path / "padded", log_to="stdout", **options)
+    statuses, output = on_ranks(2, train_padded, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0] and "rows of padding for" in output, output[-4000:]
+    for key in ("loss", "grad_norm"):
+        assert read_metrics(tmp_path / "padded", key) == pytest.approx(
+            read_metrics(tmp_path / "plain", key), rel=1e-5
+        )
+    adapters = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "padded")
+    ]
+    assert any("experts" in name for name in adapters[0])
+    for name, value in adapters[0].items():
+        assert torch.allclose(adapters[1][name], value, rtol=1e-4, atol=1e-6), name
