@@ -446,16 +446,18 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
+def passes(shape: str, num_blocks: int, **options: Any) -> tuple[Any, Any]:
     """A model of `num_blocks` blocks on one rank, and a function that runs a micro-batch whose
     gradients are accumulated: the bytes that it returns were kept for its backward pass.
+
+    options: of the run, and others than a case's.
     """
     import torch
 
     from fsdp_qlora.data.batches.schedule import StepRows
 
     sdpa = {"attn_implementation": "sdpa", "recompute": "none"}
-    trainer, _, rows = build(shape=shape, layers=num_blocks, **sdpa)
+    trainer, _, rows = build(shape=shape, layers=num_blocks, **sdpa, **options)
     trainer.train_step(StepRows(0, *rows))
     trainer.model.train()
     trainer._set_gradient_sync(False)
