@@ -11,7 +11,8 @@ is the peak of tensors alive during a turn beyond those alive before, counted by
   against all logits and cross entropy; the head is frozen;
 - small model: a training step of a llama (hidden size 768, 6 layers, vocabulary 8,192; rows of 256
   tokens, 60% of them prompt, 2 micro-batches of 4) against transformers' Trainer with PEFT and
-  bitsandbytes, and TRL's where installed;
+  bitsandbytes, and TRL's where installed; and against our own step with --kernels plain;
+- small model, kept: the same without recomputation, by ours and by theirs;
 - dpo: a step of the same model on 4 pairs of rows of 128 tokens, 60% of them prompt, 2
   micro-batches of 2, against TRL's DPOTrainer;
 - distill: a step of the same model, in fp32, on the top 64 tokens of a teacher of 12 layers,
@@ -74,6 +75,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.dora import DoraLinear
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.kernels.in_use import using_ways, ways_in_use
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
@@ -88,7 +90,16 @@ LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
     "lora linear": {"PEFT": (0.95, 0.35)},
     "dora linear": {"our LoRA": (1.15, None), "PEFT": (0.95, 0.35)},
     "head and loss": {"all logits": (0.5, 0.2)},
-    "small model": {"HF Trainer": (0.9, None), "TRL": (0.8, None)},
+    "small model": {
+        "HF Trainer": (0.9, None),
+        "TRL": (0.8, None),
+        "ours, plain": (1.02, None),
+    },
+    "small model, kept": {
+        "HF Trainer": (0.9, None),
+        "TRL": (0.8, None),
+        "ours, plain": (1.02, None),
+    },
     "dpo": {"TRL": (0.66, None)},
     "distill": {"TRL": (0.66, None)},
 }
@@ -217,7 +228,9 @@ def small_shape(args: argparse.Namespace) -> argparse.Namespace:
     )
 
 
-def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+def small_model(
+    args: argparse.Namespace, folder: Path, *, recomputes: bool = True
+) -> dict[str, Step]:
     shape = small_shape(args)
     config = make_checkpoint(folder, shape)
     length = shape.length
@@ -230,12 +243,17 @@ def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
         {"input_ids": row.tolist(), "labels": label.tolist()}
         for row, label in zip(ids, labels, strict=True)
     ]
-    steps = {"ours": our_step(folder, config, data, shape)}
+    recompute = "all" if recomputes else "none"
+    steps = {
+        "ours": our_step(folder, config, data, shape, recompute=recompute),
+        "ours, plain": our_step(folder, config, data, shape, recompute=recompute, kernels="plain"),
+    }
     trainers = {"HF Trainer": hf_trainer} | (
         {"TRL": trl_trainer} if importlib.util.find_spec("trl") else {}
     )
     for name, make in trainers.items():
-        steps[name] = StepByStep(partial(make, folder, rows, args.rounds + 3))
+        start = partial(make, folder, rows, args.rounds + 3, recomputes=recomputes)
+        steps[name] = StepByStep(start)
     return steps
 
 
@@ -334,7 +352,13 @@ def our_step(
 ) -> Step:
     trainer = our_run(folder, config, data, *of_run, **given).trainer
     rows = StepRows(0, data, torch.arange(len(data)).numpy())
-    return lambda: float(trainer.train_step(rows)["loss"])
+    ways = ways_in_use()  # those that this run has chosen
+
+    def run() -> float:
+        with using_ways(ways):
+            return float(trainer.train_step(rows)["loss"])
+
+    return run
 
 
 def our_run(
@@ -362,7 +386,7 @@ def our_run(
     return build_run(options, config, WeightFiles(folder), data, RANKS, target_values=target_values)
 
 
-def load_reference(folder: Path, *, quantized: bool = True) -> nn.Module:
+def load_reference(folder: Path, *, quantized: bool = True, recomputes: bool = True) -> nn.Module:
     """The model as a user of transformers, PEFT and bitsandbytes sets it up, with our adapters'
     initial values.
     """
@@ -378,7 +402,8 @@ def load_reference(folder: Path, *, quantized: bool = True) -> nn.Module:
         attn_implementation="sdpa",
         **({"quantization_config": quantization, "device_map": "cpu"} if quantized else {}),
     )
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recomputes:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lora = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -412,17 +437,31 @@ def training_options(folder: Path, num_steps: int) -> dict[str, Any]:
 
 
 def hf_trainer(
-    folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback
+    folder: Path,
+    rows: list[dict[str, Any]],
+    num_steps: int,
+    callback: TrainerCallback,
+    *,
+    recomputes: bool,
 ) -> Trainer:
     options = TrainingArguments(**training_options(folder, num_steps))
     collate = transformers.default_data_collator
     return Trainer(
-        load_reference(folder), options, collate, train_dataset=rows, callbacks=[callback]
+        load_reference(folder, recomputes=recomputes),
+        options,
+        collate,
+        train_dataset=rows,
+        callbacks=[callback],
     )
 
 
 def trl_trainer(
-    folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback
+    folder: Path,
+    rows: list[dict[str, Any]],
+    num_steps: int,
+    callback: TrainerCallback,
+    *,
+    recomputes: bool,
 ) -> Trainer:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -434,12 +473,12 @@ def trl_trainer(
         max_length=len(rows[0]["input_ids"]),
         dataset_kwargs={"skip_prepare_dataset": True},
         bf16=False,
-        gradient_checkpointing=True,
+        gradient_checkpointing=recomputes,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )
     dataset = Dataset.from_list(rows)
     trainer: Trainer = SFTTrainer(
-        load_reference(folder),
+        load_reference(folder, recomputes=recomputes),
         options,
         train_dataset=dataset,
         processing_class=tokenizer(),
@@ -547,6 +586,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Step]]] = {
     "dora linear": functools.partial(adapted_linear, use_dora=True),
     "head and loss": head_and_loss,
     "small model": small_model,
+    "small model, kept": functools.partial(small_model, recomputes=False),
     "dpo": dpo,
     "distill": distill,
 }
