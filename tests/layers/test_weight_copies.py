@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.model.adapters.grouped import stacked
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.adapters.weight_copies import WeightCopies
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 
-SIZE = 32
+SIZE = 64
 DTYPE = torch.bfloat16
 
 
@@ -82,6 +83,20 @@ def test_steps_have_the_bits_of_fsdp2s(gathered):
     assert len(found) == len(expected) == 2 * (2 + 4 + 4)
     for own, reference in zip(found, expected, strict=True):
         assert own.dtype == reference.dtype and torch.equal(own, reference)
+
+
+def test_copies_of_A_are_one_matrix_without_a_copy():
+    model = with_copies()
+    model(torch.ones(1, SIZE, dtype=DTYPE))
+    adapters = [layer.lora for layer in model.layers]
+    all_A = [adapter.copies[0] for adapter in adapters]
+    together = stacked(all_A, DTYPE)
+    expected = torch.cat([adapter.lora_A.weight for adapter in adapters]).to(DTYPE)
+    assert torch.equal(together, expected) and together.data_ptr() == all_A[0].data_ptr()
+    # in another order they are not below each other
+    assert torch.equal(stacked(all_A[::-1], DTYPE), torch.cat(all_A[::-1]))
+    separate = [lora_A.clone() for lora_A in all_A]
+    assert torch.equal(stacked(separate, DTYPE), expected)
 
 
 def test_a_backward_pass_that_failed_leaves_no_gradient():

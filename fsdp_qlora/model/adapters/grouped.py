@@ -88,8 +88,20 @@ class _GroupProduct(torch.autograd.Function):
 
 
 def stacked(all_A: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A of several adapters, below each other."""
-    return (all_A[0] if len(all_A) == 1 else torch.cat([*all_A])).to(dtype)
+    """A of several adapters, below each other: a view where they lie so in memory.
+
+    The copies of weight_copies.py do.
+    """
+    first, *others = all_A
+    memory = first.untyped_storage().data_ptr()
+    end = first.storage_offset() + first.numel()
+    for lora_A in others:
+        is_next = lora_A.storage_offset() == end
+        if not is_next or lora_A.untyped_storage().data_ptr() != memory:
+            return torch.cat([*all_A]).to(dtype)
+        end += lora_A.numel()
+    num_rows = sum(map(len, all_A))
+    return first.as_strided((num_rows, first.shape[1]), first.stride()).to(dtype)
 
 
 def _update(low: torch.Tensor, lora_B: torch.Tensor, member: Member) -> torch.Tensor:

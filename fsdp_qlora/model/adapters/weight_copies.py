@@ -4,13 +4,17 @@ Where ranks share the weights, FSDP2 makes such copies when it gathers them. On 
 nothing to gather or to reduce, and the hooks of FSDP2's groups would take 13% of the host's time.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter
+
+# Bytes at a multiple of which torch's allocator for CUDA gives memory.
+_ALIGNMENT = 512
 
 
 class WeightCopies:
@@ -58,17 +62,40 @@ class WeightCopies:
 
     def _allocate(self) -> None:
         # Not before weights have their memory.
-        for adapter in self._adapters:
-            weights = (adapter.lora_A.weight, adapter.lora_B.weight)
-            copies = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
-            for copy, weight in zip(copies, weights, strict=True):
-                copy.requires_grad_(weight.requires_grad)
-                if weight.requires_grad:
-                    copy.register_post_accumulate_grad_hook(self._collect_at_end)
-            self._weights += weights
-            self._copies += copies
-            adapter.copies = (copies[0], copies[1])
+        all_A = [adapter.lora_A.weight for adapter in self._adapters]
+        all_B = [adapter.lora_B.weight for adapter in self._adapters]
+        copies_of_A = self._below_each_other(all_A)
+        copies_of_B = [torch.empty_like(weight, dtype=self._dtype) for weight in all_B]
+        self._weights = [*all_A, *all_B]
+        self._copies = [*copies_of_A, *copies_of_B]
         self._versions = [-1] * len(self._weights)
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            copy.requires_grad_(weight.requires_grad)
+            if weight.requires_grad:
+                copy.register_post_accumulate_grad_hook(self._collect_at_end)
+        for adapter, *copies in zip(self._adapters, copies_of_A, copies_of_B, strict=True):
+            adapter.copies = (copies[0], copies[1])
+
+    def _below_each_other(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for copies of A, in one piece for those that follow each other with one width.
+
+        A function over several layers, such as q, k and v, then reads all A as one matrix.
+        """
+        copies: list[torch.Tensor] = []
+        for _, group in itertools.groupby(weights, self._kind):
+            together = [*group]
+            rows = [len(weight) for weight in together]
+            first = together[0]
+            memory = first.new_empty(sum(rows), *first.shape[1:], dtype=self._dtype)
+            # Detached: for autograd they are no views of one tensor.
+            copies += [part.detach() for part in memory.split(rows)]
+        return copies
+
+    def _kind(self, weight: torch.Tensor) -> object:
+        """Equal for weights whose copies lie below each other."""
+        is_aligned = weight.numel() * self._dtype.itemsize % _ALIGNMENT == 0
+        # Behind others a copy would not begin where kernels read fastest.
+        return weight.shape[1:], weight.requires_grad, weight.device, is_aligned or id(weight)
 
     def _forget_failed_pass(self) -> None:
         """Drop what a backward pass has left that ended with an error, such as a lack of memory."""
