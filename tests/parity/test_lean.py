@@ -40,6 +40,23 @@ def test_layers_computed_together_train_as_each_alone(family, models, tmp_path):
         assert relative_error(values, expected[name].double()) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank_pattern": "q_proj=2,v_proj=7,up_proj=6"},
+        pytest.param({"lora_target_modules": "q_proj,v_proj,down_proj"}, marks=pytest.mark.slow),
+    ],
+    ids=["other ranks", "some layers"],
+)
+def test_groups_of_other_ranks_or_some_layers_train_as_each_alone(options, models, tmp_path):
+    plain, expected = trained(models("qwen2"), tmp_path / "plain", kernels="plain", **options)
+    lean, adapter = trained(models("qwen2"), tmp_path / "lean", kernels="auto", **options)
+    assert lean == pytest.approx(plain, rel=1e-5) and lean != plain
+    assert adapter.keys() == expected.keys()
+    for name, values in adapter.items():
+        assert relative_error(values, expected[name].double()) < 1e-4
+
+
 def test_layers_computed_together_train_in_16_bits(models, tmp_path):
     options = {"precision": "bf16", "recompute": "all"}
     plain, _ = trained(models(), tmp_path / "plain", kernels="plain", **options)

@@ -164,6 +164,15 @@ VARIANTS = {
 ROWS: dict[str, Row] = {
     "qlora, llama": Row({"train_type": "qlora"}, model="llama"),
     "qlora": Row({"train_type": "qlora"}),
+    # Layers that are computed together have biases, other ranks, or no adapter.
+    "qlora, ranks": Row(
+        {"train_type": "qlora", "rank_pattern": "q_proj=2,v_proj=7,up_proj=6"},
+        {"rank_pattern": {"q_proj": 2, "v_proj": 7, "up_proj": 6}},
+    ),
+    "qlora, some layers": Row(
+        {"train_type": "qlora", "lora_target_modules": "q_proj,v_proj,down_proj"},
+        {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    ),
     "hqq 8": Row({"train_type": "hqq_lora", "n_bits": 8}),
     "hqq 4": Row({"train_type": "hqq_lora"}),
     "hqq 3": Row({"train_type": "hqq_lora", "n_bits": 3, "group_size": 32}),
