@@ -34,7 +34,7 @@ _ONE_BY_ONE = 7e-5
 
 
 class Program(NamedTuple):
-    """What a program computes besides matrix products, and how fast."""
+    """A program's work besides matrix products, and how fast it is done."""
 
     passes: float = 400.0
     """Over a token's hidden state in a block, in 16 bits, read or written: norms, gates, rotary

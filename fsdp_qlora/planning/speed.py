@@ -48,7 +48,7 @@ class Work(NamedTuple):
     blocks: float = 0
     """Passes through a block, whether forward, recomputed or backward."""
     last_again: tuple[float, float] = (0, 0)
-    """Of `operations` and `decoding`, those of the last products of blocks that recompute."""
+    """The part of `operations` and of `decoding` in the last products of blocks that recompute."""
 
 
 class MicroBatchSize(NamedTuple):

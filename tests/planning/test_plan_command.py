@@ -591,7 +591,7 @@ def test_the_plain_ways_are_planned_as_an_h200_measured_them(tokens, recomputed,
     assert abs(off) < (0.2 if tokens == 4096 else 0.08)
 
 
-def test_kept_activations_of_short_micro_batches_are_planned_faster_than_long_ones():
+def test_kept_activations_of_short_rows_are_planned_faster_than_long_rows():
     kept = planned_rate("RTX 4090", 4096, 0.0, "auto")
     recomputed = planned_rate("RTX 4090", 16384, 1.0, "auto")
     assert 1.2 < kept / recomputed < 1.35
