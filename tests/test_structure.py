@@ -92,7 +92,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def is_kernel(function: ast.FunctionDef) -> bool:
     """Whether Triton compiles it: a launch passes tensors, their strides and sizes one by one."""
-    return any(isinstance(each, ast.Name) and each.id == "jit" for each in function.decorator_list)
+    decorators = [getattr(each, "func", each) for each in function.decorator_list]
+    return any(isinstance(each, ast.Name) and each.id == "jit" for each in decorators)
 
 
 def folder_of(module: str) -> str:

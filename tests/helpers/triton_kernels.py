@@ -14,15 +14,14 @@ CAPABILITIES = (86, 89, 90, 120)
 class Kernel(NamedTuple):
     """How a launch calls a kernel.
 
-    arguments: its tensors and numbers, with Triton's names of their types ("*bf16", "i32"), where
-    pointers and 32-bit numbers are multiples of 16. constants: its tl.constexpr arguments.
-    options: of the launch, such as num_warps.
+    arguments: its tensors and numbers, with Triton's names of their types ("*bf16", "i32").
+    Pointers and 32-bit numbers that it is compiled for are multiples of 16. settings: its
+    tl.constexpr arguments, and options of the launch such as num_warps.
     """
 
     function: Any
     arguments: Mapping[str, str]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any] = {}
+    settings: Mapping[str, Any]
 
 
 class Compiled(NamedTuple):
@@ -30,7 +29,7 @@ class Compiled(NamedTuple):
 
     registers: of a thread. spilled: bytes that a thread keeps in memory for lack of registers.
     wide, narrow: numbers of loads and stores of 128 bits, and of fewer. fused: multiplications with
-    an addition, rounded once.
+    an addition of variables, rounded once.
     """
 
     registers: int
@@ -46,22 +45,24 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {**kernel.arguments, **dict.fromkeys(kernel.constants, "constexpr")}
     names = kernel.function.arg_names
+    constants = {name: value for name, value in kernel.settings.items() if name in names}
+    options = {name: value for name, value in kernel.settings.items() if name not in names}
+    types = {**kernel.arguments, **dict.fromkeys(constants, "constexpr")}
     assert {*names} == types.keys()
     source = ASTSource(
         fn=kernel.function,
         signature={name: types[name] for name in names},
-        constexprs=dict(kernel.constants),
+        constexprs=constants,
         attrs={
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)
-            if types[name].startswith("*") or types[name] == "i32"
+            if types[name].startswith("*")
+            or (types[name] == "i32" and not kernel.function.params[index].do_not_specialize)
         },
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options=dict(kernel.options)
-    )
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=options)
     needs, code = (_dump(compiled.asm["cubin"], flag) for flag in ("-res-usage", "-sass"))
     numbers = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", needs)}
     accesses = re.findall(r"\b(?:LDG|STG)\.E\S*", code)
@@ -71,8 +72,16 @@ def compile_kernel(kernel: Kernel, capability: int) -> Compiled:
         spilled=numbers["LOCAL"] + numbers["STACK"],
         wide=wide,
         narrow=len(accesses) - wide,
-        fused=len(re.findall(r"\bfma\.rn", compiled.asm["ptx"])),
+        fused=_fused(compiled.asm["ptx"]),
     )
+
+
+def _fused(ptx: str) -> int:
+    # Cards before the H100 have no addition or product in bfloat16: they take a * 1 + b and
+    # a * b - 0, with a constant.
+    constants = {*re.findall(r"mov\.b32\s+(%r\d+), -?\w+;", ptx)}
+    operands = (each.split(", ") for each in re.findall(r"\bfma\.rn\S*\s+(.*);", ptx))
+    return sum(not constants.intersection(inputs) for _, *inputs in operands)
 
 
 def _dump(cubin: bytes, flag: str) -> str:

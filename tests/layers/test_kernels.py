@@ -12,7 +12,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from fsdp_qlora.model.architecture.gated_mlp import GatedMlp
-from fsdp_qlora.model.kernels import gate
+from fsdp_qlora.model.architecture.output_again import output_again, output_source
+from fsdp_qlora.model.architecture.rms_norm import FORMS, RmsNorm
+from fsdp_qlora.model.kernels import gate, norm
 from fsdp_qlora.model.kernels.in_use import Ways, using_ways
 
 pytestmark = pytest.mark.quick
@@ -105,3 +107,111 @@ def mlps_agree(activation: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 def test_a_gated_mlp_has_the_same_bits_by_its_kernel(activation, interpreted) -> None:
     assert gate.is_silu(activation) == isinstance(activation, nn.SiLU)
     assert interpreted(mlps_agree, activation)
+
+
+# --- the norm ---
+
+NORMS = [
+    *((form, "rows", torch.bfloat16) for form in FORMS),
+    (norm.ROUNDED_FIRST, "heads", torch.float16),
+    (norm.ROUNDED_LAST, "slices", torch.bfloat16),
+    (norm.ONE_PLUS, "no rows", torch.bfloat16),
+    (norm.ROUNDED_LAST, "rows", torch.float32),
+]
+
+
+def norm_inputs(layout: str, dtype: torch.dtype) -> Tensors:
+    """A gradient of the norm, x and the weight."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"rows": (3, 7, 96), "heads": (2, 11, 3, 16), "slices": (5, 2, 96), "no rows": (0, 5)}
+    shape = shapes[layout]
+    sizes = torch.logspace(-3, 2, shape[0])[(..., *(None for _ in shape[1:]))]
+    x = torch.randn(shape, generator=random) * sizes
+    grad = torch.randn(shape, generator=random).to(dtype)
+    if layout == "slices":
+        x = torch.cat([x, x], dim=-1)
+    weight = torch.rand(shape[-1], generator=random) + 0.5
+    return grad, x.to(dtype)[..., : shape[-1]], weight.to(dtype)
+
+
+def exact_norm(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str) -> Tensors:
+    """The norm and the gradient of x in float64."""
+    x, weight = x.double().requires_grad_(), weight.double() + (form == norm.ONE_PLUS)
+    y = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    return y.detach(), torch.autograd.grad(y, x, grad.double())[0]
+
+
+def by_norm(
+    form: str, layout: str, dtype: torch.dtype, way: str, inputs_only: bool
+) -> tuple[str, Tensors]:
+    """The name of the function that made it, the norm, its gradient, and the norm made again."""
+    grad, x, weight = norm_inputs(layout, dtype)
+    module = RmsNorm(nn.Parameter(weight, requires_grad=False), form, 1e-5)
+    module.inputs_only = inputs_only
+    with using_ways(Ways(norm=way)):
+        y = module(x.requires_grad_())
+        again = y
+        if inputs_only:
+            again = output_again(output_source(y))
+            assert output_again(y.grad_fn) is again or way == "plain"
+        (grad_x,) = torch.autograd.grad(y, x, grad)
+        assert torch.equal(y, module(x.detach()))
+    return type(y.grad_fn).__name__, (y.detach(), grad_x, again.detach())
+
+
+def norm_errors(
+    form: str, layout: str, dtype: torch.dtype
+) -> tuple[list[str], list[list[float]], float]:
+    """What made the norms of both ways, their distances from float64, and between both."""
+    exact = exact_norm(*norm_inputs(layout, dtype), form)
+    makers, errors, results = [], [], []
+    for way in ("plain", "triton"):
+        maker, (*pair, again) = by_norm(form, layout, dtype, way, inputs_only=True)
+        assert torch.equal(again, pair[0]) and again.dtype == dtype
+        assert all(map(torch.equal, pair, by_norm(form, layout, dtype, way, inputs_only=False)[1]))
+        makers.append(maker)
+        errors.append([float((one - other).norm()) for one, other in zip(pair, exact, strict=True)])
+        results.append(pair)
+    different = [(one != other).sum() for one, other in zip(*results, strict=True)]
+    return makers, errors, float(sum(different)) / max(1, 2 * exact[0].numel())
+
+
+@pytest.mark.parametrize("form, layout, dtype", NORMS)
+def test_norms_are_as_near_to_float64_as_torchs(form, layout, dtype, interpreted) -> None:
+    makers, errors, different = interpreted(norm_errors, form, layout, dtype)
+    assert makers == ["InputsOnlyFunctionBackward", "_NormedBackward"]
+    for plain, triton in zip(*errors, strict=True):
+        assert triton <= 1.1 * plain + 1e-9
+    # They round at the same places: few numbers differ, by the order of a sum.
+    assert dtype == torch.float32 or different < 0.002
+
+
+def norm_of_others(way: str) -> list[str]:
+    """What makes norms that no kernel computes."""
+    _, x, weight = norm_inputs("rows", torch.bfloat16)
+    trained = RmsNorm(nn.Parameter(weight), norm.ROUNDED_FIRST, 1e-5)
+    wide_weight = nn.Parameter(weight.float(), requires_grad=False)
+    wide = RmsNorm(wide_weight, norm.ROUNDED_FIRST, 1e-5)
+    one_plus = RmsNorm(wide_weight, norm.ONE_PLUS, 1e-5)
+    frozen = RmsNorm(nn.Parameter(weight, requires_grad=False), norm.ROUNDED_FIRST, 1e-5)
+    cases = [
+        (trained, x),
+        (wide, x),
+        (frozen, x.transpose(0, 1)),
+        (one_plus, x),
+    ]
+    made = []
+    for module, x in cases:
+        with using_ways(Ways(norm=way)):
+            y = module(x.detach().requires_grad_())
+        with using_ways(Ways()):
+            assert torch.equal(y, module(x)) or module is one_plus
+        made.append(type(y.grad_fn).__name__)
+    return made
+
+
+def test_trained_norms_and_other_weights_and_strides_keep_torchs(interpreted) -> None:
+    *others, one_plus = interpreted(norm_of_others, "triton")
+    assert "_NormedBackward" not in others
+    # Its weight counts in float32 anyway.
+    assert one_plus == "_NormedBackward"

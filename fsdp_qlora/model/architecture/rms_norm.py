@@ -1,65 +1,63 @@
-"""RMS norms (Zhang and Sennrich 2019) by torch's function.
+"""RMS norms (Zhang and Sennrich 2019) by one function.
 
 A model's own norms are replaced where ours compute the same on random numbers.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.module_copies import clone_with
 from fsdp_qlora.model.architecture.output_again import InputsOnlyFunction
+from fsdp_qlora.model.kernels.norm import FORMS, norm_fits, rms_norm, rms_norm_gradient
 
-Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
+class _Normed(torch.autograd.Function):
+    """A norm in one kernel each way, of which its input and a factor per token are kept.
 
-class _MetaRmsNorm(torch.autograd.Function):
-    """Stands for a GPU's kernel on the meta device, with its memory, for the plan.
-
-    There torch would compute the norm in several operators, with copies in float32.
+    Args:
+        inputs_only: let the next function ask for the output, and not keep it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        # The kernel saves its input and a factor per token, in float32.
-        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, form: str, eps: float, inputs_only: bool
+    ) -> torch.Tensor:
+        ctx.gives_output = inputs_only
+        ctx.output_again = _normed_again
+        ctx.form = form
+        ctx.eps = eps
+        ctx.again = None
+        y, factors = rms_norm(_rows(x), weight, eps, form)
+        ctx.save_for_backward(x, weight, factors)
+        return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        # Autograd frees saved tensors after this, but not attributes.
+        ctx.again = None
+        x, weight, factors = ctx.saved_tensors
+        rows = _rows(x)
+        grad_rows = grad.reshape(rows.shape)
+        grad_x = rms_norm_gradient(grad_rows, rows, weight, factors, ctx.form)
+        return grad_x.view(x.shape), None, None, None, None
 
 
-def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
-    y: torch.Tensor = _MetaRmsNorm.apply(x) if x.is_meta else F.rms_norm(x, x.shape[-1:], None, eps)
-    return y.to(x.dtype)
+def _normed_again(node: Any) -> torch.Tensor:
+    """The output, which is computed once however often it is asked for."""
+    if node.again is None:
+        x, weight, _ = node.saved_tensors
+        node.again = rms_norm(_rows(x), weight, node.eps, node.form)[0].view(x.shape)
+    return node.again
 
 
-def _rounded_then_weighted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return weight * _normalized(x, eps)
-
-
-def _weighted_then_rounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.is_meta:
-        return _normalized(x, eps) * weight
-    return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
-
-
-def _weighted_by_one_plus(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return (_normalized(x.float(), eps) * (1 + weight.float())).to(x.dtype)
-
-
-# Where models round to 16 bits, and how their weight counts: llama rounds before it multiplies by
-# the weight, gemma adds 1 to the weight and rounds at the end.
-FORMS: dict[str, Form] = {
-    "rounded, then weighted": _rounded_then_weighted,
-    "weighted, then rounded": _weighted_then_rounded,
-    "weighted by 1 + weight": _weighted_by_one_plus,
-}
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, x.shape[-1])
 
 
 class RmsNorm(nn.Module):
@@ -80,6 +78,11 @@ class RmsNorm(nn.Module):
         form = FORMS[self.form]
         weight = self.weight
         eps = self.eps
+        if not weight.requires_grad and norm_fits(x, weight, self.form):
+            if not (torch.is_grad_enabled() and x.requires_grad):
+                return rms_norm(_rows(x), weight, eps, self.form)[0].view(x.shape)
+            fused: torch.Tensor = _Normed.apply(x, weight, self.form, eps, self.inputs_only)
+            return fused
         if not self.inputs_only or weight.requires_grad or not x.requires_grad:
             # `view_as` is a node of its own in autograd's graph: the gradients that x has through
             # the norm are added up there, before those of other users of x are. It is the order

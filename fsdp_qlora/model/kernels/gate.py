@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, ways_in_use
 from fsdp_qlora.model.kernels.rounding import (
     BY_NUMPY,
+    has_rows,
     jit,
     libdevice,
     rounded,
@@ -51,7 +52,7 @@ def _way(*tensors: torch.Tensor) -> str:
     way = ways_in_use().gate
     if way == PLAIN or not runs_by_triton(*tensors):
         return PLAIN
-    return way if all(_has_rows(tensor) for tensor in tensors) else PLAIN
+    return way if all(has_rows(tensor) for tensor in tensors) else PLAIN
 
 
 # --- by torch ---
@@ -77,22 +78,22 @@ def _gradients_(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, keeps_
 BLOCK = 1024
 # A thread has 8 elements, which are one access of 128 bits in 16 bits. 1 + exp(-x) is fused in
 # torch's kernels, too.
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+SETTINGS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def _product_by_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     product = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _launch(product_kernel, gate, up, product, **OPTIONS)
+    _launch(product_kernel, gate, up, product, **SETTINGS)
     return product
 
 
 def _gradients_by_triton_(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, keeps_grad: bool
 ) -> None:
-    _launch(gradients_kernel, grad, gate, up, KEEPS_GRAD=keeps_grad, **OPTIONS)
+    _launch(gradients_kernel, grad, gate, up, KEEPS_GRAD=keeps_grad, **SETTINGS)
 
 
-def _launch(kernel: Any, *tensors: torch.Tensor, **options: Any) -> None:
+def _launch(kernel: Any, *tensors: torch.Tensor, **settings: Any) -> None:
     if not tensors[0].numel():
         return
     if all(tensor.is_contiguous() for tensor in tensors):
@@ -101,18 +102,10 @@ def _launch(kernel: Any, *tensors: torch.Tensor, **options: Any) -> None:
     num_rows, width = rows[0].shape
     blocks = triton.cdiv(width, BLOCK)
     strides = (each.stride(0) for each in rows)
-    kernel[(num_rows * blocks,)](*rows, *strides, width, blocks, BLOCK=BLOCK, **options)
+    kernel[(num_rows * blocks,)](*rows, *strides, width, blocks, **settings)
 
 
-def _has_rows(x: torch.Tensor) -> bool:
-    """Whether x is [rows, width] in its own memory, with each row in one piece."""
-    if x.is_contiguous():
-        return True
-    outer = zip(x.stride()[:-2], x.stride()[1:-1], x.shape[1:-1], strict=True)
-    return x.stride(-1) == 1 and all(first == stride * size for first, stride, size in outer)
-
-
-@jit
+@jit(do_not_specialize=["blocks"])
 def product_kernel(
     gate,
     up,
@@ -134,7 +127,7 @@ def product_kernel(
     tl.store(product + row * product_row + columns, rounded_to(activated * u, dtype), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["blocks"])
 def gradients_kernel(
     grad,
     gate,

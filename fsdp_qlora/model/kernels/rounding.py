@@ -18,6 +18,7 @@ except ImportError:
 
 __all__ = [
     "BY_NUMPY",
+    "has_rows",
     "jit",
     "libdevice",
     "rounded",
@@ -28,9 +29,14 @@ __all__ = [
 ]
 
 
-def jit(function: Any) -> Any:
-    """Compile by Triton at the first call."""
-    return triton.jit(function) if triton else function
+def jit(function: Any = None, **options: Any) -> Any:
+    """Compile by Triton at the first call.
+
+    options: of triton.jit, such as the arguments whose values a kernel is not compiled for.
+    """
+    if triton:
+        return triton.jit(function, **options)
+    return function or (lambda function: function)
 
 
 # With TRITON_INTERPRET=1 numpy computes, on the CPU, for tests: slowly, and without libdevice.
@@ -46,6 +52,14 @@ def runs_by_triton(*tensors: torch.Tensor) -> bool:
     if not (first.is_cuda or (INTERPRETED and first.device.type == "cpu")):
         return False
     return first.dtype in _DTYPES and all(other.dtype == first.dtype for other in others)
+
+
+def has_rows(x: torch.Tensor) -> bool:
+    """Whether x is [rows, width] in its own memory, with each row in one piece."""
+    if x.is_contiguous():
+        return True
+    outer = zip(x.stride()[:-2], x.stride()[1:-1], x.shape[1:-1], strict=True)
+    return x.stride(-1) == 1 and all(first == stride * size for first, stride, size in outer)
 
 
 @jit
