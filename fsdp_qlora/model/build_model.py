@@ -27,6 +27,7 @@ from fsdp_qlora.model.architecture.fused import fuse_modules
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.rope import compute_rope_by_row
+from fsdp_qlora.model.architecture.rotary_binding import bind_rotary
 from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
@@ -113,6 +114,7 @@ def build_model(
     # before quantized and adapted layers, which would not be recognized.
     route_experts(model, device)
     fuse_modules(model)
+    bind_rotary(model)
     keep_documents_apart(model)
     compute_rope_by_row(model)
     meta = _choose(model, config, train_type, layers)

@@ -18,6 +18,7 @@ from fsdp_qlora.model.adapters.insert import fill_start
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.adapters.token_rows import start_token_rows, with_token_rows
 from fsdp_qlora.model.architecture.fused import describe_fused
+from fsdp_qlora.model.architecture.rotary_binding import describe_rotary
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from
@@ -88,6 +89,7 @@ def load_model(
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     log.debug("%s", model)
     log.debug("Blocks: %s.", describe_fused(model))
+    log.debug("Rotary embeddings: %s.", describe_rotary(model))
     materialize(parts, ranks.device, on_host=on_host)
     fill(config, plan, weights, mesh, ranks)
     log.info("Proof: %s; %s", check_byte_account(model, mesh), check_one_layer(parts, weights))

@@ -2,70 +2,127 @@
 
 import pytest
 
-from fsdp_qlora.model.kernels import gate, nf4, token_loss
+from fsdp_qlora.model.kernels import gate, nf4, norm, rotary, token_loss
 from tests.helpers.triton_kernels import CAPABILITIES, Kernel, compile_kernel
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
 MOST_REGISTERS = 64  # of a thread, so that a multiprocessor holds 1,024 threads
-B = "*bf16"
-F = "*fp32"
 
-_GATE = {"width": "i32", "blocks": "i32"}
 
-# Kernels as a launch for an 8B model calls them, and how many loads and stores of fewer than 128
-# bits each has: those of single numbers, and of statistics.
+def arguments(names: str, kind: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+def norm_kernel(width: int) -> Kernel:
+    return Kernel(
+        norm.norm_kernel,
+        arguments("x weight y", "*bf16")
+        | arguments("rstd", "*fp32")
+        | arguments("x_row num_rows", "i32")
+        | arguments("eps", "fp32"),
+        norm.launch_settings(width, norm.ROUNDED_FIRST),
+    )
+
+
+def norm_gradient_kernel(width: int) -> Kernel:
+    return Kernel(
+        norm.gradient_kernel,
+        arguments("grad x weight grad_x", "*bf16")
+        | arguments("rstd", "*fp32")
+        | arguments("grad_row x_row num_rows", "i32"),
+        norm.launch_settings(width, norm.ROUNDED_FIRST),
+    )
+
+
+def rotary_kernel(size: int, *, backward: bool) -> Kernel:
+    return Kernel(
+        rotary.rotary_kernel,
+        arguments("q k cos sin new_q new_k", "*bf16")
+        | arguments("q_row q_head q_token k_row k_head k_token", "i32")
+        | arguments("table_row table_token tokens", "i32"),
+        rotary.launch_settings(32, 8, size, backward),
+    )
+
+
+# Kernels as a launch for an 8B model calls them.
 KERNELS = {
-    "gate": (
-        Kernel(
-            gate.product_kernel,
-            {"gate": B, "up": B, "product": B, **_GATE}
-            | dict.fromkeys(["gate_row", "up_row", "product_row"], "i32"),
-            {"BLOCK": gate.BLOCK},
-            gate.OPTIONS,
-        ),
-        0,
+    "gate": Kernel(
+        gate.product_kernel,
+        arguments("gate up product", "*bf16")
+        | arguments("gate_row up_row product_row width blocks", "i32"),
+        gate.SETTINGS,
     ),
-    "gate's gradients": (
-        Kernel(
-            gate.gradients_kernel,
-            {"grad": B, "gate": B, "up": B, **_GATE}
-            | dict.fromkeys(["grad_row", "gate_row", "up_row"], "i32"),
-            {"BLOCK": gate.BLOCK, "KEEPS_GRAD": False},
-            gate.OPTIONS,
-        ),
-        0,
+    "gate's gradients": Kernel(
+        gate.gradients_kernel,
+        arguments("grad gate up", "*bf16")
+        | arguments("grad_row gate_row up_row width blocks", "i32"),
+        {"KEEPS_GRAD": False, **gate.SETTINGS},
     ),
-    "nf4": (
-        Kernel(
-            nf4.decode_kernel,
-            {"codes": "*u8", "absmax": "*u8", "weights": B, "num_blocks": "i32", "skipped": "i32"}
-            | dict.fromkeys(["nested", "offset", "values", "nested_values"], F),
-            {"NESTED": True, "BLOCKS": nf4.BLOCKS, "BYTES": nf4.BLOCKSIZE // 2},
-            nf4.OPTIONS,
-        ),
-        14,
+    "norm": norm_kernel(4096),
+    "norm's gradient": norm_gradient_kernel(4096),
+    "nf4": Kernel(
+        nf4.decode_kernel,
+        arguments("codes absmax", "*u8")
+        | arguments("nested offset values nested_values", "*fp32")
+        | arguments("weights", "*bf16")
+        | arguments("num_blocks skipped", "i32"),
+        {"NESTED": True, "BLOCKS": nf4.BLOCKS, "BYTES": nf4.BLOCKSIZE // 2, **nf4.OPTIONS},
     ),
-    "loss": (
-        Kernel(
-            token_loss.loss_kernel,
-            {"outputs": B, "targets": "*i64", "losses": F, "factors": F, "vocabulary": "i32"}
-            | {"scale": "fp32", "temperature": "fp32"},
-            {"GRADIENT": True, "BLOCK": token_loss.BLOCK},
-            token_loss.OPTIONS,
-        ),
-        4,
+    "loss": Kernel(
+        token_loss.loss_kernel,
+        arguments("outputs", "*bf16")
+        | arguments("targets", "*i64")
+        | arguments("losses factors", "*fp32")
+        | arguments("vocabulary", "i32")
+        | arguments("scale temperature", "fp32"),
+        {"GRADIENT": True, "BLOCK": token_loss.BLOCK, **token_loss.OPTIONS},
     ),
+    "rotary": rotary_kernel(128, backward=False),
+    "rotary's gradient": rotary_kernel(128, backward=True),
+}
+# Other sizes of models, with other numbers of threads.
+MORE_KERNELS = {
+    "norm of a head": norm_kernel(128),
+    "norm of a head's gradient": norm_gradient_kernel(128),
+    "wide norm": norm_kernel(16384),
+    "wide norm's gradient": norm_gradient_kernel(16384),
+    "rotary of small heads": rotary_kernel(64, backward=False),
+    "rotary of large heads": rotary_kernel(256, backward=True),
+}
+# How many loads and stores of fewer than 128 bits a kernel may have: those of single numbers
+# and statistics, and of rotary tables, which the heads of a token share.
+NARROW = {
+    "nf4": 14,
+    "loss": 4,
+    "norm": 1,
+    "norm's gradient": 1,
+    "norm of a head": 2,
+    "norm of a head's gradient": 3,
+    "wide norm": 1,
+    "wide norm's gradient": 1,
+    "rotary": 8,
+    "rotary's gradient": 8,
+    "rotary of large heads": 8,
 }
 # Kernels that round a product before they add to it.
-ROUND_TWICE = {"nf4"}
+ROUND_TWICE = {name for name in KERNELS | MORE_KERNELS if name.startswith(("nf4", "rotary"))}
+
+
+def check(name: str, kernel: Kernel, capability: int) -> None:
+    compiled = compile_kernel(kernel, capability)
+    assert compiled.registers <= MOST_REGISTERS and not compiled.spilled
+    assert compiled.wide and compiled.narrow <= NARROW.get(name, 0)
+    assert not (name in ROUND_TWICE and compiled.fused)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_for_every_card(name) -> None:
-    kernel, narrow = KERNELS[name]
-    for capability in CAPABILITIES:
-        compiled = compile_kernel(kernel, capability)
-        assert compiled.registers <= MOST_REGISTERS and not compiled.spilled
-        assert compiled.wide and compiled.narrow == narrow
-        assert not (name in ROUND_TWICE and compiled.fused)
+def test_kernels_compile_for_a_datacenter_card(name) -> None:
+    check(name, KERNELS[name], 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", [*KERNELS, *MORE_KERNELS])
+def test_kernels_compile_for_every_card(name, capability) -> None:
+    check(name, (KERNELS | MORE_KERNELS)[name], capability)
