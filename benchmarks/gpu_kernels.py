@@ -32,8 +32,12 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     form = KernelForm(
         shapes=[*dict.fromkeys(block_shapes(make_config(work)))],
         dtype=str(precision.compute_dtype).removeprefix("torch."),
-        tokens=lengths[-1],
+        rows=1,
+        longest=lengths[-1],
         has_silu=True,
+        quant_type="nf4",
+        is_nested=True,
+        vocabulary=128_256,
     )
     found: dict[str, Any] = {
         "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
@@ -48,7 +52,7 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         found["seconds_of_verdicts"] = time.perf_counter() - started
     found |= {"reasons": {}, "ms": {}, "gb_s": {}, "rows": []}
     for tokens in lengths:
-        for part in trials(dataclasses.replace(form, tokens=tokens), ranks.device):
+        for part in trials(dataclasses.replace(form, longest=tokens), ranks.device):
             _measure_part(part, tokens, found, ranks.device)
             note(args, found)  # for the case that time runs out
             release(ranks.device)

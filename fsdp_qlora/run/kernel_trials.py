@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_qlora.model.architecture.attention import VARLEN
+from fsdp_qlora.model.architecture.attention_kernels import FLASH4
+from fsdp_qlora.model.architecture.attention_ways import (
+    attention_inputs,
+    attention_ways,
+    exact_attention,
+)
 from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
-from fsdp_qlora.model.kernels import gate
-from fsdp_qlora.model.kernels.in_use import TRITON
+from fsdp_qlora.model.kernels import gate, nf4, token_loss
+from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
 
@@ -22,6 +29,10 @@ if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
 _FEW = 37
 _MANY = 2048
 _MOST = 16_384
+_CHUNK = 512  # tokens whose logits are in memory at once
+# Lengths of documents that attention is proved with: cuDNN's kernel takes equal ones alone.
+_DOCUMENTS = ([37, 91, 128], [128, 128])
+_LONG_DOCUMENT = 1024
 _SILU = ("silu", "swish")
 
 
@@ -33,21 +44,39 @@ class KernelForm:
     """The sizes of its blocks, each once."""
     dtype: str
     """The dtype that blocks compute in, such as bfloat16."""
-    tokens: int
-    """The tokens of the run's longest micro-batch, as far as it is tried."""
-    has_silu: bool
+    rows: int
+    """The rows of the run's longest micro-batch."""
+    longest: int
+    """The tokens of its longest row."""
+    has_silu: bool = False
     """Whether its MLPs have a gate with SiLU."""
+    quant_type: str = ""
+    """How its base is quantized, nf4 or fp4; empty in other ways."""
+    is_nested: bool = False
+    """Whether the statistics of its base are quantized, too."""
+    vocabulary: int = 0
+    """The columns of its head."""
+    has_varlen: bool = False
+    """Whether torch's kernel for documents of any lengths computes its attention."""
 
     @classmethod
     def of(cls, config: "TrainConfig", plan: "ModelPlan") -> "KernelForm":
         """The form of a planned model."""
         text = plan.config.get_text_config()
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+        quant_type = ""
+        if config.kind.quantizer == "bnb_4bit":
+            quant_type = "fp4" if config.quant_type == "fp4" else "nf4"
         return cls(
             shapes=[*dict.fromkeys(block_shapes(plan.config))],
             dtype=str(plan.precision.compute_dtype).removeprefix("torch."),
-            tokens=min(_MOST, config.batch_size * config.longest_row),
+            rows=config.batch_size,
+            longest=config.longest_row,
             has_silu=activation in _SILU,
+            quant_type=quant_type,
+            is_nested=config.double_quant,
+            vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
+            has_varlen=plan.documents == VARLEN,
         )
 
     @classmethod
@@ -66,6 +95,17 @@ class KernelForm:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the longest micro-batch's rows, as far as they are tried."""
+        longest = min(self.longest, _MOST)
+        return [longest] * min(self.rows, _MOST // longest)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of these rows."""
+        return sum(self.lengths)
+
 
 def trials(form: KernelForm, device: torch.device) -> list[PartTrials]:
     """The parts of such a model that have other ways on this device."""
@@ -73,21 +113,48 @@ def trials(form: KernelForm, device: torch.device) -> list[PartTrials]:
 
 
 def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
-    inner = max((shape.inner for shape in form.shapes), default=0)
-    if form.has_silu and inner:
-        yield _by_tokens("gate", form, partial(_gate, form.torch_dtype, device, inner))
+    dtype = form.torch_dtype
+    # The widest block stands for all.
+    shape = max(form.shapes, key=lambda shape: (shape.inner, shape.attended))
+    if form.has_silu and shape.inner:
+        yield _by_tokens("gate", form, partial(_gate, dtype, device, shape.inner))
+    if form.quant_type:
+        yield _of_decoding(form, shape, device)
+    # In float32 there is no other way.
+    if form.vocabulary and dtype.itemsize == 2:
+        make = partial(_loss, dtype, device, form.vocabulary)
+        few = min(form.tokens, _CHUNK)
+        proofs = [
+            partial(make, _FEW),
+            partial(make, few),
+        ]
+        yield _of_triton("loss", proofs, partial(make, few))
+    if form.has_varlen:
+        yield _of_attention(form, device)
 
 
 def _by_tokens(part: str, form: KernelForm, make: Callable[[int], Trial]) -> PartTrials:
     """The trials of a part whose work is a number of tokens."""
+    many = min(_MANY, form.tokens)
+    proofs = [
+        partial(make, _FEW),
+        partial(make, many),
+    ]
+    return _of_triton(part, proofs, partial(make, form.tokens))
+
+
+def _of_triton(
+    part: str, proofs: Sequence[Callable[[], Trial]], timed: Callable[[], Trial]
+) -> PartTrials:
     ways = [TRITON] if triton else []
+    missing = {} if ways else {TRITON: "not installed"}
     return PartTrials(
         part,
-        ways=ways,
-        proofs=[partial(make, _FEW), partial(make, min(_MANY, form.tokens))],
-        timed=partial(make, form.tokens),
+        ways,
+        proofs,
+        timed,
         apart=ways,
-        missing={} if ways else {TRITON: "not installed"},
+        missing=missing,
     )
 
 
@@ -109,3 +176,99 @@ def _gate(dtype: torch.dtype, device: torch.device, inner: int, tokens: int) -> 
 
     ways = {name: partial(compute, way) for name, way in gate.WAYS.items()}
     return Trial(ways, _random([(tokens, inner)] * 3, dtype, device))
+
+
+def _decoding(form: KernelForm, device: torch.device, num_blocks: int) -> Trial:
+    def compute(way: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        codes, absmax, *nested = tensors
+        both = nested or (None, None)
+        weights = way(
+            codes,
+            absmax,
+            *both,
+            form.quant_type,
+            form.torch_dtype,
+            0,
+        )
+        return [weights]
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(size: int, **options: Any) -> torch.Tensor:
+        return torch.randint(256, (size,), generator=generator, device=device, **options)
+
+    codes = made(num_blocks * nf4.BLOCKSIZE // 2, dtype=torch.uint8)
+    inputs: tuple[torch.Tensor, ...] = (codes, made(num_blocks).float() / 1e4)
+    if form.is_nested:
+        nested = made(-(-num_blocks // nf4.NESTED_BLOCKSIZE)).float() / 1e4
+        offset = torch.full((), 0.05, device=device)
+        inputs = (codes, made(num_blocks, dtype=torch.uint8), nested, offset)
+    return Trial({name: partial(compute, way) for name, way in nf4.WAYS.items()}, inputs)
+
+
+def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:
+    """The trials of decoding a matrix of an MLP, or of attention in a model without one."""
+    size = shape.hidden * (shape.inner or shape.attended)
+    make = partial(_decoding, form, device)
+    whole = partial(make, max(1, size // nf4.BLOCKSIZE))
+    few = partial(make, _FEW)
+    return _of_triton("decoding", [few, whole], whole)
+
+
+def _loss(dtype: torch.dtype, device: torch.device, vocabulary: int, tokens: int) -> Trial:
+    def compute(way: token_loss.Way, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        outputs, targets, factors = tensors
+        losses = way(
+            outputs,
+            targets,
+            factors,
+            token_loss.LogitScale(),
+        )
+        return [losses, outputs]
+
+    def exact(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        outputs, targets, factors = tensors
+        logps = outputs.double().log_softmax(1)
+        is_learned = targets >= 0
+        columns = targets.clamp(min=0)[:, None]
+        losses = -logps.gather(1, columns)[:, 0] * is_learned
+        hits = torch.zeros_like(logps).scatter_(1, columns, 1.0)
+        return [losses, (logps.exp() - hits) * (factors * is_learned)[:, None]]
+
+    ways = {name: partial(compute, way) for name, way in token_loss.WAYS.items()}
+    [outputs] = _random([(tokens, vocabulary)], dtype, device)
+    targets = torch.arange(tokens, device=device) * 7919 % vocabulary
+    targets[::5] = -100
+    factors = torch.full((tokens,), 1 / tokens, device=device)
+    inputs = (
+        outputs * 4,
+        targets,
+        factors,
+    )
+    return Trial(ways, inputs, exact)
+
+
+def _of_attention(form: KernelForm, device: torch.device) -> PartTrials:
+    longest = form.lengths[0]
+    one = attention_inputs(form.shapes, [longest], form.torch_dtype, device)
+    found = attention_ways(one, device)
+
+    def make(lengths: list[int]) -> Trial:
+        inputs = attention_inputs(form.shapes, lengths, form.torch_dtype, device)
+
+        def of_all(way: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [result for each in inputs for result in way(each)]
+
+        ways = {name: partial(of_all, way) for name, way in found.ways.items()}
+        return Trial(ways, exact=partial(of_all, exact_attention))
+
+    ways = [name for name in found.ways if name != PLAIN]
+    long = [min(longest, _LONG_DOCUMENT)] * 2
+    return PartTrials(
+        "attention",
+        ways,
+        proofs=[partial(make, lengths) for lengths in (*_DOCUMENTS, long)],
+        timed=partial(make, form.lengths),
+        apart=[way for way in ways if way == FLASH4],
+        missing=found.missing,
+    )

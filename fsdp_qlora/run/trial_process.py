@@ -135,8 +135,12 @@ def run_trials(
     verdicts: Verdicts = {}
     while True:
         skips = [[part, way] for part, ways in verdicts.items() for way in ways]
+        rest = request._replace(skips=skips)
         current, reason = _run_child(
-            request._replace(skips=skips), verdicts, start_seconds, way_seconds
+            rest,
+            verdicts,
+            start_seconds,
+            way_seconds,
         )
         if current is None and reason:
             raise NotTried(reason)

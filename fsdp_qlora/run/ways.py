@@ -84,12 +84,13 @@ class TriedKernels:
         ways = Ways() if self.option == PLAIN else Ways(linears=LEAN)
         reasons: dict[str, str] = {}
         if self.form is not None:
-            ways = ways._replace(experts=self._experts_way(self.form))
-            sent = all_gather_strings(json.dumps(self._all_measured(self.form)), self.device)
+            experts = self._experts_way(self.form)
+            mine = json.dumps(self._all_measured(self.form))
+            sent = all_gather_strings(mine, self.device)
             found = merged([_from_json(each) for each in sent])
             kept = kept_ways(before)
             chosen = {part: fastest(each, kept.get(part)) for part, each in found.items()}
-            ways = ways._replace(**chosen)
+            ways = ways._replace(experts=kept.get("experts", experts), **chosen)
             reasons = {
                 part: each.reasons.get(kept.get(part, ""), "") for part, each in found.items()
             }

@@ -8,10 +8,11 @@ from typing import NoReturn
 
 import torch
 
+from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
 from fsdp_qlora.run.kernel_trials import KernelForm
 
-FORM = KernelForm(shapes=[], dtype="bfloat16", tokens=64, has_silu=True)
+FORM = KernelForm([BlockShape(64, 4, 2, 16, 96)], "bfloat16", rows=1, longest=64)
 
 
 def plain(x: torch.Tensor) -> list[torch.Tensor]:

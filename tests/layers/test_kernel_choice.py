@@ -1,5 +1,6 @@
 """Which kernels a run takes: those that are right on every rank, and faster."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import Trial, why_wrong
 from fsdp_qlora.run import ways
+from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, Request, kept_verdict, run_trials
 from fsdp_qlora.run.ways import Measured, TriedKernels, describe, fastest, merged
 from tests.helpers import kernel_trials
@@ -113,6 +115,38 @@ def test_the_fastest_right_way_is_taken_and_the_others_are_named():
         "norm": PLAIN,
         "attention": "cudnn",
     }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_trials_have_inputs_for_every_part(dtype):
+    form = KernelForm(
+        [BlockShape(64, 4, 2, 16, 96)],
+        dtype,
+        rows=2,
+        longest=50,
+        has_silu=True,
+        quant_type="nf4",
+        is_nested=dtype == "float16",
+        vocabulary=99,
+        has_varlen=True,
+    )
+    assert KernelForm.from_dict(json.loads(json.dumps(form.to_dict()))) == form
+    parts = trials(form, CPU)
+    assert [part.part for part in parts] == ["gate", "decoding", "loss", "attention"]
+    for part in parts[:-1]:
+        for make in (*part.proofs, part.timed):
+            trial = make()
+            found = trial.results(PLAIN)
+            # Results that other ways overwrite are copies, and each trial is the same.
+            assert all(map(torch.equal, found, make().results(PLAIN)))
+            for each, exact in zip(
+                found, trial.exact(*trial.copies()) if trial.exact else (), strict=False
+            ):
+                assert (each.double() - exact).norm() < 5e-3 * exact.norm()
+    assert parts[-1].missing == {"cudnn": "not on a CPU", "fa4": "not on a CPU"}
+    [output, *_] = parts[-1].proofs[0]().exact()
+    assert output.shape == (256, 4, 16) and output.dtype == torch.float64
 
 
 def choose_on_a_rank(folder: Path) -> int:
