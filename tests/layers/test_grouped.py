@@ -16,6 +16,7 @@ from fsdp_qlora.model.adapters.insert import as_at_start
 from fsdp_qlora.model.adapters.lean import LEAN, can_be_lean
 from fsdp_qlora.model.adapters.lora import LoraAdapter, LoraLinear
 from fsdp_qlora.model.kernels.in_use import Ways, using_ways
+from fsdp_qlora.model.quantizers import bnb_4bit
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import IN, KINDS, adapted, tokens
@@ -95,9 +96,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "hqq", "16 or 32 bits"])
-def test_grouped_layers_are_as_near_to_float64_as_each_alone(kind, recomputes):
+@pytest.mark.parametrize("groups", ["of three factors", "of one factor", "of one layer"])
+def test_grouped_layers_are_as_near_to_float64_as_each_alone(groups, kind, recomputes, monkeypatch):
+    # as with many tokens
+    monkeypatch.setattr(bnb_4bit, "_FUSED_TOKENS", 0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         module = Attention(kind, dtype)
+        for layer in module.layers:
+            if groups == "of one factor":
+                layer.lora.scaling = 1.3
+            elif groups == "of one layer":
+                layer.group = LinearGroup([layer])
         x = tokens().detach().to(dtype).requires_grad_()
         exact = in_float64(module, x)
         alone = errors(results(module, x), exact)
@@ -106,7 +115,9 @@ def test_grouped_layers_are_as_near_to_float64_as_each_alone(kind, recomputes):
         together = errors(found, exact)
         assert max(together) < (1e-6 if dtype == torch.float32 else 1e-2)
         if dtype != torch.float32:
-            assert all(a < 1.1 * b for a, b in zip(together, alone, strict=True))
+            # One gradient of A has 512 numbers, so that its ratio is off by some percent.
+            ratios = [a / b for a, b in zip(together, alone, strict=True)]
+            assert max(ratios) < 1.2 and sum(ratios) < 1.05 * len(ratios)
         # Another order of sums, so that the test is of something else than today's path.
         assert any(map(torch.ne, torch.tensor(together), torch.tensor(alone)))
 

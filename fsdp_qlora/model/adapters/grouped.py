@@ -3,8 +3,8 @@
 Shapes, as in lora.py, for layer i of a group:
     x: [.., in], of N tokens.
     A: [ranks, in], of all layers, below each other.
-    u = A x: [N, ranks]; u_i: [N, rank_i].
-    y_i = b_i + s_i B_i u_i + W_i x: [.., out_i].
+    u_i = s_i A_i x: [N, rank_i]; u of all beside each other: [N, ranks].
+    y_i = b_i + B_i u_i + W_i x: [.., out_i].
 
 The adapter's part of y is written first, and the frozen product is added to it in the memory where
 it belongs, so that nothing is read to add the two. So are the gradients of x through all layers.
@@ -31,11 +31,11 @@ from fsdp_qlora.model.quantizers.products import FrozenProduct
 
 
 class Member(NamedTuple):
-    """A layer's frozen product, s, and the columns of its part of u."""
+    """A layer's frozen product, s and the rank of its adapter."""
 
     base: FrozenProduct
     scaling: float
-    columns: slice
+    rank: int
 
 
 class _GroupProduct(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _GroupProduct(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         count = len(members)
         rows = x.flatten(0, -2)
-        low = rows @ stacked(weights[:count], x.dtype).T
+        low = _low(rows, stacked(weights[:count], x.dtype), members)
         # Before the products run: activation checkpointing then stops before them (kept.py).
         ctx.kept = KeptInput.of(x, low, source)
         # As attributes, for the reason given in lora.py.
@@ -58,8 +58,11 @@ class _GroupProduct(torch.autograd.Function):
         ctx.members = members
         ctx.set_materialize_grads(False)
         outputs: list[torch.Tensor] = []
-        for member, lora_B in zip(members, weights[count:], strict=True):
-            y = _update(low[:, member.columns], lora_B, member)
+        parts = _by_layer(low, members)
+        for member, part, lora_B in zip(members, parts, weights[count:], strict=True):
+            B_T = lora_B.to(x.dtype).T
+            bias = member.base.bias
+            y = part @ B_T if bias is None else torch.addmm(bias, part, B_T)
             member.base.add_product(y, rows)
             outputs.append(as_before(y, x))
         return tuple(outputs)
@@ -75,8 +78,24 @@ class _GroupProduct(torch.autograd.Function):
         grad_ys = [None if grad is None else grad.flatten(0, -2) for grad in grads]
         grad_low = torch.empty_like(low)
         grad_B: list[torch.Tensor | None] = []
-        for member, lora_B, grad_y in zip(members, all_B, grad_ys, strict=True):
-            grad_B.append(low_gradients_(grad_low, low, grad_y, lora_B, member))
+        parts = zip(_by_layer(grad_low, members), _by_layer(low, members), strict=True)
+        for index, (grad_part, part) in enumerate(parts):
+            grad_y = grad_ys[index]
+            if grad_y is None:
+                grad_part.zero_()
+                grad_B.append(None)
+                continue
+            lora_B = all_B[index]
+            # of A x, and not of u
+            torch.addmm(
+                grad_part,
+                grad_y,
+                lora_B.to(low.dtype),
+                beta=0,
+                alpha=members[index].scaling,
+                out=grad_part,
+            )
+            grad_B.append((grad_y.T @ part).to(lora_B.dtype))
         grad_A = _parts_of_A(grad_low.T @ rows, all_A, grad_ys)
         # x may have been computed again: then its gradient can have its memory.
         del rows, low
@@ -104,37 +123,28 @@ def stacked(all_A: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return first.as_strided((num_rows, first.shape[1]), first.stride()).to(dtype)
 
 
-def _update(low: torch.Tensor, lora_B: torch.Tensor, member: Member) -> torch.Tensor:
-    """b + s B u [N, out], in a new tensor, where `low` is u."""
-    B_T = lora_B.to(low.dtype).T
-    if member.base.bias is None:
-        # With beta 0 the first argument is not read, so it may be uninitialized.
-        y = low.new_empty(low.shape[0], B_T.shape[1])
-        return y.addmm_(low, B_T, beta=0, alpha=member.scaling)
-    return torch.addmm(member.base.bias, low, B_T, alpha=member.scaling)
+def _low(rows: torch.Tensor, all_A: torch.Tensor, members: Sequence[Member]) -> torch.Tensor:
+    """u of all layers for x [N, in]."""
+    # With beta 0 it is not read, so it may be uninitialized.
+    low = rows.new_empty(len(rows), len(all_A))
+    scaling = members[0].scaling
+    if all(member.scaling == scaling for member in members):
+        return low.addmm_(rows, all_A.T, beta=0, alpha=scaling)
+    # A product for each factor, which is then applied before the rounding.
+    by_layer = zip(
+        members,
+        _by_layer(low, members),
+        all_A.split([member.rank for member in members]),
+        strict=True,
+    )
+    for member, part, lora_A in by_layer:
+        torch.addmm(part, rows, lora_A.T, beta=0, alpha=member.scaling, out=part)
+    return low
 
 
-def low_gradients_(
-    grad_low: torch.Tensor,
-    low: torch.Tensor,
-    grad_y: torch.Tensor | None,
-    lora_B: torch.Tensor,
-    member: Member,
-) -> torch.Tensor | None:
-    """Write the gradient of a layer's u into its columns of `grad_low`; return B's gradient.
-
-    Args:
-        low: u of all layers.
-    """
-    grad_u = grad_low[:, member.columns]
-    if grad_y is None:
-        grad_u.zero_()
-        return None
-    scaling = member.scaling
-    torch.addmm(grad_u, grad_y, lora_B.to(grad_y.dtype), beta=0, alpha=scaling, out=grad_u)
-    grad_B = low.new_empty(lora_B.shape)
-    grad_B.addmm_(grad_y.T, low[:, member.columns], beta=0, alpha=scaling)
-    return grad_B.to(lora_B.dtype)
+def _by_layer(low: torch.Tensor, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+    """The columns of u, or of its gradient, that belong to each layer."""
+    return [low] if len(members) == 1 else low.split([each.rank for each in members], dim=1)
 
 
 def _parts_of_A(
@@ -172,12 +182,10 @@ def multiply_group(layers: Sequence[LoraLinear], x: torch.Tensor) -> list[torch.
     dtype = bases[0].dtype
     if any(base.dtype != dtype for base in bases):
         return None
-    members: list[Member] = []
-    first = 0
-    for adapter, base in zip(adapters, bases, strict=True):
-        last = first + adapter.lora_A.out_features
-        members.append(Member(base, adapter.scaling, slice(first, last)))
-        first = last
+    members = [
+        Member(base, adapter.scaling, adapter.lora_A.out_features)
+        for adapter, base in zip(adapters, bases, strict=True)
+    ]
     all_A, all_B = zip(*map(computing_weights, adapters), strict=True)
     outputs = _GroupProduct.apply(x.to(dtype), members, output_source(x), *all_A, *all_B)
     return [*outputs]
