@@ -60,8 +60,9 @@ def with_values(plain: Function) -> Function:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         own_args, own_kwargs = tree_map_only(torch.Tensor, alias, (args, kwargs))
         results = plain(*own_args, **own_kwargs)
-        launch()
-        device = _device_of(args, kwargs)
+        with covered():
+            launch()
+        device = args[0].device
         return tree_map_only(torch.Tensor, lambda values: on_device(values, device), results)
 
     return kernel
@@ -84,11 +85,11 @@ def without_values(plain: Function) -> Function:
     forms: dict[Any, Any] = {}
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        key = (*map(_key, args), *((name, _key(each)) for name, each in kwargs.items()))
+        key = (*map(_key, args), *map(_key, kwargs.values()))
         if key not in forms:
             forms[key] = _forms(plain, args, kwargs)
         launch()
-        device = _device_of(args, kwargs)
+        device = args[0].device
         made = [torch.empty_strided(*form[:2], dtype=form[2], device=device) for form in forms[key]]
         return tuple(made) if len(made) > 1 else (made or [None])[0]
 
@@ -118,22 +119,15 @@ def _forms(plain: Function, args: Any, kwargs: Any) -> list[_Form]:
     ]
 
 
-def _device_of(args: Any, kwargs: Any) -> torch.device:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, torch.Tensor) and each.is_cuda:
-            return each.device
-    raise AssertionError("a kernel of no tensor of the device")
-
-
 class _Dim3(ctypes.Structure):
     _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
 
 
 _ONE = _Dim3(1, 1, 1)
+_NO_BYTES = ctypes.c_size_t(0)
 
 
 def launch() -> None:
     """Launch a kernel of no name on the current stream."""
-    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-    with covered():
-        library().cudaLaunchKernel(None, _ONE, _ONE, None, ctypes.c_size_t(0), stream)
+    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    library().cudaLaunchKernel(None, _ONE, _ONE, None, _NO_BYTES, ctypes.c_void_p(stream))
