@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_qlora.model.kernels import gate, nf4, norm, rotary, token_loss
+from fsdp_qlora.model.kernels import float_decoding, gate, nf4, norm, rotary, token_loss
 from tests.helpers.triton_kernels import CAPABILITIES, Kernel, compile_kernel
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
@@ -45,6 +45,18 @@ def rotary_kernel(size: int, *, backward: bool) -> Kernel:
     )
 
 
+def float_kernel(group_size: int, *, divides: bool) -> Kernel:
+    groups = float_decoding.WEIGHTS // group_size
+    return Kernel(
+        float_decoding.decode_kernel,
+        arguments("codes scale_codes", "*u8")
+        | {"global_scales": "*fp32", "weights": "*bf16"}
+        | arguments("num_groups first groups_of_part", "i32"),
+        {"DIVIDES": divides, "MULTIPLIES": False, "GROUPS": groups, "BYTES": group_size // 2}
+        | float_decoding.OPTIONS,
+    )
+
+
 # Kernels as a launch for an 8B model calls them.
 KERNELS = {
     "gate": Kernel(
@@ -69,6 +81,8 @@ KERNELS = {
         | arguments("num_blocks skipped", "i32"),
         {"NESTED": True, "BLOCKS": nf4.BLOCKS, "BYTES": nf4.BLOCKSIZE // 2, **nf4.OPTIONS},
     ),
+    "mxfp4": float_kernel(32, divides=False),
+    "nvfp4": float_kernel(16, divides=True),
     "loss": Kernel(
         token_loss.loss_kernel,
         arguments("outputs", "*bf16")
@@ -94,6 +108,8 @@ MORE_KERNELS = {
 # and statistics, and of rotary tables, which the heads of a token share.
 NARROW = {
     "nf4": 14,
+    "mxfp4": 1,
+    "nvfp4": 5,
     "loss": 4,
     "norm": 1,
     "norm's gradient": 1,
@@ -106,7 +122,8 @@ NARROW = {
     "rotary of large heads": 8,
 }
 # Kernels that round a product before they add to it.
-ROUND_TWICE = {name for name in KERNELS | MORE_KERNELS if name.startswith(("nf4", "rotary"))}
+_ROUNDED = ("nf4", "mxfp4", "nvfp4", "rotary")
+ROUND_TWICE = {name for name in KERNELS | MORE_KERNELS if name.startswith(_ROUNDED)}
 
 
 def check(name: str, kernel: Kernel, capability: int) -> None:

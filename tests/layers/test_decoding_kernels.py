@@ -8,17 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.model.kernels import nf4
+from fsdp_qlora.model.kernels import float_decoding, nf4
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways, using_ways
 from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
+from fsdp_qlora.model.quantizers.e2m1 import global_scale
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.layers.shards import SHAPES, weight_of
 
 pytestmark = pytest.mark.quick
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNELS: dict[str, dict[str, Any]] = {"bnb_4bit": nf4.WAYS}
+KERNELS: dict[str, dict[str, Any]] = {
+    "bnb_4bit": nf4.WAYS,
+    "mxfp4": float_decoding.WAYS,
+    "nvfp4": float_decoding.WAYS,
+}
 # Of five matrices with 96 blocks each: their absmax begin inside of a block of 256.
 EXPERTS = (5, 96, 64)
 BNB = [
@@ -46,6 +51,12 @@ def _fill(layer: Any) -> QuantizedWeight:
     if getattr(layer, "double_quant", False):
         codes, absmax = quantize_blocks(weight, layer.quant_type)
         quantized = (codes, *layer.quantize_absmax(absmax))
+    elif hasattr(layer, "global_scale"):
+        scale = global_scale(weight.abs().max())
+        scale = 1 / scale if layer.multiplies else scale
+        layer.global_scale.copy_(torch.linspace(1, 2, len(layer.global_scale))[:, None] * scale)
+        codes, scales, _ = layer.quantize(weight, scale.view(1, 1))
+        quantized = (codes, scales, layer.global_scale)
     else:
         quantized = layer.quantize(weight)
     for name, values in zip(("weight", *layer.statistics), quantized, strict=False):
@@ -93,6 +104,22 @@ def differences(quantizer: str, shape: tuple[int, ...], options: dict[str, Any])
 @pytest.mark.parametrize("shape", [*SHAPES, EXPERTS], ids=str)
 def test_4bit_blocks_have_bitsandbytes_bits(shape, options, interpreted):
     assert interpreted(differences, "bnb_4bit", shape, options) == []
+
+
+FLOATS: list[tuple[str, dict[str, Any]]] = [
+    ("mxfp4", {}),
+    ("nvfp4", {}),
+    ("nvfp4", {"num_parts": 4}),
+    ("nvfp4", {"multiplies": True}),
+]
+
+
+@pytest.mark.parametrize("quantizer, options", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(32, 64), (3, 33), EXPERTS], ids=str)
+def test_floats_of_4_bits_have_torchs_bits(shape, quantizer, options, interpreted):
+    if "num_parts" in options and math.prod(shape[-2:]) % (options["num_parts"] * 16):
+        pytest.skip("a group would be in two parts")
+    assert interpreted(differences, quantizer, shape, options) == []
 
 
 def no_blocks() -> tuple[int, ...]:

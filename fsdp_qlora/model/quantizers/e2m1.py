@@ -20,6 +20,13 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
+from fsdp_qlora.model.kernels.float_decoding import (
+    MANTISSA,
+    VALUES,
+    GroupScales,
+    decode_groups,
+    decode_scales,
+)
 from fsdp_qlora.model.quantizers.base import (
     NOT_FINITE,
     TOO_LARGE,
@@ -31,15 +38,12 @@ from fsdp_qlora.model.quantizers.base import (
 from fsdp_qlora.model.quantizers.fp8 import has_nan
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# E2M1's magnitudes, by the lower three bits of a code
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LARGEST = _VALUES[-1]  # magnitude of a code
+_LARGEST = VALUES[-1]  # magnitude of a code
 _SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (see QuantizedWeight)
 # MXFP4's scales
-_MANTISSA = 23  # bits of a float32's
 # A quarter of the mantissa's range, which carries over into the exponent:
 # from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
-_ROUND_UP = 1 << _MANTISSA - 2
+_ROUND_UP = 1 << MANTISSA - 2
 _LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
 _NOT_A_NUMBER = 255  # OCP Microscaling Formats 1.0, E8M0
 _MOST_EXPONENT = 127 + 125  # 6 * 2**125 is the largest weight that a float32 holds
@@ -83,14 +87,14 @@ class E2m1Weight(QuantizedWeight):
         self.weight = self._storage(rows, self.row_weights // 2)
         self.scale = self._storage(rows, _SCALES_PER_ROW, torch.float32)
 
-    def scale_values(
+    def group_scales(
         self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The float32 scales that bytes [groups] stand for.
+    ) -> GroupScales:
+        """The scales that bytes [groups] stand for.
 
         first: number of the first group in the weight. global_scale: see `E2m1Tensors`.
         """
-        raise NotImplementedError
+        return GroupScales(codes)
 
     def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         """The bytes of the scales for groups with these largest magnitudes, float32 [groups]."""
@@ -105,8 +109,13 @@ class E2m1Weight(QuantizedWeight):
         groups = slice(first, first + count)
         codes = tensors.weight.view(torch.uint8).view(-1, self.group_size // 2)[groups]
         scale_codes = tensors.scale.view(torch.uint8).view(-1)[groups]
-        scales = self.scale_values(scale_codes, first, tensors.global_scale)
-        values = _values(part.choose(codes), part.choose(scales), dtype)
+        scales = self.group_scales(scale_codes, first, tensors.global_scale)
+        if part.among is not None:
+            # Of matrices with others between them scales are chosen after they are decoded.
+            codes = part.choose(codes)
+            scales = GroupScales(part.choose(decode_scales(scales)))
+        step = groups_at_a_time(codes.device, self.group_size)
+        values = decode_groups(codes, scales, dtype, step)
         return values.view(-1)[:num_weights].view(part.shape)
 
     def tensors(self) -> E2m1Tensors:
@@ -133,7 +142,7 @@ class E2m1Weight(QuantizedWeight):
             scales.append(self.scale_codes(largest, global_scale))
             # Divided by the scale as it is stored, not as it was before rounding: a code is nearest
             # to its weight with the scale that decodes it.
-            divisors = self.scale_values(scales[-1], 0, global_scale)
+            divisors = decode_scales(self.group_scales(scales[-1], 0, global_scale))
             codes.append(_pack(piece.float() / divisors[:, None]))
         return E2m1Tensors(torch.cat(codes), torch.cat(scales), global_scale)
 
@@ -165,18 +174,10 @@ class Mxfp4Weight(E2m1Weight):
             return NOT_FINITE
         return TOO_LARGE if (values > _MOST_EXPONENT).any() else ""
 
-    def scale_values(
-        self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        # E8M0 has the exponent's bias of float32, so a shift makes a float32 of it. Only 2**-127 is
-        # below float32's normal numbers: it has exponent 0 and the first bit of the mantissa.
-        bits = torch.where(codes == 0, 1 << _MANTISSA - 1, codes.int() << _MANTISSA)
-        return bits.int().view(torch.float32)
-
     def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         # The exponent after `_ROUND_UP`, from the float32's bits and so exact. A magnitude has the
         # sign bit 0, so that the shift leaves nothing else.
-        exponent = largest.view(torch.int32) + _ROUND_UP >> _MANTISSA
+        exponent = largest.view(torch.int32) + _ROUND_UP >> MANTISSA
         return (exponent - _LARGEST_EXPONENT).clamp(min=0).to(torch.uint8)
 
 
@@ -229,19 +230,13 @@ class Nvfp4Weight(E2m1Weight):
     def tensors(self) -> E2m1Tensors:
         return E2m1Tensors(self.weight, self.scale, self.global_scale)
 
-    def scale_values(
+    def group_scales(
         self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> GroupScales:
         assert global_scale is not None
-        values = codes.view(torch.float8_e4m3fn).float()
-        global_scales = global_scale.view(-1)
-        if len(global_scales) > 1:
-            # The part of each group: parts are equal, and no group is in two of them.
-            groups_of_part = math.prod(self.shape) // self.group_size // len(global_scales)
-            groups = torch.arange(first, first + len(codes), device=codes.device)
-            global_scales = global_scales[groups // groups_of_part]
-        # Divided, and not multiplied by the reciprocal, which would round twice.
-        return values.mul_(global_scales) if self.multiplies else values.div_(global_scales)
+        # Parts are equal, and no group is in two of them.
+        groups_of_part = math.prod(self.shape) // self.group_size // len(global_scale)
+        return GroupScales(codes, global_scale.view(-1), first, groups_of_part, self.multiplies)
 
     def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         assert global_scale is not None
@@ -296,46 +291,12 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The two values of each byte, [256] integers with the bytes of both in `dtype`."""
-    # A set sign bit adds 8 to a code.
-    negative = [-value for value in _VALUES]
-    values = torch.tensor((*_VALUES, *negative), dtype=dtype)
-    low = torch.arange(256) % 16
-    high = torch.arange(256) // 16
-    pairs = torch.stack([values[low], values[high]], dim=1)
-    # An integer of the size of both values: one look-up copies the pair.
-    integer = torch.int32 if dtype.itemsize == 2 else torch.int64
-    return pairs.view(integer).view(-1).to(device)
-
-
-def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode bytes [groups, group_size / 2] to weights [groups, group_size].
-
-    scales: float32 [groups].
-    """
-    # An entry is both values of a byte: half as many look-ups as for each code.
-    table = _pairs(dtype, codes.device)
-    group_size = 2 * codes.shape[1]
-    decoded = torch.empty(len(codes), group_size, dtype=dtype, device=codes.device)
-    step = groups_at_a_time(codes.device, group_size)
-    for start in range(0, len(codes), step):
-        groups = slice(start, start + step)
-        values = (
-            table.index_select(0, codes[groups].reshape(-1).int()).view(dtype).view(-1, group_size)
-        )
-        # Float32 scales times 16-bit values are rounded once, as they are written.
-        torch.mul(values, scales[groups, None], out=decoded[groups])
-    return decoded
-
-
-@functools.cache
 def _limits(device: torch.device) -> torch.Tensor:
     """The magnitudes above which a value is rounded up, [7] float32.
 
     They are halfway between values, where ties go to the even code.
     """
-    neighbours = itertools.pairwise(_VALUES)
+    neighbours = itertools.pairwise(VALUES)
     halfway = torch.tensor([(low + high) / 2 for low, high in neighbours])
     # bucketize() leaves a value at a limit below it, which is right above an even code. Above an
     # odd code a tie goes up, so the limit is the float32 before it.
