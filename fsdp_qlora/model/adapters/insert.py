@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from fsdp_qlora.config.text import ALL, is_regex
 from fsdp_qlora.distributed.shards import local_part
 from fsdp_qlora.model.adapters.dora import DoraAdapter, DoraLinear, Magnitude
+from fsdp_qlora.model.adapters.lean_mlp import lean_mlp
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
+from fsdp_qlora.model.architecture.gated_mlp import GatedMlp
 from fsdp_qlora.model.architecture.structure import canonical_name, has_tied_embeddings
 from fsdp_qlora.utils.errors import UserError
 
@@ -165,6 +167,9 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
             dropout=options.dropout,
         )
         model.set_submodule(path, wrapped)
+    for module in model.modules():
+        if isinstance(module, GatedMlp):
+            module.with_adapters = lean_mlp
 
 
 def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraOptions) -> None:

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ Roles = tuple[str, str, str]  # names of an MLP's linear layers: gate, up, down
 PIECE = 2**26
 
 
-def _gated(activation: Function, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(activation: Function, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """activation(gate) * up, in a new tensor."""
     if activation is F.silu:
         return silu_product(gate, up)
     return _times(activation(gate), up)
@@ -62,10 +63,10 @@ class Gated(torch.autograd.Function):
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, inputs_only: bool
     ) -> torch.Tensor:
         ctx.gives_output = inputs_only
-        ctx.output_again = lambda node: _gated(activation, *node.saved_tensors)
+        ctx.output_again = lambda node: gated(activation, *node.saved_tensors)
         ctx.activation = activation
         ctx.save_for_backward(gate, up)
-        return _gated(activation, gate, up)
+        return gated(activation, gate, up)
 
     @staticmethod
     @once_differentiable
@@ -82,15 +83,9 @@ class Gated(torch.autograd.Function):
         if by_kernel:
             silu_gradients_(grad, gate, up, keeps_grad=True)
             return gate, up, None, None
-        width = gate.shape[-1]
-        rows = max(1, PIECE // width)
-        pieces = zip(
-            grad.contiguous().view(-1, width).split(rows),
-            gate.view(-1, width).split(rows),
-            up.view(-1, width).split(rows),
-            strict=True,
-        )
-        for grad_piece, gate_piece, up_piece in pieces:
+        for grad_piece, gate_piece, up_piece in _row_pieces(
+            grad.contiguous(), gate, up, most=PIECE
+        ):
             # Both gradients are computed before either input is overwritten.
             gradients = _gated_gradients(ctx.activation, grad_piece, gate_piece, up_piece)
             gate_piece.copy_(gradients[0])
@@ -98,6 +93,41 @@ class Gated(torch.autograd.Function):
             # Before the next piece's are made, which would be there at the same time.
             del gradients
         return gate, up, None, None
+
+
+def gated_gradients_(
+    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> None:
+    """Overwrite grad by activation(gate) * up, and gate and up by their gradients.
+
+    Args:
+        grad: of the product. All are [N, width], without gaps in memory.
+    """
+    # Half the size: a caller that has pieces of a row has memory for whole results besides.
+    for piece in _row_pieces(grad, gate, up, most=PIECE // 2):
+        if activation is F.silu:
+            silu_gradients_(*piece)
+        else:
+            _overwrite(activation, *piece)
+
+
+def _overwrite(
+    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> None:
+    x, activated = with_graph(activation, gate)
+    slope = torch.autograd.grad(activated, x, grad * up)[0]
+    activated = activated.detach()
+    product = activated * up
+    up.copy_(_times(activated, grad))
+    gate.copy_(slope)
+    grad.copy_(product)
+
+
+def _row_pieces(*tensors: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Pieces of whole rows, with at most `most` elements, of tensors [.., width]."""
+    width = tensors[0].shape[-1]
+    rows = max(1, most // width)
+    return zip(*(tensor.view(-1, width).split(rows) for tensor in tensors), strict=True)
 
 
 # --- the modules ---
@@ -132,8 +162,11 @@ class GatedMlp(Mlp):
     """A model's own MLP, with its children under their names.
 
     inputs_only: in the backward pass the input of `down` is computed again, so that nobody keeps
-    it.
+    it. with_adapters: computes it together with the adapters of its layers; gives None where they
+    are called one by one (model/adapters/lean_mlp.py).
     """
+
+    with_adapters: Callable[["GatedMlp", torch.Tensor], torch.Tensor | None] | None = None
 
     def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
         nn.Module.__init__(self)
@@ -143,12 +176,16 @@ class GatedMlp(Mlp):
         # There are kernels for SiLU, under whichever name a model has it.
         self.activation = F.silu if is_silu(activation) else activation
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = None if self.with_adapters is None else self.with_adapters(self, x)
+        return super().forward(x) if y is None else y
+
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         # By name at each call, since adapters and quantized layers have taken their places.
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
         if not torch.is_grad_enabled():
-            return down(_gated(self.activation, gate(x), up(x)))
+            return down(gated(self.activation, gate(x), up(x)))
         y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.inputs_only))
         return y
 
