@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from fsdp_qlora.model.adapters.grouped import stacked
 from fsdp_qlora.model.adapters.lean import is_lean_now
 from fsdp_qlora.model.adapters.lora import as_before, computing_weights
 from fsdp_qlora.model.architecture import chunking
@@ -96,7 +97,7 @@ class _Pass:
             lora_A, lora_B = (weight.to(dtype) for weight in weights[2 * index : 2 * index + 2])
             layers.append(_Layer(base, lora_A, lora_B, call.scalings[index]))
         self.gate, self.up, self.down = layers
-        self.both_A = torch.cat([self.gate.lora_A, self.up.lora_A])
+        self.both_A = stacked([self.gate.lora_A, self.up.lora_A], dtype)
         self.ranks = [len(self.gate.lora_A), len(self.up.lora_A)]
         self.activation = call.activation
 
