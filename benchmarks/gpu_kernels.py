@@ -17,6 +17,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.kernels.in_use import PLAIN
+from fsdp_qlora.model.kernels.norm import ROUNDED_FIRST
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, why_wrong
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, tried_apart
@@ -35,6 +36,7 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         rows=1,
         longest=lengths[-1],
         has_silu=True,
+        norms=[ROUNDED_FIRST],
         quant_type="nf4",
         is_nested=True,
         vocabulary=128_256,

@@ -15,8 +15,9 @@ from fsdp_qlora.model.architecture.attention_ways import (
     attention_ways,
     exact_attention,
 )
+from fsdp_qlora.model.architecture.rms_norm import RmsNorm
 from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
-from fsdp_qlora.model.kernels import gate, nf4, token_loss
+from fsdp_qlora.model.kernels import gate, nf4, norm, rotary, token_loss
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
@@ -34,6 +35,7 @@ _CHUNK = 512  # tokens whose logits are in memory at once
 _DOCUMENTS = ([37, 91, 128], [128, 128])
 _LONG_DOCUMENT = 1024
 _SILU = ("silu", "swish")
+_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class KernelForm:
     """The tokens of its longest row."""
     has_silu: bool = False
     """Whether its MLPs have a gate with SiLU."""
+    norms: Sequence[str] = ()
+    """The names of its norms' forms."""
     quant_type: str = ""
     """How its base is quantized, nf4 or fp4; empty in other ways."""
     is_nested: bool = False
@@ -64,6 +68,7 @@ class KernelForm:
         """The form of a planned model."""
         text = plan.config.get_text_config()
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+        modules = plan.meta.model.modules()
         quant_type = ""
         if config.kind.quantizer == "bnb_4bit":
             quant_type = "fp4" if config.quant_type == "fp4" else "nf4"
@@ -73,6 +78,7 @@ class KernelForm:
             rows=config.batch_size,
             longest=config.longest_row,
             has_silu=activation in _SILU,
+            norms=sorted({each.form for each in modules if isinstance(each, RmsNorm)}),
             quant_type=quant_type,
             is_nested=config.double_quant,
             vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
@@ -116,8 +122,11 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
     dtype = form.torch_dtype
     # The widest block stands for all.
     shape = max(form.shapes, key=lambda shape: (shape.inner, shape.attended))
+    yield _by_tokens("rotary", form, partial(_rotary, dtype, device, shape))
     if form.has_silu and shape.inner:
         yield _by_tokens("gate", form, partial(_gate, dtype, device, shape.inner))
+    if form.norms:
+        yield _by_tokens("norm", form, partial(_norm, dtype, device, shape.hidden, form.norms))
     if form.quant_type:
         yield _of_decoding(form, shape, device)
     # In float32 there is no other way.
@@ -176,6 +185,63 @@ def _gate(dtype: torch.dtype, device: torch.device, inner: int, tokens: int) -> 
 
     ways = {name: partial(compute, way) for name, way in gate.WAYS.items()}
     return Trial(ways, _random([(tokens, inner)] * 3, dtype, device))
+
+
+def _rotary(dtype: torch.dtype, device: torch.device, shape: BlockShape, tokens: int) -> Trial:
+    def compute(way: Callable[..., rotary.Pair], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [*way(*tensors, False), *way(*tensors, True)]
+
+    size = shape.head_dim
+    table = (1, tokens, size)
+    sizes = [
+        (1, tokens, shape.heads, size),
+        (1, tokens, shape.groups, size),
+        table,
+        table,
+    ]
+    query, key, cos, sin = _random(sizes, dtype, device)
+    ways = {name: partial(compute, way) for name, way in rotary.WAYS.items()}
+    # as projections leave them in memory: a token's heads beside each other
+    inputs = (
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        cos,
+        sin,
+    )
+    return Trial(ways, inputs)
+
+
+def _norm(
+    dtype: torch.dtype, device: torch.device, hidden: int, forms: Sequence[str], tokens: int
+) -> Trial:
+    def compute(way: norm.NormWay, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        grad, x, weight = tensors
+        results = []
+        for form in forms:
+            y, factors = way.norm(x, weight, _EPS, form)
+            results += [y, way.gradient(grad, x, weight, factors, form)]
+        return results
+
+    def exact(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        grad, x, weight = (each.double() for each in tensors)
+        factors = (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
+        normed = x * factors
+        results = []
+        for form in forms:
+            scale = weight + (form == norm.ONE_PLUS)
+            along = (grad * scale * normed).mean(-1, keepdim=True)
+            results += [normed * scale, factors * (grad * scale - normed * along)]
+        return results
+
+    ways = {name: partial(compute, way) for name, way in norm.WAYS.items()}
+    rows = (tokens, hidden)
+    sizes = [
+        rows,
+        rows,
+        (hidden,),
+    ]
+    inputs = _random(sizes, dtype, device)
+    return Trial(ways, inputs, exact)
 
 
 def _decoding(form: KernelForm, device: torch.device, num_blocks: int) -> Trial:

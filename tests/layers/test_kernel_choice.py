@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.model.architecture.shapes import BlockShape
+from fsdp_qlora.model.kernels import norm
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import Trial, why_wrong
 from fsdp_qlora.run import ways
@@ -23,6 +24,7 @@ from tests.helpers.kernel_trials import FORM, broken, in_place, of_ways, plain, 
 from tests.helpers.run import on_ranks
 
 CPU = torch.device("cpu")
+PARTS = ["rotary", "gate", "norm", "decoding", "loss", "attention"]
 VERDICT = {"gate": {"in_place": "", "crashes": "ended its process by signal 11"}}
 
 
@@ -126,6 +128,7 @@ def test_trials_have_inputs_for_every_part(dtype):
         rows=2,
         longest=50,
         has_silu=True,
+        norms=[*norm.FORMS],
         quant_type="nf4",
         is_nested=dtype == "float16",
         vocabulary=99,
@@ -133,7 +136,7 @@ def test_trials_have_inputs_for_every_part(dtype):
     )
     assert KernelForm.from_dict(json.loads(json.dumps(form.to_dict()))) == form
     parts = trials(form, CPU)
-    assert [part.part for part in parts] == ["gate", "decoding", "loss", "attention"]
+    assert [part.part for part in parts] == PARTS
     for part in parts[:-1]:
         for make in (*part.proofs, part.timed):
             trial = make()
