@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class KernelForm:
     """The tokens of its longest row."""
     has_silu: bool = False
     """Whether its MLPs have a gate with SiLU."""
-    norms: Sequence[str] = ()
+    norms: list[str] = field(default_factory=list)
     """The names of its norms' forms."""
     quant_type: str = ""
     """How its base is quantized, nf4 or fp4; empty in other ways."""
