@@ -208,7 +208,7 @@ class LinearGroup:
         if x is self._x and layer in self._waiting:
             return self._take(layer)
         self.forget()
-        if not is_lean_now(self.layers):
+        if not is_lean_now(self.layers, x):
             return None
         outputs = multiply_group(self.layers, x)
         if outputs is None:

@@ -31,12 +31,20 @@ def can_be_lean(layer: nn.Module) -> bool:
     return isinstance(base, nn.Linear) and not base.weight.requires_grad
 
 
-def is_lean_now(layers: Iterable[nn.Module | None]) -> bool:
+def is_lean_now(layers: Iterable[nn.Module | None], x: torch.Tensor) -> bool:
     """Whether one function may compute all of these layers in this call.
 
-    Not without gradients, for a reference, with dropout or where a hook waits for a layer's call.
+    Not for a reference, with dropout or where a hook waits for a layer's call.
+
+    Args:
+        x: [.., tokens, in].
     """
-    if ways_in_use().linears != LEAN or not torch.is_grad_enabled():
+    if ways_in_use().linears != LEAN:
+        return False
+    # One token of each answer that is generated: the time is the host's for calls, not the GPU's.
+    # All other passes without gradients give the bits of a step, such as log-probabilities that a
+    # step's are divided by.
+    if not torch.is_grad_enabled() and x.shape[-2] == 1:
         return False
     return all(layer is not None and _is_lean_now(layer) for layer in layers)
 

@@ -40,7 +40,8 @@ class _Call(NamedTuple):
     """Inputs of both passes besides the adapters' weights.
 
     piece: tokens of a piece; None for all at once. decodes_once: for all pieces. kept: x, unless
-    `source` can compute it again (`output_source`), and at once also u, gate and up.
+    `source` can compute it again (`output_source`), and at once also u, gate and up; nothing
+    without gradients.
     """
 
     bases: Sequence[FrozenProduct]
@@ -49,6 +50,7 @@ class _Call(NamedTuple):
     piece: int | None
     decodes_once: bool
     source: Any
+    keeps: bool
     kept: Kept | None = None
 
 
@@ -159,7 +161,7 @@ class _Pass:
 def lean_mlp(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor | None:
     """The MLP's output for x [.., hidden]; None where its layers are to be called one by one."""
     layers: list[Any] = [mlp._modules[name] for name in mlp.roles]
-    if not is_lean_now(layers):
+    if not is_lean_now(layers, x):
         return None
     bases = [frozen_product(layer.base_layer, x) for layer in layers]
     dtype = bases[0].dtype
@@ -171,7 +173,8 @@ def lean_mlp(mlp: GatedMlp, x: torch.Tensor) -> torch.Tensor | None:
     scalings = [layer.lora.scaling for layer in layers]
     piece, decodes_once = _pieces(mlp, x)
     source = output_source(x)
-    call = _Call(bases, scalings, mlp.activation, piece, decodes_once, source)
+    keeps = torch.is_grad_enabled()
+    call = _Call(bases, scalings, mlp.activation, piece, decodes_once, source, keeps)
     x = x.to(dtype)
     forward = _forward_at_once if piece is None else _forward_in_pieces
     with torch.no_grad():
@@ -205,7 +208,9 @@ def _pieces(mlp: GatedMlp, x: torch.Tensor) -> tuple[int | None, bool]:
 # What is kept is so before the last product: activation checkpointing stops before that (kept.py).
 
 
-def _forward_at_once(call: _Call, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
+def _forward_at_once(
+    call: _Call, x: torch.Tensor, weights: Weights
+) -> tuple[torch.Tensor, Kept | None]:
     """y [N, hidden], and what the backward pass needs."""
     layers = _Pass(call, weights)
     low, *inner = layers.gate_and_up(x.flatten(0, -2))
@@ -214,7 +219,9 @@ def _forward_at_once(call: _Call, x: torch.Tensor, weights: Weights) -> tuple[to
     return layers.down.output(*layers.h(inner)), kept
 
 
-def _forward_in_pieces(call: _Call, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
+def _forward_in_pieces(
+    call: _Call, x: torch.Tensor, weights: Weights
+) -> tuple[torch.Tensor, Kept | None]:
     """y [N, hidden], and what the backward pass needs."""
     assert call.piece is not None
     kept = _keep(call, x)
@@ -228,7 +235,9 @@ def _forward_in_pieces(call: _Call, x: torch.Tensor, weights: Weights) -> tuple[
 
 
 @torch.enable_grad()
-def _keep(call: _Call, x: torch.Tensor, *others: torch.Tensor) -> Kept:
+def _keep(call: _Call, x: torch.Tensor, *others: torch.Tensor) -> Kept | None:
+    if not call.keeps:
+        return None
     return Kept(*others) if call.source is not None else Kept(x, *others)
 
 
