@@ -17,10 +17,12 @@ from fsdp_qlora.model.architecture.attention_ways import (
 )
 from fsdp_qlora.model.architecture.rms_norm import RmsNorm
 from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
-from fsdp_qlora.model.kernels import gate, nf4, norm, rotary, token_loss
+from fsdp_qlora.model.kernels import float_decoding, gate, nf4, norm, rotary, token_loss
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
+from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
 
 if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
     from fsdp_qlora.config.options import TrainConfig
@@ -36,6 +38,9 @@ _DOCUMENTS = ([37, 91, 128], [128, 128])
 _LONG_DOCUMENT = 1024
 _SILU = ("silu", "swish")
 _EPS = 1e-6
+# Weights that share a scale.
+_MXFP4_GROUP = 32
+_NVFP4_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class KernelForm:
     """How its base is quantized, nf4 or fp4; empty in other ways."""
     is_nested: bool = False
     """Whether the statistics of its base are quantized, too."""
+    has_float4: bool = False
+    """Whether weights of its base are in MXFP4 or NVFP4."""
     vocabulary: int = 0
     """The columns of its head."""
     has_varlen: bool = False
@@ -68,10 +75,8 @@ class KernelForm:
         """The form of a planned model."""
         text = plan.config.get_text_config()
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-        modules = plan.meta.model.modules()
-        quant_type = ""
-        if config.kind.quantizer == "bnb_4bit":
-            quant_type = "fp4" if config.quant_type == "fp4" else "nf4"
+        modules = [*plan.meta.model.modules()]
+        of_bnb = [each for each in modules if isinstance(each, Bnb4bitWeight)]
         return cls(
             shapes=[*dict.fromkeys(block_shapes(plan.config))],
             dtype=str(plan.precision.compute_dtype).removeprefix("torch."),
@@ -79,8 +84,9 @@ class KernelForm:
             longest=config.longest_row,
             has_silu=activation in _SILU,
             norms=sorted({each.form for each in modules if isinstance(each, RmsNorm)}),
-            quant_type=quant_type,
-            is_nested=config.double_quant,
+            quant_type=of_bnb[0].quant_type if of_bnb else "",
+            is_nested=any(each.double_quant for each in of_bnb),
+            has_float4=any(isinstance(each, E2m1Weight) for each in modules),
             vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
             has_varlen=plan.documents == VARLEN,
         )
@@ -127,7 +133,7 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         yield _by_tokens("gate", form, partial(_gate, dtype, device, shape.inner))
     if form.norms:
         yield _by_tokens("norm", form, partial(_norm, dtype, device, shape.hidden, form.norms))
-    if form.quant_type:
+    if form.quant_type or form.has_float4:
         yield _of_decoding(form, shape, device)
     # In float32 there is no other way.
     if form.vocabulary and dtype.itemsize == 2:
@@ -275,10 +281,36 @@ def _decoding(form: KernelForm, device: torch.device, num_blocks: int) -> Trial:
 def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:
     """The trials of decoding a matrix of an MLP, or of attention in a model without one."""
     size = shape.hidden * (shape.inner or shape.attended)
-    make = partial(_decoding, form, device)
-    whole = partial(make, max(1, size // nf4.BLOCKSIZE))
-    few = partial(make, _FEW)
-    return _of_triton("decoding", [few, whole], whole)
+    makes: list[tuple[Callable[[int], Trial], int]] = []
+    if form.quant_type:
+        makes.append((partial(_decoding, form, device), nf4.BLOCKSIZE))
+    if form.has_float4:
+        for group_size in (_MXFP4_GROUP, _NVFP4_GROUP):
+            makes.append((partial(_float4, form.torch_dtype, device, group_size), group_size))
+    proofs = []
+    for make, weights in makes:
+        proofs += [partial(make, _FEW), partial(make, max(1, size // weights))]
+    # A model has one of these formats for nearly all of its weights.
+    return _of_triton("decoding", proofs, proofs[1])
+
+
+def _float4(dtype: torch.dtype, device: torch.device, group_size: int, num_groups: int) -> Trial:
+    def compute(way: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        codes, scales, *global_scales = tensors
+        global_scale = global_scales[0] if global_scales else None
+        groups = float_decoding.GroupScales(scales, global_scale, groups_of_part=num_groups)
+        return [way(codes, groups, dtype, num_groups)]
+
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.uint8}
+    codes = torch.randint(256, (num_groups, group_size // 2), **options)
+    # Around 1 in E8M0 and in E4M3, whose largest codes are no numbers.
+    middle = 127 if group_size == _MXFP4_GROUP else 56
+    scales = torch.randint(middle - 8, middle + 8, (num_groups,), **options)
+    inputs: tuple[torch.Tensor, ...] = (codes, scales)
+    if group_size == _NVFP4_GROUP:
+        inputs = (*inputs, torch.full((1,), 3.7, device=device))
+    return Trial({name: partial(compute, way) for name, way in float_decoding.WAYS.items()}, inputs)
 
 
 def _loss(dtype: torch.dtype, device: torch.device, vocabulary: int, tokens: int) -> Trial:

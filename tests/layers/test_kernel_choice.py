@@ -131,6 +131,7 @@ def test_trials_have_inputs_for_every_part(dtype):
         norms=[*norm.FORMS],
         quant_type="nf4",
         is_nested=dtype == "float16",
+        has_float4=True,
         vocabulary=99,
         has_varlen=True,
     )
