@@ -1,5 +1,6 @@
 """Long rows' MLPs in pieces of their tokens: the same values, as many products, and less memory."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -17,6 +19,7 @@ from fsdp_qlora.model.architecture import chunking
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.fused import fuse_modules, set_save_inputs_only
 from fsdp_qlora.model.architecture.gated_mlp import GatedMlp, Mlp, as_own_mlp
+from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.architecture.rms_norm import FORMS, RmsNorm
 from tests.layers.test_lora_product import IN, adapted, assert_near
 
@@ -205,3 +208,20 @@ def test_blocks_that_keep_activations_are_not_chunked(set_piece):
         calls.clear()
         block(torch.randn(TOKENS, IN))
         assert calls["down"] == number
+
+
+def test_what_hooks_refer_to_is_freed_with_the_tensors_that_are_taken():
+    class Held:
+        """Stands for the frame of a checkpoint, which refers to what it computes with."""
+
+    held = Held()
+    alive = weakref.ref(held)
+
+    def unpack(packed: torch.Tensor, held: Held = held) -> torch.Tensor:
+        return packed
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        kept = Kept(torch.ones(3))
+    del held, unpack
+    assert alive() is not None and kept.take()[0].tolist() == [1, 1, 1]
+    assert alive() is None

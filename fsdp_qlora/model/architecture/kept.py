@@ -20,7 +20,7 @@ class Kept:
         # None without hooks.
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, unpack = hooks or (None, None)
-        self._unpack = unpack
+        self._unpack: Any = unpack
         self._versions = [None if each is None else each._version for each in tensors]
         self._packed: list[Any] | None = [*tensors]
         if pack is None:
@@ -34,11 +34,13 @@ class Kept:
         Raises:
             RuntimeError: one of them has been changed in place.
         """
-        packed = self._packed
+        packed, unpack = self._packed, self._unpack
+        # A node of the graph may have this object until all of the backward pass is done: neither
+        # the tensors nor what the hook refers to may live as long.
         self._packed = None
+        self._unpack = None
         assert packed is not None
-        if self._unpack is not None:
-            unpack = self._unpack
+        if unpack is not None:
             # Under activation checkpointing this starts the block's recomputation.
             return tuple(None if each is None else unpack(each) for each in packed)
         if [None if each is None else each._version for each in packed] != self._versions:
