@@ -91,7 +91,9 @@ def without_values(plain: Function) -> Function:
         launch()
         device = args[0].device
         made = [torch.empty_strided(*form[:2], dtype=form[2], device=device) for form in forms[key]]
-        return tuple(made) if len(made) > 1 else (made or [None])[0]
+        if not made:
+            return None
+        return made[0] if len(made) == 1 else tuple(made)
 
     return kernel
 

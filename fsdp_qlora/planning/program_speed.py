@@ -1,8 +1,8 @@
 """How fast a program computes what is in a step besides its matrix products.
 
-The figures of this program are fitted to the steps that an H200 ran with the plain ways
-(benchmarks/results/gpu_h200.json). What other ways save is derived from the bytes that they read
-and write, and from the launches that they leave out. No card has measured it yet.
+The figures of this program are fitted to the steps that an H200 ran with the plain ways. What other
+ways save is derived from the bytes that they read and write, and from the launches that they leave
+out. No card has measured it yet.
 """
 
 from typing import NamedTuple

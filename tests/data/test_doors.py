@@ -123,7 +123,7 @@ OTHERWISE = {
         distributed.supervision.clock:limit_memory
         distributed.supervision.launch:_torchrun_has_nproc utils.machine:_cgroup_free
         training.rl.rewards:work utils.redact:_RedactedStream._dropped_if_lost
-        sharding.loading.weight_files:_buffer
+        sharding.loading.weight_files:_buffer run.trial_process:_key
     """,
     OWN: """
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files

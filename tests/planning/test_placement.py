@@ -260,8 +260,9 @@ def test_experts_of_equal_sizes_are_measured_once(train_type, monkeypatch):
     def measured(num_experts: int) -> tuple[list[BlockBytes], int]:
         mixture = copy.deepcopy(MIXTURE)
         mixture.num_experts = num_experts
+        parts = _parts(train_type, mixture)
         with CountedOperators() as operators:
-            blocks = measure_blocks(_parts(train_type, mixture), BF16, Lengths([15 * 47]), None)
+            blocks = measure_blocks(parts, BF16, Lengths([15 * 47]), None)
         return blocks, operators.count
 
     measured(16)  # makes what a process makes once
