@@ -43,10 +43,9 @@ from fsdp_qlora.model.architecture.attention_ways import (
 )
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways, use_ways, ways_in_use
+from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, TRITON, Ways, use_ways, ways_in_use
 from fsdp_qlora.sharding.recompute import set_recompute
 
-LEAN = "lean"
 WITH_KERNELS = "lean+kernels"
 AUTO = "auto"  # what a run's start chooses
 # modules of model/kernels whose part has another name

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import fsdp_qlora.model.kernels as folder
-from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways
+from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, TRITON, Ways
 from stand_in.values.memory import alias, on_device
 from stand_in.values.ways import covered, library
 
@@ -32,7 +32,7 @@ def chosen_ways() -> Ways:
 
     Puts launches into the places of the kernels.
     """
-    return Ways(linears="lean", **dict.fromkeys(replace_triton(), TRITON))
+    return Ways(linears=LEAN, **dict.fromkeys(replace_triton(), TRITON))
 
 
 def replace_triton() -> list[str]:

@@ -8,11 +8,10 @@ out. No card has measured it yet.
 from typing import NamedTuple
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
+from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, Ways
 from fsdp_qlora.model.quantizers.padded_groups import PADDED
 from fsdp_qlora.planning.gpus import Gpu
 
-LEAN = "lean"
 _FIRST_OF_TRITON = 80  # the compute capability from which Triton's kernels have 16-bit types
 _HOPPER = (90, 100)
 # Passes over hidden states that each way saves, of the 410 of the plain ways. A block's kernels

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory
-from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
+from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
 from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
 from fsdp_qlora.planning.plan import ModelPlan
@@ -26,7 +26,6 @@ from fsdp_qlora.run.trial_process import NotTried, Verdicts, tried_apart
 
 log = logging.getLogger("fsdp_qlora")
 
-LEAN = "lean"
 # Less is within what two measurements differ by.
 _GAIN = 1.02
 

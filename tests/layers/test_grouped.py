@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_qlora.model.adapters.dora import DoraLinear
 from fsdp_qlora.model.adapters.grouped import LinearGroup
 from fsdp_qlora.model.adapters.insert import as_at_start
-from fsdp_qlora.model.adapters.lean import LEAN, can_be_lean
+from fsdp_qlora.model.adapters.lean import can_be_lean
 from fsdp_qlora.model.adapters.lora import LoraAdapter, LoraLinear
-from fsdp_qlora.model.kernels.in_use import Ways, using_ways
+from fsdp_qlora.model.kernels.in_use import LEAN, Ways, using_ways
 from fsdp_qlora.model.quantizers import bnb_4bit
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from tests.layers.shards import relative_error

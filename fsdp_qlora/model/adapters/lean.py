@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_qlora.model.adapters.lora import LoraAdapter, LoraLinear
-from fsdp_qlora.model.kernels.in_use import ways_in_use
+from fsdp_qlora.model.kernels.in_use import LEAN, ways_in_use
 from fsdp_qlora.model.quantizers.base import QuantizedLinear, QuantizedWeight
-
-LEAN = "lean"
 
 
 def can_be_lean(layer: nn.Module) -> bool:

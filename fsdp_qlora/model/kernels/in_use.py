@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 PLAIN = "plain"
 TRITON = "triton"
+LEAN = "lean"  # linear layers with adapters, computed together
 
 
 class Ways(NamedTuple):
