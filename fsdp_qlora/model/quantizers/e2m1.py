@@ -234,9 +234,11 @@ class Nvfp4Weight(E2m1Weight):
         self, codes: torch.Tensor, first: int, global_scale: torch.Tensor | None
     ) -> GroupScales:
         assert global_scale is not None
+        # One for each part of the weight; a scalar where the whole weight has one.
+        by_part = global_scale.view(-1)
         # Parts are equal, and no group is in two of them.
-        groups_of_part = math.prod(self.shape) // self.group_size // len(global_scale)
-        return GroupScales(codes, global_scale.view(-1), first, groups_of_part, self.multiplies)
+        groups_of_part = math.prod(self.shape) // self.group_size // len(by_part)
+        return GroupScales(codes, by_part, first, groups_of_part, self.multiplies)
 
     def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         assert global_scale is not None
