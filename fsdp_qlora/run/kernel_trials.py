@@ -283,13 +283,26 @@ def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> P
     size = shape.hidden * (shape.inner or shape.attended)
     makes: list[tuple[Callable[[int], Trial], int]] = []
     if form.quant_type:
-        makes.append((partial(_decoding, form, device), nf4.BLOCKSIZE))
+        of_bnb = partial(
+            _decoding,
+            form,
+            device,
+        )
+        makes.append((of_bnb, nf4.BLOCKSIZE))
     if form.has_float4:
         for group_size in (_MXFP4_GROUP, _NVFP4_GROUP):
-            makes.append((partial(_float4, form.torch_dtype, device, group_size), group_size))
+            make = partial(
+                _float4,
+                form.torch_dtype,
+                device,
+                group_size,
+            )
+            makes.append((make, group_size))
     proofs = []
     for make, weights in makes:
-        proofs += [partial(make, _FEW), partial(make, max(1, size // weights))]
+        whole = max(1, size // weights)
+        proofs.append(partial(make, _FEW))
+        proofs.append(partial(make, whole))
     # A model has one of these formats for nearly all of its weights.
     return _of_triton("decoding", proofs, proofs[1])
 
@@ -298,11 +311,25 @@ def _float4(dtype: torch.dtype, device: torch.device, group_size: int, num_group
     def compute(way: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
         codes, scales, *global_scales = tensors
         global_scale = global_scales[0] if global_scales else None
-        groups = float_decoding.GroupScales(scales, global_scale, groups_of_part=num_groups)
-        return [way(codes, groups, dtype, num_groups)]
+        groups = float_decoding.GroupScales(
+            scales,
+            global_scale,
+            groups_of_part=num_groups,
+        )
+        weights = way(
+            codes,
+            groups,
+            dtype,
+            num_groups,
+        )
+        return [weights]
 
     generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.uint8}
+    options: dict[str, Any] = {
+        "generator": generator,
+        "device": device,
+        "dtype": torch.uint8,
+    }
     codes = torch.randint(256, (num_groups, group_size // 2), **options)
     # Around 1 in E8M0 and in E4M3, whose largest codes are no numbers.
     middle = 127 if group_size == _MXFP4_GROUP else 56

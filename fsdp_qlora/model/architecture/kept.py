@@ -34,7 +34,8 @@ class Kept:
         Raises:
             RuntimeError: one of them has been changed in place.
         """
-        packed, unpack = self._packed, self._unpack
+        packed = self._packed
+        unpack = self._unpack
         # A node of the graph may have this object until all of the backward pass is done: neither
         # the tensors nor what the hook refers to may live as long.
         self._packed = None
