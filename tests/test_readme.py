@@ -71,7 +71,7 @@ OTHER_FLAGS = {
     # torchrun, run_forever.sh, SLURM, SkyPilot
     *("node_rank", "once", "nodes", "gpus-per-node", "env"),
     # benchmarks, the tests, plan
-    *("report", "minutes", "part", "parts", "nightly", "shape", "probe"),
+    *("report", "minutes", "part", "parts", "nightly", "shape", "probe", "ways", "fa4"),
     *("config", "help", "dry_run"),
 }
 
