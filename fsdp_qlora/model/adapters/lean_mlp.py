@@ -234,7 +234,6 @@ def _forward_in_pieces(
     return y, kept
 
 
-@torch.enable_grad()
 def _keep(call: _Call, x: torch.Tensor, *others: torch.Tensor) -> Kept | None:
     if not call.keeps:
         return None
