@@ -27,7 +27,8 @@ def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_pa
         "lora linear": ["ours", "PEFT"],
         "dora linear": ["ours", "our LoRA", "PEFT"],
         "head and loss": ["ours", "all logits"],
-        "small model": ["ours", "HF Trainer"],
+        "small model": ["ours", "ours, plain", "HF Trainer"],
+        "small model, kept": ["ours", "ours, plain", "HF Trainer"],
         "dpo": ["ours"],
         "distill": ["ours", "ours, both"],
     }
