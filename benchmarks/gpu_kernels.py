@@ -19,6 +19,7 @@ from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.kernels.in_use import PLAIN
 from fsdp_qlora.model.kernels.norm import ROUNDED_FIRST
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, why_wrong
+from fsdp_qlora.run.decoding_trials import WeightForm
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, tried_apart
 
@@ -37,8 +38,7 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         longest=lengths[-1],
         has_silu=True,
         norms=[ROUNDED_FIRST],
-        quant_type="nf4",
-        is_nested=True,
+        weights=[WeightForm("bnb", ("nf4", True))],
         vocabulary=128_256,
     )
     found: dict[str, Any] = {

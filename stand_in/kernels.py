@@ -24,7 +24,13 @@ HAS_VALUES = os.environ.get("PHANTOM_VALUES") == "1"
 
 
 # Modules that are not named as the part of a model that they compute.
-PARTS = {"float_decoding": "decoding", "nf4": "decoding", "token_loss": "loss"}
+PARTS = {
+    "float_decoding": "decoding",
+    "fp8_decoding": "decoding",
+    "hqq_decoding": "decoding",
+    "nf4": "decoding",
+    "token_loss": "loss",
+}
 
 
 def chosen_ways() -> Ways:

@@ -66,8 +66,12 @@ def expected_ways(config: TrainConfig, gpu: Gpu) -> Ways:
     return ways._replace(attention="cudnn" if gpu.capability in _HOPPER else PLAIN, **triton)
 
 
-def this_program(ways: Ways, gpu: Gpu) -> Program:
-    """This program with the given ways on a GPU."""
+def this_program(ways: Ways, gpu: Gpu, kernel_share: float = 0.7) -> Program:
+    """This program with the given ways on a GPU.
+
+    Args:
+        kernel_share: of a quantizer's `decoding_bytes`, moved by a kernel. The default is NF4's.
+    """
     saved = sum(passes for part, passes in _SAVED_PASSES.items() if getattr(ways, part) != PLAIN)
     seconds = 5.2e-3
     for part, share in _LAUNCHES.items():
@@ -76,7 +80,7 @@ def this_program(ways: Ways, gpu: Gpu) -> Program:
     return Program(
         passes=410.0 - saved,
         block_seconds=seconds,
-        decoding=1.0 if ways.decoding == PLAIN else 0.7,
+        decoding=1.0 if ways.decoding == PLAIN else kernel_share,
         attention=_attention_share(ways.attention, gpu),
         computes_last_again=False,
         product_seconds=_product_seconds(ways, gpu),

@@ -106,6 +106,8 @@ class Size(NamedTuple):
     last: int = 0
     """Number of weights of the blocks' last matrices; 0 in a model with experts."""
     experts: Experts = Experts(0, 1, 0, 0)
+    kernel_share: float = 1.0
+    """Share of `decoding` that a kernel moves, which reads codes and writes weights."""
 
     def decoded(self, tokens: float) -> float:
         """Number of weights of the blocks that a pass decodes."""
@@ -224,7 +226,7 @@ def tokens_per_second(
     )
     exchanged = (1 + size.trains + again + references) * exchanged_bytes(size, share.tokens, ranks)
     work = work._replace(link=work.link + exchanged)
-    return micro_batch.useful / seconds(work, gpu, this_program(ways, gpu))
+    return micro_batch.useful / seconds(work, gpu, this_program(ways, gpu, size.kernel_share))
 
 
 def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool) -> float:
@@ -262,6 +264,8 @@ def size_of(parts: ModelParts) -> Size:
     last = 0
     if not experts:
         last = sum(_last_weights(block, shapes[0].hidden) for block in parts.blocks)
+    decoding = max((module.decoding_bytes for module in quantized), default=0.0)
+    by_kernel = max((module.kernel_bytes for module in quantized), default=0.0)
     return Size(
         blocks=len(parts.blocks),
         shapes=shapes,
@@ -270,7 +274,8 @@ def size_of(parts: ModelParts) -> Size:
         head=parts.embedding.weight.numel(),  # type: ignore[operator]
         adapter=sum(count * kind.num_weights for kind, count in kinds if kind.in_adapter),
         stored=sum(count * kind.num_bytes for kind, count in kinds if not kind.in_adapter),
-        decoding=max((module.decoding_bytes for module in quantized), default=0.0),
+        decoding=decoding,
+        kernel_share=by_kernel / decoding if decoding else 1.0,
         last=last,
         trains_all=any(kind.category == "trainable" and not kind.in_adapter for kind, _ in kinds),
     )

@@ -17,12 +17,11 @@ from fsdp_qlora.model.architecture.attention_ways import (
 )
 from fsdp_qlora.model.architecture.rms_norm import RmsNorm
 from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
-from fsdp_qlora.model.kernels import float_decoding, gate, nf4, norm, rotary, token_loss
+from fsdp_qlora.model.kernels import gate, norm, rotary, token_loss
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
-from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
-from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
+from fsdp_qlora.run.decoding_trials import WeightForm, decoding_trials, weight_forms
 
 if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
     from fsdp_qlora.config.options import TrainConfig
@@ -38,9 +37,6 @@ _DOCUMENTS = ([37, 91, 128], [128, 128])
 _LONG_DOCUMENT = 1024
 _SILU = ("silu", "swish")
 _EPS = 1e-6
-# Weights that share a scale.
-_MXFP4_GROUP = 32
-_NVFP4_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,8 @@ class KernelForm:
     """Whether its MLPs have a gate with SiLU."""
     norms: list[str] = field(default_factory=list)
     """The names of its norms' forms."""
-    quant_type: str = ""
-    """How its base is quantized, nf4 or fp4; empty in other ways."""
-    is_nested: bool = False
-    """Whether the statistics of its base are quantized, too."""
-    has_float4: bool = False
-    """Whether weights of its base are in MXFP4 or NVFP4."""
+    weights: list[WeightForm] = field(default_factory=list)
+    """How weights of its base are quantized."""
     vocabulary: int = 0
     """The columns of its head."""
     has_varlen: bool = False
@@ -76,7 +68,6 @@ class KernelForm:
         text = plan.config.get_text_config()
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
         modules = [*plan.meta.model.modules()]
-        of_bnb = [each for each in modules if isinstance(each, Bnb4bitWeight)]
         return cls(
             shapes=[*dict.fromkeys(block_shapes(plan.config))],
             dtype=str(plan.precision.compute_dtype).removeprefix("torch."),
@@ -84,9 +75,7 @@ class KernelForm:
             longest=config.longest_row,
             has_silu=activation in _SILU,
             norms=sorted({each.form for each in modules if isinstance(each, RmsNorm)}),
-            quant_type=of_bnb[0].quant_type if of_bnb else "",
-            is_nested=any(each.double_quant for each in of_bnb),
-            has_float4=any(isinstance(each, E2m1Weight) for each in modules),
+            weights=weight_forms(modules),
             vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
             has_varlen=plan.documents == VARLEN,
         )
@@ -94,12 +83,17 @@ class KernelForm:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "KernelForm":
         """A form that came as JSON."""
-        return cls(**{**fields, "shapes": [BlockShape(*shape) for shape in fields["shapes"]]})
+        shapes = [BlockShape(*shape) for shape in fields["shapes"]]
+        weights = [WeightForm(kernel, tuple(each)) for kernel, each in fields["weights"]]
+        return cls(**{**fields, "shapes": shapes, "weights": weights})
 
     def to_dict(self) -> dict[str, Any]:
         """The form as JSON has it."""
         fields = dataclasses.asdict(self)
-        return fields | {"shapes": [list(shape) for shape in self.shapes]}
+        return fields | {
+            "shapes": [list(shape) for shape in self.shapes],
+            "weights": [[form.kernel, list(form.settings)] for form in self.weights],
+        }
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -133,7 +127,7 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         yield _by_tokens("gate", form, partial(_gate, dtype, device, shape.inner))
     if form.norms:
         yield _by_tokens("norm", form, partial(_norm, dtype, device, shape.hidden, form.norms))
-    if form.quant_type or form.has_float4:
+    if form.weights:
         yield _of_decoding(form, shape, device)
     # In float32 there is no other way.
     if form.vocabulary and dtype.itemsize == 2:
@@ -250,94 +244,12 @@ def _norm(
     return Trial(ways, inputs, exact)
 
 
-def _decoding(form: KernelForm, device: torch.device, num_blocks: int) -> Trial:
-    def compute(way: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        codes, absmax, *nested = tensors
-        both = nested or (None, None)
-        weights = way(
-            codes,
-            absmax,
-            *both,
-            form.quant_type,
-            form.torch_dtype,
-            0,
-        )
-        return [weights]
-
-    generator = torch.Generator(device).manual_seed(0)
-
-    def made(size: int, **options: Any) -> torch.Tensor:
-        return torch.randint(256, (size,), generator=generator, device=device, **options)
-
-    codes = made(num_blocks * nf4.BLOCKSIZE // 2, dtype=torch.uint8)
-    inputs: tuple[torch.Tensor, ...] = (codes, made(num_blocks).float() / 1e4)
-    if form.is_nested:
-        nested = made(-(-num_blocks // nf4.NESTED_BLOCKSIZE)).float() / 1e4
-        offset = torch.full((), 0.05, device=device)
-        inputs = (codes, made(num_blocks, dtype=torch.uint8), nested, offset)
-    return Trial({name: partial(compute, way) for name, way in nf4.WAYS.items()}, inputs)
-
-
 def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:
     """The trials of decoding a matrix of an MLP, or of attention in a model without one."""
-    size = shape.hidden * (shape.inner or shape.attended)
-    makes: list[tuple[Callable[[int], Trial], int]] = []
-    if form.quant_type:
-        of_bnb = partial(
-            _decoding,
-            form,
-            device,
-        )
-        makes.append((of_bnb, nf4.BLOCKSIZE))
-    if form.has_float4:
-        for group_size in (_MXFP4_GROUP, _NVFP4_GROUP):
-            make = partial(
-                _float4,
-                form.torch_dtype,
-                device,
-                group_size,
-            )
-            makes.append((make, group_size))
-    proofs = []
-    for make, weights in makes:
-        whole = max(1, size // weights)
-        proofs.append(partial(make, _FEW))
-        proofs.append(partial(make, whole))
-    # A model has one of these formats for nearly all of its weights.
+    matrix = (shape.inner or shape.attended, shape.hidden)
+    proofs = decoding_trials(form.weights, matrix, form.torch_dtype, device)
+    # A model has one form for nearly all of its weights.
     return _of_triton("decoding", proofs, proofs[1])
-
-
-def _float4(dtype: torch.dtype, device: torch.device, group_size: int, num_groups: int) -> Trial:
-    def compute(way: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        codes, scales, *global_scales = tensors
-        global_scale = global_scales[0] if global_scales else None
-        groups = float_decoding.GroupScales(
-            scales,
-            global_scale,
-            groups_of_part=num_groups,
-        )
-        weights = way(
-            codes,
-            groups,
-            dtype,
-            num_groups,
-        )
-        return [weights]
-
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {
-        "generator": generator,
-        "device": device,
-        "dtype": torch.uint8,
-    }
-    codes = torch.randint(256, (num_groups, group_size // 2), **options)
-    # Around 1 in E8M0 and in E4M3, whose largest codes are no numbers.
-    middle = 127 if group_size == _MXFP4_GROUP else 56
-    scales = torch.randint(middle - 8, middle + 8, (num_groups,), **options)
-    inputs: tuple[torch.Tensor, ...] = (codes, scales)
-    if group_size == _NVFP4_GROUP:
-        inputs = (*inputs, torch.full((1,), 3.7, device=device))
-    return Trial({name: partial(compute, way) for name, way in float_decoding.WAYS.items()}, inputs)
 
 
 def _loss(dtype: torch.dtype, device: torch.device, vocabulary: int, tokens: int) -> Trial:

@@ -2,7 +2,16 @@
 
 import pytest
 
-from fsdp_qlora.model.kernels import float_decoding, gate, nf4, norm, rotary, token_loss
+from fsdp_qlora.model.kernels import (
+    float_decoding,
+    fp8_decoding,
+    gate,
+    hqq_decoding,
+    nf4,
+    norm,
+    rotary,
+    token_loss,
+)
 from tests.helpers.triton_kernels import CAPABILITIES, Kernel, compile_kernel
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
@@ -57,6 +66,26 @@ def float_kernel(group_size: int, *, divides: bool) -> Kernel:
     )
 
 
+def fp8_kernel(*, is_e5m2: bool) -> Kernel:
+    numbers = "num_rows num_columns matrix_rows matrix_scales height width scale_row column_blocks"
+    return Kernel(
+        fp8_decoding.decode_kernel,
+        {"codes": "*u8", "scales": "*fp32", "weights": "*bf16"}
+        | arguments(f"code_row {numbers}", "i32"),
+        {"IS_E5M2": is_e5m2, "ROWS": fp8_decoding.ROWS, "COLUMNS": fp8_decoding.COLUMNS}
+        | fp8_decoding.OPTIONS,
+    )
+
+
+def hqq_kernel(group_size: int, n_bits: int) -> Kernel:
+    return Kernel(
+        hqq_decoding.decode_kernel,
+        {"packed": "*u8", "scale_zero": "*fp16", "weights": "*bf16"}
+        | arguments("num_groups packed_row", "i32"),
+        hqq_decoding.settings(group_size, n_bits),
+    )
+
+
 # Kernels as a launch for an 8B model calls them.
 KERNELS = {
     "gate": Kernel(
@@ -83,6 +112,8 @@ KERNELS = {
     ),
     "mxfp4": float_kernel(32, divides=False),
     "nvfp4": float_kernel(16, divides=True),
+    "fp8": fp8_kernel(is_e5m2=False),
+    "hqq": hqq_kernel(64, 4),
     "loss": Kernel(
         token_loss.loss_kernel,
         arguments("outputs", "*bf16")
@@ -97,6 +128,9 @@ KERNELS = {
 }
 # Other sizes of models, with other numbers of threads.
 MORE_KERNELS = {
+    "fp8 of 5 bits of exponent": fp8_kernel(is_e5m2=True),
+    "hqq of 3 bits": hqq_kernel(128, 3),
+    "hqq of 8 bits": hqq_kernel(128, 8),
     "norm of a head": norm_kernel(128),
     "norm of a head's gradient": norm_gradient_kernel(128),
     "wide norm": norm_kernel(16384),
@@ -110,6 +144,11 @@ NARROW = {
     "nf4": 14,
     "mxfp4": 1,
     "nvfp4": 5,
+    "fp8": 2,
+    "fp8 of 5 bits of exponent": 2,
+    "hqq": 2,
+    "hqq of 3 bits": 2,
+    "hqq of 8 bits": 4,
     "loss": 4,
     "norm": 1,
     "norm's gradient": 1,

@@ -16,6 +16,7 @@ from fsdp_qlora.model.kernels import norm
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import Trial, why_wrong
 from fsdp_qlora.run import ways
+from fsdp_qlora.run.decoding_trials import WeightForm
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, Request, kept_verdict, run_trials
 from fsdp_qlora.run.ways import Measured, TriedKernels, describe, fastest, merged
@@ -25,6 +26,15 @@ from tests.helpers.run import on_ranks
 
 CPU = torch.device("cpu")
 PARTS = ["rotary", "gate", "norm", "decoding", "loss", "attention"]
+WEIGHT_FORMS = [
+    WeightForm("bnb", ("nf4", False)),
+    WeightForm("bnb", ("fp4", True)),
+    WeightForm("e2m1", (32, False)),
+    WeightForm("e2m1", (16, True)),
+    WeightForm("fp8", (128, 128, "float8_e4m3fn")),
+    WeightForm("fp8", (0, 0, "float8_e5m2")),
+    WeightForm("hqq", (4, 64)),
+]
 VERDICT = {"gate": {"in_place": "", "crashes": "ended its process by signal 11"}}
 
 
@@ -129,9 +139,7 @@ def test_trials_have_inputs_for_every_part(dtype):
         longest=50,
         has_silu=True,
         norms=[*norm.FORMS],
-        quant_type="nf4",
-        is_nested=dtype == "float16",
-        has_float4=True,
+        weights=WEIGHT_FORMS,
         vocabulary=99,
         has_varlen=True,
     )

@@ -290,8 +290,11 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches():
 
 
 def test_planned_speed_counts_the_bytes_of_each_quantizer():
-    for kind, num_bytes in (("lora", 0), ("qlora", 4.0), ("hqq_lora", 15.3)):
-        assert size_of(_parts(kind)).decoding == num_bytes
+    expected = {"lora": (0, 0), "qlora": (4.0, 2.52), "hqq_lora": (15.3, 2.56)}
+    for kind, (by_operators, by_kernel) in expected.items():
+        size = size_of(_parts(kind))
+        assert size.decoding == by_operators
+        assert size.decoding * size.kernel_share == pytest.approx(by_kernel, abs=0.02)
 
 
 STEP = Step(

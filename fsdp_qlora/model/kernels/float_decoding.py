@@ -163,7 +163,7 @@ def decode_kernel(
     if DIVIDES or MULTIPLIES:
         part = (first + groups) // groups_of_part
         factor = tl.load(global_scales + part, mask=inside, other=1.0)
-        scale = _e4m3(scale.to(tl.int32))
+        scale = e4m3(scale.to(tl.int32))
         scale = scale * factor if MULTIPLIES else _divided(scale, factor)
     elif scale.dtype != tl.float32:
         code = scale.to(tl.int32)
@@ -185,7 +185,7 @@ def _e2m1(code):
 
 
 @jit
-def _e4m3(code):
+def e4m3(code):
     """The values of bytes. Cards before 8.9 have no such type."""
     exponent = (code >> 3) & 15
     mantissa = code & 7

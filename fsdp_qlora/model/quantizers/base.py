@@ -113,6 +113,12 @@ class QuantizedWeight(nn.Module):
         self.whole = Matrix(self.shape)
         self._views: Any = None
 
+    @property
+    def kernel_bytes(self) -> float:
+        """As `decoding_bytes`, by one kernel: it reads what is stored and writes the weights."""
+        stored: int = sum(getattr(self, name).nbytes for name in ("weight", *self.statistics))
+        return stored / math.prod(self.shape) + self.compute_dtype.itemsize
+
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A frozen meta parameter of `rows` times `row_bytes` bytes.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fsdp_qlora.model.kernels.fp8_decoding import BlockScales, decode_rows
 from fsdp_qlora.model.quantizers.base import (
     NOT_FINITE,
     TOO_LARGE,
@@ -81,42 +82,13 @@ class Fp8Weight(QuantizedWeight):
         # As bytes, since not every operator has a kernel for FP8. Without the padding of rows.
         spanned = tensors.weight.view(torch.uint8)[first : first + span, :columns]
         codes = part.choose(spanned)
-        codes = codes.view(self.code_dtype)
         # A part begins at the first row of a block (see `QuantizedWeight._parts`).
         matrix, row = divmod(first, rows)
         scale = tensors.scale[matrix * self.scale_shape[0] + row // self.block[0] :]
         if part.among is not None:
             scale = part.choose(scale[: part.among[1] * self.scale_shape[0]])
-        count = len(codes)
-        decoded = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
-        # Rows in which blocks follow each other without a break: a matrix, or all matrices if the
-        # last block of each is complete.
-        of_matrix = count if rows % self.block[0] == 0 else rows
-        for start in range(0, count, of_matrix):
-            part_rows = slice(start, min(start + of_matrix, count))
-            blocks = scale[start // rows * self.scale_shape[0] :]
-            self._scale(codes[part_rows].to(dtype), blocks, out=decoded[part_rows])
-        return decoded.view(part.shape)
-
-    def _scale(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        """Scale rows of a matrix, of which the first begins a block.
-
-        scale: of its blocks, and further ones.
-        """
-        height, width = self.block
-        # `whole` blocks are complete, and broadcast their scale; the last one may be short.
-        whole = len(values) // height
-        scale = scale[: -(-len(values) // height)]
-        if width < values.shape[1]:
-            scale = scale.repeat_interleave(width, dim=1)[:, : values.shape[1]]
-        torch.mul(
-            values[: whole * height].unflatten(0, (whole, height)),
-            scale[:whole, None],
-            out=out[: whole * height].unflatten(0, (whole, height)),
-        )
-        rest = slice(whole * height, None)
-        if len(values) > whole * height:
-            torch.mul(values[rest], scale[whole:], out=out[rest])
+        scales = BlockScales(scale, self.block, rows)
+        return decode_rows(codes, scales, self.code_dtype, dtype).view(part.shape)
 
     def tensors(self) -> Fp8Tensors:
         return Fp8Tensors(self.weight, self.scale)

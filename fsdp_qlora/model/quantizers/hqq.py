@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_qlora.model.kernels.hqq_decoding import PLANES, decode_groups
 from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, groups_at_a_time
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -33,8 +34,6 @@ _SOLVER = {
     "early_stop": False,
     "scale_gridsearch": False,
 }
-# Bits of a code -> number of bits in each plane, from the lowest.
-_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 # Bits of a code -> bytes that torch's operators read and write to decode one: 11 of these to
 # subtract and scale.
 _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
@@ -77,17 +76,8 @@ class HqqWeight(QuantizedWeight):
         groups = slice(first, first + span)
         packed = part.choose(tensors.weight.view(torch.uint8)[groups])
         statistics = part.choose(tensors.scale_zero.view(torch.float16)[groups])
-        count = len(packed)
-        decoded = torch.empty(count, self.group_size, dtype=dtype, device=packed.device)
         step = groups_at_a_time(packed.device, self.group_size)
-        for start in range(0, count, step):
-            groups = slice(start, start + step)
-            scale, zero = statistics[groups].float().split(1, dim=1)
-            # In float32 until the product is written: q - zero in 16 bits would lose digits.
-            centered = torch.sub(_unpack(packed[groups], self.n_bits), zero)
-            torch.mul(centered, scale, out=decoded[groups])
-            # Before the next step's is made: plans count one (`_DECODING_BYTES`).
-            del centered
+        decoded = decode_groups(packed, statistics, self.n_bits, dtype, step)
         return decoded.view(-1)[:num_weights].view(part.shape)
 
     def tensors(self) -> HqqTensors:
@@ -183,7 +173,7 @@ def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
     """
     planes = []
     shift = 0
-    for bits in _PLANES[n_bits]:
+    for bits in PLANES[n_bits]:
         # Codes of different chunks share a byte, so that unpacking concatenates whole chunks.
         mask = 2**bits - 1
         plane, *parts = (codes >> shift & mask).chunk(8 // bits, dim=1)
@@ -192,24 +182,3 @@ def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
         planes.append(plane)
         shift += bits
     return torch.cat(planes, dim=1)
-
-
-def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """Undo `_pack`."""
-    widths = [packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]]
-    planes = packed.split(widths, dim=1)
-    codes = None
-    shift = 0
-    for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
-        parts = [plane]  # a whole byte
-        if bits < 8:
-            # The first code of a byte has no bits above it, the last none below: one operator less.
-            mask = 2**bits - 1
-            offsets = range(8 - 2 * bits, 0, -bits)
-            inner = [plane >> offset & mask for offset in offsets]
-            parts = [plane >> 8 - bits, *inner, plane & mask]
-        values = torch.cat(parts, dim=1) if len(parts) > 1 else plane
-        codes = values if codes is None else codes | values << shift
-        shift += bits
-    assert codes is not None
-    return codes

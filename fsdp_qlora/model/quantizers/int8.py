@@ -55,6 +55,11 @@ class Int8Weight(QuantizedWeight):
         self.weight = self._storage(out_features, in_features)
         self.row_scale = self._storage(out_features, 4, torch.float32)
 
+    @property
+    def kernel_bytes(self) -> float:
+        # of bitsandbytes' own
+        return self.decoding_bytes
+
     def decode_tensors(
         self, part: Matrix, dtype: torch.dtype, tensors: Int8Tensors
     ) -> torch.Tensor:
