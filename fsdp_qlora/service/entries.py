@@ -65,6 +65,8 @@ class BaseEntry(TypedDict):
 
     model: str
     identity: NotRequired[dict[str, object]]
+    ways: NotRequired[dict[str, str]]
+    """How its parts were computed last: `kernels.in_use.Ways`."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:

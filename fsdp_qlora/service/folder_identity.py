@@ -8,6 +8,7 @@ import yaml
 
 from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
 from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.model.kernels.in_use import Ways
 from fsdp_qlora.run.base import FetchedBase
 from fsdp_qlora.service.entries import BaseEntry
 from fsdp_qlora.service.records import Records
@@ -60,8 +61,21 @@ def check_identity(records: Records, folder: Path, base: FetchedBase) -> None:
             f"--folder {folder} has adapters of another base or options: {'; '.join(changes)}. "
             "Give the same options and base, or another folder."
         )
-    records.bases.put("base", named | {"identity": identity})
+    records.bases.put("base", known | named | {"identity": identity})
     _note_options(base.config, folder)
+
+
+def ways_before(records: Records) -> dict[str, str] | None:
+    """How the folder's adapters were computed last: empty if all was plain, None if none was."""
+    base = records.bases.get("base")
+    return None if base is None else base.get("ways", {})
+
+
+def note_ways(records: Records, ways: Ways) -> None:
+    """Keep how adapters are computed from now on, for the next start."""
+    base = records.bases.get("base")
+    assert base is not None  # since `check_identity`
+    records.bases.put("base", base | {"ways": ways._asdict()})
 
 
 def _note_options(config: TrainConfig, folder: Path) -> None:

@@ -5,6 +5,7 @@ It plans, loads, and then executes one command after the other until it is asked
 
 import dataclasses
 import functools
+import json
 import logging
 import threading
 from pathlib import Path
@@ -21,7 +22,7 @@ from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
@@ -55,7 +56,7 @@ from fsdp_qlora.service.command_reader import Base
 from fsdp_qlora.service.commands import Sample, share
 from fsdp_qlora.service.connections import Connections
 from fsdp_qlora.service.failures import Failures
-from fsdp_qlora.service.folder_identity import check_identity
+from fsdp_qlora.service.folder_identity import check_identity, note_ways, ways_before
 from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.opening import Opened, ServeOptions, open_folder_and_port
 from fsdp_qlora.service.reasons import reason_of
@@ -107,13 +108,20 @@ def _serve_in_session(
             check_resources(base.config, base.placed)
         # Only when all fit: a download may take an hour.
         bases = [base.fetch() for base in planned]
+        before = None
         if opened is not None:
+            before = ways_before(opened.records)
             check_identity(opened.records, options.folder, bases[0])
         kernels = TriedKernels.of(config, bases[0].placed.model)
     # The group owns the store from then on, so what else needs a part of it takes it before.
     failures = Failures(session.store_of("commands"), ranks)
     session.start_group(bases[0].placed.layout)
-    with using_ways(kernels.choose()):
+    # The folder is rank 0's, and all ranks compute in the same ways.
+    of_rank_0 = all_gather_strings(json.dumps(before), kernels.device)[0]
+    ways = kernels.choose(json.loads(of_rank_0))
+    if opened is not None:
+        note_ways(opened.records, ways)
+    with using_ways(ways):
         _load_and_work(bases, opened, options, session, failures)
 
 
