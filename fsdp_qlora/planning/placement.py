@@ -21,6 +21,7 @@ from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.insert import adapter_parameters
+from fsdp_qlora.model.kernels.in_use import using_ways, ways_of_option
 from fsdp_qlora.model.model_parts import Offload, each_parameter
 from fsdp_qlora.model.row_sharing import context_blocker, sizes_that_divide_heads
 from fsdp_qlora.planning import fit
@@ -75,10 +76,15 @@ def place(
         blocks: as measured for these rows, if they are.
     """
     lengths = lengths or longest_allowed(config)
-    shares = config.context_size
-    blocks = blocks or measure_blocks(
-        plan.meta.parts, plan.precision, lengths, plan.documents, num_parts=shares
-    )
+    if blocks is None:
+        with using_ways(ways_of_option(config.kernels)):
+            blocks = measure_blocks(
+                plan.meta.parts,
+                plan.precision,
+                lengths,
+                plan.documents,
+                num_parts=config.context_size,
+            )
     variants = {
         place: _placed(config, plan, place, blocks, lengths) for place in candidates(config, plan)
     }

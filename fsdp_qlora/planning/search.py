@@ -17,6 +17,7 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.model.kernels.in_use import using_ways, ways_of_option
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import first_that_fits, with_margin
@@ -228,15 +229,15 @@ class Planner:
         key = (shares, *lengths.of_documents, *(lengths.shared or ()))
         model = self.model
         if key not in self._blocks:
-            measured = measure_blocks(
-                model.meta.parts,
-                model.precision,
-                lengths,
-                model.documents,
-                num_parts=shares,
-                on_operator=self.on_operator,
-            )
-            self._blocks[key] = measured
+            with using_ways(ways_of_option(self.config.kernels)):
+                self._blocks[key] = measure_blocks(
+                    model.meta.parts,
+                    model.precision,
+                    lengths,
+                    model.documents,
+                    num_parts=shares,
+                    on_operator=self.on_operator,
+                )
         return self._blocks[key]
 
     # --- what would make it fit ---

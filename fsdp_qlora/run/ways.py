@@ -17,7 +17,7 @@ import torch
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory
-from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, Ways
+from fsdp_qlora.model.kernels.in_use import PLAIN, Ways, ways_of_option
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
 from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
 from fsdp_qlora.planning.plan import ModelPlan
@@ -80,7 +80,7 @@ class TriedKernels:
         Args:
             before: those that the run has taken so far, as `Start.ways`.
         """
-        ways = Ways() if self.option == PLAIN else Ways(linears=LEAN)
+        ways = ways_of_option(self.option)
         reasons: dict[str, str] = {}
         if self.form is not None:
             experts = self._experts_way(self.form)

@@ -29,6 +29,11 @@ class Ways(NamedTuple):
     linears: str = PLAIN
 
 
+def ways_of_option(kernels: str) -> Ways:
+    """The ways that --kernels stands for by itself, whatever the device is."""
+    return Ways() if kernels == PLAIN else Ways(linears=LEAN)
+
+
 class _State:
     ways = Ways()
 
