@@ -52,8 +52,12 @@ class Program(NamedTuple):
     """Share of the shorter of host and GPU in which each waits for the other."""
 
 
-def expected_ways(config: TrainConfig, gpu: Gpu) -> Ways:
-    """The ways that a run will choose on a GPU, as far as they can be known before it runs."""
+def expected_ways(config: TrainConfig, gpu: Gpu, *, of_equal_lengths: bool) -> Ways:
+    """The ways that a run will choose on a GPU, as far as they can be known before it runs.
+
+    Args:
+        of_equal_lengths: whether all rows have one length, which cuDNN's attention takes alone.
+    """
     if config.kernels == PLAIN:
         return Ways()
     is_lean = config.kind.adapter == "lora" and not config.lora_dropout
@@ -63,7 +67,8 @@ def expected_ways(config: TrainConfig, gpu: Gpu) -> Ways:
     if gpu.capability < _FIRST_OF_TRITON:
         return ways
     triton = dict.fromkeys(("rotary", "gate", "norm", "decoding", "loss"), "triton")
-    return ways._replace(attention="cudnn" if gpu.capability in _HOPPER else PLAIN, **triton)
+    by_cudnn = of_equal_lengths and gpu.capability in _HOPPER
+    return ways._replace(attention="cudnn" if by_cudnn else PLAIN, **triton)
 
 
 def this_program(ways: Ways, gpu: Gpu, kernel_share: float = 0.7) -> Program:

@@ -193,7 +193,8 @@ class Planner:
             rows.longest,
             blocks=self._measure(rows.longest, config.context_size),
         )
-        ways = expected_ways(config, self.gpus.gpu)
+        # Rows of a dataset have lengths of all kinds.
+        ways = expected_ways(config, self.gpus.gpu, of_equal_lengths=self.data is None)
         rate = tokens_per_second(placed, self._size, rows.micro_batch, self.gpus.gpu, ways)
         return PlannedRun(config, placed, self.gpus, self._tokens or rows.tokens, rate)
 

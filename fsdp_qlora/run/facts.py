@@ -88,7 +88,8 @@ def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu
         config, plan.data, plan.schedule, placed.model.documents
     ).mean_micro_batch()
     size = size_of(placed.model.meta.parts)
-    return tokens_per_second(placed, size, micro_batch, gpu, expected_ways(config, gpu))
+    ways = expected_ways(config, gpu, of_equal_lengths=False)
+    return tokens_per_second(placed, size, micro_batch, gpu, ways)
 
 
 def run_facts(plan: Plan) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory
+from fsdp_qlora.model.architecture.attention_kernels import CUDNN
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways, ways_of_option
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
 from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
@@ -28,6 +29,9 @@ log = logging.getLogger("fsdp_qlora")
 
 # Less is within what two measurements differ by.
 _GAIN = 1.02
+# Ways are timed with documents of one length, which most texts do not have. One that takes no
+# others is the last choice.
+_OF_EQUAL_LENGTHS = (CUDNN,)
 
 
 class Measured(NamedTuple):
@@ -169,8 +173,12 @@ def fastest(found: Measured, kept: str | None = None) -> str:
     times = found.milliseconds
     if kept == PLAIN or kept in times:
         return kept
-    best = min(times, key=times.__getitem__, default=PLAIN)
-    return best if times.get(best, 0) * _GAIN < times.get(PLAIN, 0) else PLAIN
+    of_all = {way: time for way, time in times.items() if way not in _OF_EQUAL_LENGTHS}
+    for candidates in (of_all, times):
+        best = min(candidates, key=candidates.__getitem__, default=PLAIN)
+        if times.get(best, 0) * _GAIN < times.get(PLAIN, 0):
+            return best
+    return PLAIN
 
 
 def kept_ways(before: Mapping[str, str] | None) -> Mapping[str, str]:

@@ -119,6 +119,10 @@ def test_the_fastest_right_way_is_taken_and_the_others_are_named():
         "norm plain; not triton (gate): 1.00 -> 0.99 ms; not fa4 (attention): not installed; "
         "not triton (norm): other numbers"
     )
+    # FlashAttention 4 is faster than the plain way with lengths of any kind.
+    flash = Measured({PLAIN: 4.1, "cudnn": 2.15, "fa4": 2.3}, {})
+    assert fastest(flash) == "fa4" and fastest(flash, "cudnn") == "cudnn"
+    assert fastest(Measured({PLAIN: 4.1, "cudnn": 2.15, "fa4": 4.2}, {})) == "cudnn"
     # A run that continues takes the way that it had, also if it is the slower one.
     kept = {"rotary": PLAIN, "gate": "triton", "norm": "triton", "attention": "fa4"}
     assert {part: fastest(each, kept[part]) for part, each in found.items()} == {

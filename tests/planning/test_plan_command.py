@@ -580,7 +580,9 @@ def planned_rate(name: str, tokens: int, recomputed: float, kernels: str) -> flo
     micro_batch = MicroBatchSize(tokens, tokens * 2048, tokens)
     options = {"num_shards": 1, "recomputed_share": recomputed, "host_share": 0.0}
     gpu = GPUS[name]
-    ways = expected_ways(TrainConfig(model_name="m", kernels=kernels), gpu)
+    ways = expected_ways(
+        TrainConfig(model_name="m", kernels=kernels), gpu, of_equal_lengths=True
+    )
     return tokens / seconds(count_work(size, micro_batch, **options), gpu, this_program(ways, gpu))
 
 

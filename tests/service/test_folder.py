@@ -57,6 +57,8 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models, tmp_pat
         folder = service.saved(client.save_state("state").result().path)
         service.kill()
         reason = ended(service, "--lora_alpha", "64")
+        service.start()
+        service.kill()
         generate = [sys.executable, "-m", "fsdp_qlora", "generate", folder]
         generate += flags(prompt="sky", max_new_tokens=2, device="cpu")
         # the base's place is noted in the service's folder
@@ -69,7 +71,11 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models, tmp_pat
             [(about,)] = file.execute("SELECT about FROM entries WHERE kind = 'service'").fetchall()
             old = {"model": json.loads(about)["model"]}
             file.execute("UPDATE entries SET about = ? WHERE kind = 'service'", (json.dumps(old),))
+        assert json.loads(about)["ways"]["linears"] == "lean"
+        assert "other kernels" not in service.log.read_text()
         service.start()
+        said = service.log.read_text()
+        assert said.count("continues with other kernels: linears plain then, lean now.") == 1
         assert_equal(service.adapter(client, "after"), saved, 0)
     finally:
         service.end()
