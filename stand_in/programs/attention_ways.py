@@ -6,6 +6,7 @@ import json
 
 import torch
 
+from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.model.architecture.attention_ways import (
     attention_inputs,
     attention_ways,
@@ -16,6 +17,7 @@ from stand_in.counts import recording
 
 
 def main() -> None:
+    configure_kernels()  # as a run does
     device = torch.device("cuda")
     blocks = [BlockShape(hidden=64, heads=4, groups=2, head_dim=16)]
     found = {}

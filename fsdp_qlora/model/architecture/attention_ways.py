@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+from torch.nn.attention import (
+    SDPBackend,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from fsdp_qlora.model.architecture.attention_kernels import (
     CUDNN,
@@ -131,7 +136,10 @@ def _why_not_cudnn(inputs: Sequence[AttentionInputs], device: torch.device) -> s
         ]
         q, k, v = (each.requires_grad_() for each in documents)
         is_grouped = query.shape[1] != key.shape[1]
-        if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, is_grouped)):
+        # as for the call: a process has it off (`configure_kernels`)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            is_taken = can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, is_grouped))
+        if not is_taken:
             return "torch does not take it here"
     return ""
 
