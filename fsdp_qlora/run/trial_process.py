@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,13 @@ import torch
 
 from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.model import kernels
-from fsdp_qlora.model.kernels.trial import PartTrials, why_wrong
+from fsdp_qlora.model.architecture import attention_kernels
+from fsdp_qlora.model.kernels.trial import OTHER_NUMBERS, PartTrials, why_wrong
+from fsdp_qlora.run import decoding_trials, kernel_trials
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.files import cache_folder, fingerprint_files, staged_file
+from fsdp_qlora.utils.processes import end_with_parent
 from fsdp_qlora.utils.verified_files import locked, read_description, write_description
 
 log = logging.getLogger("fsdp_qlora")
@@ -38,6 +42,11 @@ Verdicts = dict[str, dict[str, str]]
 FOLDER = "kernels"
 _START_SECONDS = 180.0  # to import torch from a slow disk
 _WAY_SECONDS = 60.0
+_FAILED_SECONDS = 600.0  # in which the other ranks of a start do not try what one could not
+# How a process that is tried with may end, as reasons say it.
+_CRASHED = "ended its process by"
+_HANGS = "took more than"
+_WAIT_SECONDS = 10.0  # for a killed process, which a driver may hold
 _PACKAGES = ("torch", "triton", "bitsandbytes", "flash-attn", "flash-attn-4")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +66,7 @@ class Request(NamedTuple):
 
 
 class NotTried(Exception):
-    """No process could try the kernels. The message is the reason, after "the trial's process"."""
+    """No process could try the kernels. The message is the reason, after "the process"."""
 
 
 def tried_apart(form: KernelForm, device: torch.device) -> Verdicts:
@@ -78,34 +87,58 @@ def tried_apart(form: KernelForm, device: torch.device) -> Verdicts:
 def kept_verdict(path: Path, key: Mapping[str, Any], make: Callable[[], Verdicts]) -> Verdicts:
     """The verdict in a file, which is made and written where it is missing or damaged.
 
-    One of several processes makes it, and the others wait.
+    One of several processes makes it, and the others wait. A reason that may pass, such as a full
+    GPU or a full disk, is not kept.
+
+    Raises:
+        NotTried: by `make`, now or in another process a few minutes ago.
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path, "Kernels: waiting for another process that tries them."):
         verdict = _read(path)
         if verdict is None:
-            verdict = make()
-            with contextlib.suppress(OSError), staged_file(path) as partial:
-                write_description(partial, {**key, "verdict": verdict})
+            try:
+                verdict = make()
+            except NotTried as error:
+                _write(path, {**key, "failed": str(error), "time": time.time()})
+                raise
+            if all(_lasts(reason) for ways in verdict.values() for reason in ways.values()):
+                _write(path, {**key, "verdict": verdict})
     return verdict
+
+
+def _lasts(reason: str) -> bool:
+    return reason in ("", OTHER_NUMBERS) or reason.startswith((_CRASHED, _HANGS))
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError), staged_file(path) as partial:
+        write_description(partial, content)
 
 
 def _read(path: Path) -> Verdicts | None:
     try:
-        verdict: Verdicts = read_description(path)["verdict"]
-    except (OSError, ValueError, KeyError, RecursionError):
+        content = read_description(path)
+        failed = content.get("failed")
+        is_recent = failed is not None and time.time() - content["time"] < _FAILED_SECONDS
+        verdict: Verdicts | None = content.get("verdict")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    if is_recent:
+        raise NotTried(failed)
     return verdict
 
 
 def _key(form: KernelForm, device: torch.device) -> dict[str, Any]:
-    """All that a verdict depends on."""
+    """What a verdict depends on."""
     installed = versions()
     driver = ""
     with contextlib.suppress(OSError):
         driver = _DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    sources = sorted(Path(kernels.__path__[0]).glob("*.py"))
+    tried = (kernel_trials, decoding_trials, attention_kernels)
+    sources = [Path(str(module.__file__)) for module in tried]
+    sources += sorted(Path(kernels.__path__[0]).glob("*.py"))
     return {
         "gpu": torch.cuda.get_device_name(device),
         "capability": torch.cuda.get_device_capability(device),
@@ -192,10 +225,10 @@ def _run_child(
     finally:
         _kill(child)
     if hangs:
-        return current, f"took more than {way_seconds if current else start_seconds:.0f} s"
+        return current, f"{_HANGS} {way_seconds if current else start_seconds:.0f} s"
     if status:
         end = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return current, f"ended its process by {end}" if current else f"ended by {end}"
+        return current, f"{_CRASHED} {end}" if current else f"ended by {end}"
     return None, ""
 
 
@@ -233,7 +266,8 @@ def _kill(child: subprocess.Popen[str]) -> None:
     """End a child and its own children, and forget it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_WAIT_SECONDS)
 
 
 # --- the process that tries ---
@@ -246,11 +280,15 @@ def verdicts_of(parts: Sequence[PartTrials], skips: Sequence[Sequence[str]]) -> 
             if [part.part, way] in skips:
                 continue
             yield [part.part, way, None]
-            yield [part.part, way, why_wrong(part.proofs[0], [way])[way]]
+            reason = ""
+            for make in part.proofs:
+                reason = reason or why_wrong(make, [way])[way]
+            yield [part.part, way, reason]
 
 
 def main() -> None:
     """Try what stdin asks for, and write each verdict to stdout as a line of JSON."""
+    end_with_parent()  # also if the rank is killed
     # What libraries print is not for the other process.
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)

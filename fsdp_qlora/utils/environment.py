@@ -25,6 +25,7 @@ PACKAGES = (
     "tokenizers",
     "hqq",
     "flash-attn",
+    "flash-attn-4",
     "wandb",
     "tensorboard",
     "triton",

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels import norm
 from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import Trial, why_wrong
-from fsdp_qlora.run import ways
+from fsdp_qlora.run import trial_process, ways
 from fsdp_qlora.run.decoding_trials import WeightForm
-from fsdp_qlora.run.kernel_trials import KernelForm, trials
+from fsdp_qlora.run.kernel_trials import KernelForm, NormForm, trials
 from fsdp_qlora.run.trial_process import NotTried, Request, kept_verdict, run_trials
 from fsdp_qlora.run.ways import Measured, TriedKernels, describe, fastest, merged
 from tests.helpers import kernel_trials
@@ -25,12 +26,12 @@ from tests.helpers.kernel_trials import FORM, broken, in_place, of_ways, plain, 
 from tests.helpers.run import on_ranks
 
 CPU = torch.device("cpu")
-PARTS = ["rotary", "gate", "norm", "decoding", "loss", "attention"]
+PARTS = ["rotary", "gate", "decoding", "norm", "loss", "attention"]
 WEIGHT_FORMS = [
     WeightForm("bnb", ("nf4", False)),
     WeightForm("bnb", ("fp4", True)),
-    WeightForm("e2m1", (32, False)),
-    WeightForm("e2m1", (16, True)),
+    WeightForm("e2m1", (32, 0, False)),
+    WeightForm("e2m1", (16, 2, True)),
     WeightForm("fp8", (128, 128, "float8_e4m3fn")),
     WeightForm("fp8", (0, 0, "float8_e5m2")),
     WeightForm("hqq", (4, 64)),
@@ -57,7 +58,7 @@ def test_a_child_process_survives_what_would_take_the_run_with_it():
 
 
 @pytest.mark.quick
-def test_a_verdict_is_made_once_and_again_if_its_file_is_damaged(tmp_path):
+def test_a_verdict_is_made_once_and_again_if_its_file_is_damaged(tmp_path, monkeypatch):
     path = tmp_path / "kernels" / "key.json"
     made = []
 
@@ -72,6 +73,23 @@ def test_a_verdict_is_made_once_and_again_if_its_file_is_damaged(tmp_path):
         path.write_text(content)
         assert kept_verdict(path, {}, make) == VERDICT
     assert len(made) == 4
+    # What may pass is not kept, and another rank does not try what one could not.
+    passing = {"gate": {"triton": "CUDA out of memory"}}
+    for _ in range(2):
+        assert kept_verdict(path.with_name("full"), {}, lambda: passing) == passing
+    assert not path.with_name("full").exists()
+
+    def fail() -> NoReturn:
+        made.append(1)
+        raise NotTried("ended by exit status 1")
+
+    for _ in range(2):
+        with pytest.raises(NotTried, match="exit status 1"):
+            kept_verdict(path.with_name("failed"), {}, fail)
+    assert len(made) == 5
+    monkeypatch.setattr(trial_process, "_FAILED_SECONDS", -1)
+    assert kept_verdict(path.with_name("failed"), {}, make) == VERDICT
+    assert len(made) == 6
     # A cache that cannot be written: each start tries for itself.
     (tmp_path / "file").touch()
     assert kept_verdict(tmp_path / "file" / "key.json", {}, make) == VERDICT
@@ -142,7 +160,7 @@ def test_trials_have_inputs_for_every_part(dtype):
         rows=2,
         longest=50,
         has_silu=True,
-        norms=[*norm.FORMS],
+        norms=[NormForm(name, width) for name in norm.FORMS for width in (16, 64)],
         weights=WEIGHT_FORMS,
         vocabulary=99,
         has_varlen=True,
@@ -150,6 +168,9 @@ def test_trials_have_inputs_for_every_part(dtype):
     assert KernelForm.from_dict(json.loads(json.dumps(form.to_dict()))) == form
     parts = trials(form, CPU)
     assert [part.part for part in parts] == PARTS
+    # Only these have the plain way's bits.
+    exact = trials(replace(form, deterministic=True), CPU)
+    assert [part.part for part in exact] == PARTS[:3]
     for part in parts[:-1]:
         for make in (*part.proofs, part.timed):
             trial = make()

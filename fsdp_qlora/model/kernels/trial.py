@@ -19,6 +19,7 @@ Way = Callable[..., Sequence[torch.Tensor]]
 _SLACK = 1.1
 _TIMES = 5
 _LONGEST_REASON = 60  # characters
+OTHER_NUMBERS = "other numbers"
 
 
 class Trial(NamedTuple):
@@ -73,7 +74,7 @@ def why_wrong(make: Callable[[], Trial], ways: Sequence[str]) -> dict[str, str]:
             is_right = _are_equal(found, expected)
             if not is_right and exact is not None:
                 is_right = _are_as_near(found, expected, exact)
-            reasons[way] = "" if is_right else "other numbers"
+            reasons[way] = "" if is_right else OTHER_NUMBERS
         # Of a compiler, a driver or a library: the plain way is always there.
         except Exception as error:
             reasons[way] = reason_of(error)

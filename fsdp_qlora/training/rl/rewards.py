@@ -6,15 +6,12 @@ process can be ended whatever a function does: a pattern that backtracks holds t
 lock, so no thread could end it.
 """
 
-import contextlib
-import ctypes
 import hashlib
 import json
 import logging
 import math
 import os
 import re
-import signal
 import sys
 import time
 import traceback
@@ -29,6 +26,7 @@ from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import RankError, RolloutError, UserError
 from fsdp_qlora.utils.files import read_named
+from fsdp_qlora.utils.processes import end_with_parent
 from fsdp_qlora.utils.redact import guard_output
 from fsdp_qlora.utils.text import printable
 
@@ -48,8 +46,6 @@ _MARK = "####"
 _LIKE_AN_ANSWER = re.compile(
     "answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE
 )
-# PR_SET_PDEATHSIG of prctl.h.
-_END_WITH_PARENT = 1
 # Besides what the process has when it is ready: a function that grows without end must not take the
 # memory of the training.
 _MEMORY_BYTES = 4 * 2**30
@@ -336,9 +332,7 @@ def work() -> None:
 
     Both are JSON.
     """
-    # Also a killed run ends this process. Only Linux has prctl.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    end_with_parent()  # also if the run is killed
     # Functions must neither read requests nor write into replies: their input is empty, and what
     # they print goes to stderr.
     requests = os.fdopen(os.dup(0))
