@@ -20,7 +20,7 @@ from fsdp_qlora.model.kernels.in_use import PLAIN
 from fsdp_qlora.model.kernels.norm import ROUNDED_FIRST
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, why_wrong
 from fsdp_qlora.run.decoding_trials import WeightForm
-from fsdp_qlora.run.kernel_trials import KernelForm, trials
+from fsdp_qlora.run.kernel_trials import KernelForm, NormForm, trials
 from fsdp_qlora.run.trial_process import NotTried, tried_apart
 
 
@@ -31,13 +31,14 @@ def measure_ways(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     lengths = (64,) if args.tiny else (2048, 8192, 16384)
     work = Steps("tiny" if args.tiny else "8b", (Batch(1, lengths[-1]),))
     precision = PRECISIONS[choose_precision(args.precision, ranks.device)]
+    shapes = [*dict.fromkeys(block_shapes(make_config(work)))]
     form = KernelForm(
-        shapes=[*dict.fromkeys(block_shapes(make_config(work)))],
+        shapes,
         dtype=str(precision.compute_dtype).removeprefix("torch."),
         rows=1,
         longest=lengths[-1],
         has_silu=True,
-        norms=[ROUNDED_FIRST],
+        norms=[NormForm(ROUNDED_FIRST, shapes[0].hidden)],
         weights=[WeightForm("bnb", ("nf4", True))],
         vocabulary=128_256,
     )

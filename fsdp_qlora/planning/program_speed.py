@@ -8,12 +8,18 @@ out. No card has measured it yet.
 from typing import NamedTuple
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, Ways
+from fsdp_qlora.model.architecture.attention import VARLEN
+from fsdp_qlora.model.architecture.attention_kernels import CUDNN
+from fsdp_qlora.model.architecture.shapes import block_shapes, has_silu
+from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, TRITON, Ways
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.padded_groups import PADDED
 from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.plan import ModelPlan
 
 _FIRST_OF_TRITON = 80  # the compute capability from which Triton's kernels have 16-bit types
 _HOPPER = (90, 100)
+_CUDNN_HEAD = 128  # the largest head_dim of cuDNN's attention
 # Passes over hidden states that each way saves, of the 410 of the plain ways. A block's kernels
 # read and write 303 hidden states of 16 bits in a forward, a recomputed and a backward pass; by
 # lean linears and all kernels 162, and they reach more of the bandwidth.
@@ -52,12 +58,30 @@ class Program(NamedTuple):
     """Share of the shorter of host and GPU in which each waits for the other."""
 
 
-def expected_ways(config: TrainConfig, gpu: Gpu, *, of_equal_lengths: bool) -> Ways:
-    """The ways that a run will choose on a GPU, as far as they can be known before it runs.
+class Parts(NamedTuple):
+    """Which parts of a model may have other ways than the plain one."""
 
-    Args:
-        of_equal_lengths: whether all rows have one length, which cuDNN's attention takes alone.
-    """
+    gate: bool = True
+    """Whether the activation of its MLPs is SiLU."""
+    decoding: bool = True
+    """Whether its base is quantized."""
+    cudnn: bool = True
+    """Whether cuDNN takes its attention, of rows that have one length."""
+
+    @classmethod
+    def of(cls, model: ModelPlan, *, of_equal_lengths: bool) -> "Parts":
+        """Those of a planned model."""
+        shapes = block_shapes(model.config)
+        takes_heads = any(not shape.window and shape.head_dim <= _CUDNN_HEAD for shape in shapes)
+        return cls(
+            gate=has_silu(model.config),
+            decoding=any(isinstance(each, QuantizedWeight) for each in model.meta.model.modules()),
+            cudnn=of_equal_lengths and takes_heads and model.documents == VARLEN,
+        )
+
+
+def expected_ways(config: TrainConfig, gpu: Gpu, parts: Parts) -> Ways:
+    """The ways that a run will choose on a GPU, as far as they can be known before it runs."""
     if config.kernels == PLAIN:
         return Ways()
     is_lean = config.kind.adapter == "lora" and not config.lora_dropout
@@ -66,9 +90,17 @@ def expected_ways(config: TrainConfig, gpu: Gpu, *, of_equal_lengths: bool) -> W
     )
     if gpu.capability < _FIRST_OF_TRITON:
         return ways
-    triton = dict.fromkeys(("rotary", "gate", "norm", "decoding", "loss"), "triton")
-    by_cudnn = of_equal_lengths and gpu.capability in _HOPPER
-    return ways._replace(attention="cudnn" if by_cudnn else PLAIN, **triton)
+    chosen = {
+        "rotary": True,
+        "gate": parts.gate,
+        "decoding": parts.decoding,
+        # with other bits than the plain way
+        "norm": not config.deterministic,
+        "loss": not config.deterministic,
+    }
+    ways = ways._replace(**{part: TRITON for part, is_chosen in chosen.items() if is_chosen})
+    by_cudnn = parts.cudnn and gpu.capability in _HOPPER and not config.deterministic
+    return ways._replace(attention=CUDNN) if by_cudnn else ways
 
 
 def this_program(ways: Ways, gpu: Gpu, kernel_share: float = 0.7) -> Program:

@@ -25,7 +25,7 @@ from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan
-from fsdp_qlora.planning.program_speed import expected_ways
+from fsdp_qlora.planning.program_speed import Parts, expected_ways
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils.errors import UserError
@@ -171,6 +171,8 @@ class Planner:
         self._tokens = tokens
         self.on_operator: Callable[[], object] = lambda: None
         self._size = size_of(model.meta.parts)._replace(trains=bool(config.optimizer))
+        # Rows of a dataset have lengths of all kinds.
+        self._parts = Parts.of(model, of_equal_lengths=data is None)
         self._rows: dict[tuple[int, ...], PlannedRows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
@@ -193,8 +195,7 @@ class Planner:
             rows.longest,
             blocks=self._measure(rows.longest, config.context_size),
         )
-        # Rows of a dataset have lengths of all kinds.
-        ways = expected_ways(config, self.gpus.gpu, of_equal_lengths=self.data is None)
+        ways = expected_ways(config, self.gpus.gpu, self._parts)
         rate = tokens_per_second(placed, self._size, rows.micro_batch, self.gpus.gpu, ways)
         return PlannedRun(config, placed, self.gpus, self._tokens or rows.tokens, rate)
 

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_qlora.model.kernels import float_decoding, fp8_decoding, hqq_decoding, nf4
 from fsdp_qlora.model.kernels.trial import Trial
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
-from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
+from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
 from fsdp_qlora.model.quantizers.hqq import HqqWeight
 
@@ -29,7 +29,10 @@ class WeightForm(NamedTuple):
 
 
 def weight_forms(modules: Iterable[nn.Module]) -> list[WeightForm]:
-    """The forms of the quantized weights among modules, each once, the most frequent first."""
+    """The forms of the quantized weights among modules, each once, the most frequent first.
+
+    Without those that have no kernel.
+    """
     counts: dict[WeightForm, int] = {}
     for module in modules:
         form = _form_of(module)
@@ -42,12 +45,16 @@ def _form_of(module: nn.Module) -> WeightForm | None:
     if isinstance(module, Bnb4bitWeight):
         return WeightForm("bnb", (module.quant_type, module.double_quant))
     if isinstance(module, E2m1Weight):
-        return WeightForm("e2m1", (module.group_size, "global_scale" in module.statistics))
-    if isinstance(module, HqqWeight):
+        number = len(module.global_scale) if isinstance(module, Nvfp4Weight) else 0
+        multiplies = isinstance(module, Nvfp4Weight) and module.multiplies
+        return WeightForm("e2m1", (module.group_size, min(number, 2), multiplies))
+    if isinstance(module, HqqWeight) and hqq_decoding.fits_kernel(module.group_size):
         return WeightForm("hqq", (module.n_bits, module.group_size))
     if isinstance(module, Fp8Weight):
         rows, columns = module.shape[-2:]
         height, width = module.block
+        if not fp8_decoding.fits_kernel(width, columns):
+            return None
         # 0: all of them, in a matrix of any size
         block = (height if height < rows else 0, width if width < columns else 0)
         return WeightForm("fp8", (*block, str(module.code_dtype).removeprefix("torch.")))
@@ -101,7 +108,8 @@ def _bnb(
 
 def _e2m1(
     group_size: int,
-    has_global: bool,
+    num_global: int,
+    multiplies: bool,
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -111,17 +119,20 @@ def _e2m1(
     def compute(way: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
         codes, scales, *global_scales = tensors
         global_scale = global_scales[0] if global_scales else None
-        groups = float_decoding.GroupScales(scales, global_scale, groups_of_part=num_groups)
+        groups_of_part = -(-num_groups // max(num_global, 1))
+        groups = float_decoding.GroupScales(
+            scales, global_scale, groups_of_part=groups_of_part, multiplies=multiplies
+        )
         return [way(codes, groups, dtype, num_groups)]
 
     # Around 1 in E4M3 and in E8M0, whose largest codes are no numbers.
-    middle = 56 if has_global else 127
+    middle = 56 if num_global else 127
     inputs: tuple[torch.Tensor, ...] = (
         _bytes((num_groups, group_size // 2), device),
         _bytes((num_groups,), device, range(middle - 8, middle + 8)),
     )
-    if has_global:
-        inputs = (*inputs, torch.full((1,), 3.7, device=device))
+    if num_global:
+        inputs = (*inputs, torch.linspace(1.3, 3.7, num_global, device=device))
     return Trial({name: partial(compute, way) for name, way in float_decoding.WAYS.items()}, inputs)
 
 

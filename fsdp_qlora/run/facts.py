@@ -15,7 +15,7 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.planning.program_speed import expected_ways
+from fsdp_qlora.planning.program_speed import Parts, expected_ways
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
@@ -88,7 +88,7 @@ def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu
         config, plan.data, plan.schedule, placed.model.documents
     ).mean_micro_batch()
     size = size_of(placed.model.meta.parts)
-    ways = expected_ways(config, gpu, of_equal_lengths=False)
+    ways = expected_ways(config, gpu, Parts.of(placed.model, of_equal_lengths=False))
     return tokens_per_second(placed, size, micro_batch, gpu, ways)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from fsdp_qlora.model.architecture.attention_ways import (
     exact_attention,
 )
 from fsdp_qlora.model.architecture.rms_norm import RmsNorm
-from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
+from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes, has_silu
 from fsdp_qlora.model.kernels import gate, norm, rotary, token_loss
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
@@ -35,16 +35,22 @@ _CHUNK = 512  # tokens whose logits are in memory at once
 # Lengths of documents that attention is proved with: cuDNN's kernel takes equal ones alone.
 _DOCUMENTS = ([37, 91, 128], [128, 128])
 _LONG_DOCUMENT = 1024
-_SILU = ("silu", "swish")
 _EPS = 1e-6
+
+
+class NormForm(NamedTuple):
+    """A norm's form, by its name in kernels/norm.py, and the number of its weights."""
+
+    name: str
+    width: int
 
 
 @dataclass(frozen=True)
 class KernelForm:
-    """The sizes of a model that its kernels depend on. They go to another process as JSON."""
+    """What a run's kernels depend on. It goes to another process as JSON."""
 
     shapes: list[BlockShape]
-    """The sizes of its blocks, each once."""
+    """The sizes of its models' blocks, each once."""
     dtype: str
     """The dtype that blocks compute in, such as bfloat16."""
     rows: int
@@ -53,31 +59,39 @@ class KernelForm:
     """The tokens of its longest row."""
     has_silu: bool = False
     """Whether its MLPs have a gate with SiLU."""
-    norms: list[str] = field(default_factory=list)
-    """The names of its norms' forms."""
+    norms: list[NormForm] = field(default_factory=list)
+    """Its norms, each kind once."""
     weights: list[WeightForm] = field(default_factory=list)
     """How weights of its base are quantized."""
     vocabulary: int = 0
     """The columns of its head."""
     has_varlen: bool = False
     """Whether torch's kernel for documents of any lengths computes its attention."""
+    deterministic: bool = False
+    """Whether another run of the same must have the same bits."""
 
     @classmethod
-    def of(cls, config: "TrainConfig", plan: "ModelPlan") -> "KernelForm":
-        """The form of a planned model."""
-        text = plan.config.get_text_config()
-        activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-        modules = [*plan.meta.model.modules()]
+    def of(cls, config: "TrainConfig", *plans: "ModelPlan") -> "KernelForm":
+        """The form of a run with the planned models: the one that trains, then a teacher."""
+        plan = plans[0]
+        modules = [module for each in plans for module in each.meta.model.modules()]
+        shapes = [shape for each in plans for shape in block_shapes(each.config)]
+        norms = {
+            NormForm(module.form, len(module.weight))
+            for module in modules
+            if isinstance(module, RmsNorm)
+        }
         return cls(
-            shapes=[*dict.fromkeys(block_shapes(plan.config))],
+            shapes=[*dict.fromkeys(shapes)],
             dtype=str(plan.precision.compute_dtype).removeprefix("torch."),
             rows=config.batch_size,
             longest=config.longest_row,
-            has_silu=activation in _SILU,
-            norms=sorted({each.form for each in modules if isinstance(each, RmsNorm)}),
+            has_silu=any(has_silu(each.config) for each in plans),
+            norms=sorted(norms),
             weights=weight_forms(modules),
             vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
             has_varlen=plan.documents == VARLEN,
+            deterministic=config.deterministic,
         )
 
     @classmethod
@@ -85,7 +99,8 @@ class KernelForm:
         """A form that came as JSON."""
         shapes = [BlockShape(*shape) for shape in fields["shapes"]]
         weights = [WeightForm(kernel, tuple(each)) for kernel, each in fields["weights"]]
-        return cls(**{**fields, "shapes": shapes, "weights": weights})
+        norms = [NormForm(*each) for each in fields["norms"]]
+        return cls(**{**fields, "shapes": shapes, "weights": weights, "norms": norms})
 
     def to_dict(self) -> dict[str, Any]:
         """The form as JSON has it."""
@@ -93,6 +108,7 @@ class KernelForm:
         return fields | {
             "shapes": [list(shape) for shape in self.shapes],
             "weights": [[form.kernel, list(form.settings)] for form in self.weights],
+            "norms": [list(form) for form in self.norms],
         }
 
     @property
@@ -125,10 +141,14 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
     yield _by_tokens("rotary", form, partial(_rotary, dtype, device, shape))
     if form.has_silu and shape.inner:
         yield _by_tokens("gate", form, partial(_gate, dtype, device, shape.inner))
-    if form.norms:
-        yield _by_tokens("norm", form, partial(_norm, dtype, device, shape.hidden, form.norms))
     if form.weights:
         yield _of_decoding(form, shape, device)
+    # The others have other bits than the plain way. What is faster by a little may change from
+    # start to start.
+    if form.deterministic:
+        return
+    if form.norms:
+        yield _by_tokens("norm", form, partial(_norm, dtype, device, form.norms))
     # In float32 there is no other way.
     if form.vocabulary and dtype.itemsize == 2:
         make = partial(_loss, dtype, device, form.vocabulary)
@@ -212,36 +232,36 @@ def _rotary(dtype: torch.dtype, device: torch.device, shape: BlockShape, tokens:
 
 
 def _norm(
-    dtype: torch.dtype, device: torch.device, hidden: int, forms: Sequence[str], tokens: int
+    dtype: torch.dtype, device: torch.device, forms: Sequence[NormForm], tokens: int
 ) -> Trial:
+    def each_norm(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
+        for index, form in enumerate(forms):
+            yield form.name, tensors[3 * index : 3 * index + 3]
+
     def compute(way: norm.NormWay, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        grad, x, weight = tensors
         results = []
-        for form in forms:
-            y, factors = way.norm(x, weight, _EPS, form)
-            results += [y, way.gradient(grad, x, weight, factors, form)]
+        for name, (grad, x, weight) in each_norm(tensors):
+            y, factors = way.norm(x, weight, _EPS, name)
+            results += [y, way.gradient(grad, x, weight, factors, name)]
         return results
 
     def exact(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        grad, x, weight = (each.double() for each in tensors)
-        factors = (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
-        normed = x * factors
         results = []
-        for form in forms:
-            scale = weight + (form == norm.ONE_PLUS)
+        for name, own in each_norm(tensors):
+            grad, x, weight = (each.double() for each in own)
+            factors = (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
+            normed = x * factors
+            scale = weight + (name == norm.ONE_PLUS)
             along = (grad * scale * normed).mean(-1, keepdim=True)
             results += [normed * scale, factors * (grad * scale - normed * along)]
         return results
 
+    sizes: list[tuple[int, ...]] = []
+    for form in forms:
+        rows = (tokens, form.width)
+        sizes += [rows, rows, (form.width,)]
     ways = {name: partial(compute, way) for name, way in norm.WAYS.items()}
-    rows = (tokens, hidden)
-    sizes = [
-        rows,
-        rows,
-        (hidden,),
-    ]
-    inputs = _random(sizes, dtype, device)
-    return Trial(ways, inputs, exact)
+    return Trial(ways, _random(sizes, dtype, device), exact)
 
 
 def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:

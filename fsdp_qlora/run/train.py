@@ -98,7 +98,8 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
         if plan.teacher:
             teacher_base(prepared.config, plan.teacher, session).fetch()
         warn_left_out(prepared.config, plan.model, base.weights)
-        kernels = TriedKernels.of(prepared.config, plan.model)
+        planned = [plan.model, *([plan.teacher.model] if plan.teacher else [])]
+        kernels = TriedKernels.of(prepared.config, *planned)
     session.start_group(plan.placed.layout)
     identity = agree(prepared, ranks, base.weights)
     start = folder.choose_start(identity)

@@ -61,12 +61,16 @@ class TriedKernels:
     failure: str = ""
 
     @classmethod
-    def of(cls, config: TrainConfig, plan: ModelPlan) -> "TriedKernels":
-        """Try the kernels of a planned model on this machine, if it has a GPU."""
-        device = plan.machine.device
+    def of(cls, config: TrainConfig, *plans: ModelPlan) -> "TriedKernels":
+        """Try the kernels of planned models on this machine, if it has a GPU.
+
+        Args:
+            plans: of the model that trains, and of a teacher.
+        """
+        device = plans[0].machine.device
         if config.kernels == PLAIN or device.type != "cuda":
             return cls(config.kernels, device)
-        form = KernelForm.of(config, plan)
+        form = KernelForm.of(config, *plans)
         verdicts: Verdicts = {}
         failure = ""
         try:

@@ -174,6 +174,7 @@ def unproven() -> list[str]:
         ("bnb_4bit", {"quant_type": "nf4", "double_quant": True}),
         ("mxfp4", {}),
         ("nvfp4", {}),
+        ("nvfp4", {"num_parts": 4, "multiplies": True}),
         ("fp8", {"block": (128, 128)}),
         ("fp8", {"code_dtype": torch.float8_e5m2}),
         ("hqq", {"n_bits": 3, "group_size": 64}),

@@ -23,7 +23,7 @@ from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
 from fsdp_qlora.planning.offers.find_model import find_model, known_config
 from fsdp_qlora.planning.offers.planner import make_planner
-from fsdp_qlora.planning.program_speed import Program, expected_ways, this_program
+from fsdp_qlora.planning.program_speed import Parts, Program, expected_ways, this_program
 from fsdp_qlora.planning.reading import earlier_run
 from fsdp_qlora.planning.search import GpuSet, choose_settings
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
@@ -580,9 +580,7 @@ def planned_rate(name: str, tokens: int, recomputed: float, kernels: str) -> flo
     micro_batch = MicroBatchSize(tokens, tokens * 2048, tokens)
     options = {"num_shards": 1, "recomputed_share": recomputed, "host_share": 0.0}
     gpu = GPUS[name]
-    ways = expected_ways(
-        TrainConfig(model_name="m", kernels=kernels), gpu, of_equal_lengths=True
-    )
+    ways = expected_ways(TrainConfig(model_name="m", kernels=kernels), gpu, Parts())
     return tokens / seconds(count_work(size, micro_batch, **options), gpu, this_program(ways, gpu))
 
 

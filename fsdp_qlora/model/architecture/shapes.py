@@ -46,6 +46,13 @@ def any_layer_has(config: PretrainedConfig, *settings: str) -> bool:
     )
 
 
+def has_silu(config: PretrainedConfig) -> bool:
+    """Whether the text model's MLPs have SiLU as their activation."""
+    text = config.get_text_config()
+    named = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    return named in ("silu", "swish")
+
+
 def block_shapes(config: PretrainedConfig) -> tuple[BlockShape, ...]:
     """The shapes of the text model's blocks. A model without attention counts as one head."""
     layers = layer_configs(config)

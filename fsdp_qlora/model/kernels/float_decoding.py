@@ -12,10 +12,10 @@ import torch
 
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, ways_in_use
 from fsdp_qlora.model.kernels.rounding import (
-    BY_NUMPY,
+    computes_by_triton,
+    divided,
     jit,
     rounded_to,
-    runs_by_triton,
     tl,
     triton,
 )
@@ -49,7 +49,7 @@ def decode_groups(
         step: groups that torch's operators decode at a time.
     """
     way = ways_in_use().decoding
-    if way != PLAIN and not runs_by_triton(torch.empty(0, dtype=dtype, device=codes.device)):
+    if way != PLAIN and not computes_by_triton(dtype, codes.device):
         way = PLAIN
     return WAYS[way](codes, scales, dtype, step)
 
@@ -164,7 +164,7 @@ def decode_kernel(
         part = (first + groups) // groups_of_part
         factor = tl.load(global_scales + part, mask=inside, other=1.0)
         scale = e4m3(scale.to(tl.int32))
-        scale = scale * factor if MULTIPLIES else _divided(scale, factor)
+        scale = scale * factor if MULTIPLIES else divided(scale, factor)
     elif scale.dtype != tl.float32:
         code = scale.to(tl.int32)
         scale = tl.where(code == 0, 1 << 22, code << 23).to(tl.float32, bitcast=True)
@@ -199,13 +199,6 @@ def e4m3(code):
 def _signed(magnitude, sign):
     bits = magnitude.to(tl.int32, bitcast=True) | (sign << 31)
     return bits.to(tl.float32, bitcast=True)
-
-
-@jit
-def _divided(a, b):
-    if BY_NUMPY:
-        return a / b
-    return tl.div_rn(a, b)
 
 
 WAYS = {PLAIN: _by_torch, TRITON: _by_triton}

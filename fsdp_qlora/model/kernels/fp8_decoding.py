@@ -11,7 +11,13 @@ import torch
 
 from fsdp_qlora.model.kernels.float_decoding import e4m3
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, ways_in_use
-from fsdp_qlora.model.kernels.rounding import jit, rounded_to, runs_by_triton, tl, triton
+from fsdp_qlora.model.kernels.rounding import (
+    computes_by_triton,
+    jit,
+    rounded_to,
+    tl,
+    triton,
+)
 
 
 class BlockScales(NamedTuple):
@@ -48,8 +54,13 @@ def decode_rows(
 
 def _runs_by_triton(codes: torch.Tensor, scales: BlockScales, dtype: torch.dtype) -> bool:
     width = scales.block[1]
-    has_one_scale = width % COLUMNS == 0 or width >= codes.shape[1]
-    return has_one_scale and runs_by_triton(torch.empty(0, dtype=dtype, device=codes.device))
+    fits = fits_kernel(width, codes.shape[1])
+    return fits and computes_by_triton(dtype, codes.device)
+
+
+def fits_kernel(width: int, columns: int) -> bool:
+    """Whether the kernel takes blocks of this width in rows of so many columns."""
+    return width % COLUMNS == 0 or width >= columns
 
 
 # --- by torch ---

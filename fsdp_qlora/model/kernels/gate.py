@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, ways_in_use
 from fsdp_qlora.model.kernels.rounding import (
     BY_NUMPY,
+    divided,
     has_rows,
     jit,
     libdevice,
@@ -123,7 +124,7 @@ def product_kernel(
     dtype: tl.constexpr = gate.dtype.element_ty
     g = tl.load(gate + row * gate_row + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = rounded(_divided(g, 1.0 + _exp(-g)), dtype)
+    activated = rounded(divided(g, 1.0 + _exp(-g)), dtype)
     tl.store(product + row * product_row + columns, rounded_to(activated * u, dtype), mask=inside)
 
 
@@ -150,8 +151,8 @@ def gradients_kernel(
     g = tl.load(gate + columns, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + columns, mask=inside, other=0.0).to(tl.float32)
     divisor = 1.0 + _exp(-g)
-    activated = rounded(_divided(g, divisor), dtype)
-    sigmoid = _divided(1.0, divisor)
+    activated = rounded(divided(g, divisor), dtype)
+    sigmoid = divided(1.0, divisor)
     # torch has dy * s * (1 + x * (1 - s)), of which its compiler makes this.
     slope = tl.fma(g, 1.0 - sigmoid, 1.0)
     grad_activated = rounded(d * u, dtype)
@@ -176,13 +177,6 @@ def _exp(x):
     if BY_NUMPY:
         return tl.exp(x)
     return libdevice.exp(x)
-
-
-@jit
-def _divided(a, b):
-    if BY_NUMPY:
-        return a / b
-    return tl.div_rn(a, b)
 
 
 class GateWay(NamedTuple):

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, ways_in_use
-from fsdp_qlora.model.kernels.rounding import jit, rounded_to, runs_by_triton, tl, triton
+from fsdp_qlora.model.kernels.rounding import (
+    computes_by_triton,
+    jit,
+    rounded_to,
+    tl,
+    triton,
+)
 
 # Bits of a code -> number of bits in each plane, from the lowest.
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
@@ -33,9 +39,13 @@ def decode_groups(
 
 
 def _runs_by_triton(packed: torch.Tensor, n_bits: int, dtype: torch.dtype) -> bool:
-    width = _chunk(packed.shape[1], n_bits)
-    is_power_of_2 = width & (width - 1) == 0
-    return is_power_of_2 and runs_by_triton(torch.empty(0, dtype=dtype, device=packed.device))
+    fits = fits_kernel(packed.shape[1] * 8 // n_bits)
+    return fits and computes_by_triton(dtype, packed.device)
+
+
+def fits_kernel(group_size: int) -> bool:
+    """Whether the kernel takes groups of this size: a power of 2."""
+    return group_size & (group_size - 1) == 0
 
 
 def _chunk(row_bytes: int, n_bits: int) -> int:

@@ -189,7 +189,8 @@ def _turn(
 ):
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
-    heads = first_head + tl.arange(0, HEADS)
+    # A head of a long row may begin after 2**31 elements.
+    heads = first_head + tl.arange(0, HEADS).to(tl.int64)
     inside = (heads < NUM_HEADS)[:, None] & (columns < HALF)[None, :]
     at = heads[:, None] * x_head + columns[None, :]
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)

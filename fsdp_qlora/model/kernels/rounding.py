@@ -18,6 +18,8 @@ except ImportError:
 
 __all__ = [
     "BY_NUMPY",
+    "computes_by_triton",
+    "divided",
     "has_rows",
     "jit",
     "libdevice",
@@ -54,12 +56,25 @@ def runs_by_triton(*tensors: torch.Tensor) -> bool:
     return first.dtype in _DTYPES and all(other.dtype == first.dtype for other in others)
 
 
+def computes_by_triton(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel can write such tensors."""
+    return runs_by_triton(torch.empty(0, dtype=dtype, device=device))
+
+
 def has_rows(x: torch.Tensor) -> bool:
     """Whether x is [rows, width] in its own memory, with each row in one piece."""
     if x.is_contiguous():
         return True
     outer = zip(x.stride()[:-2], x.stride()[1:-1], x.shape[1:-1], strict=True)
     return x.stride(-1) == 1 and all(first == stride * size for first, stride, size in outer)
+
+
+@jit
+def divided(a, b):
+    """a / b, float32, rounded to the nearest."""
+    if BY_NUMPY:
+        return a / b
+    return tl.div_rn(a, b)
 
 
 @jit
