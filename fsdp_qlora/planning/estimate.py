@@ -47,6 +47,7 @@ _LAYERS = (nn.Conv2d, nn.Conv3d, nn.Linear)  # of which the first of a vision to
 _GRADIENTS = "their gradients"
 _STATE = "optimizer state"
 _BUFFER = "loading buffer"
+_GATHERED = "adapters as gathered"
 
 
 def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> Memory:
@@ -70,6 +71,7 @@ class _Estimate:
         gathered_sizes: bytes of each block's unsharded weights beside the shards.
         gathered: bytes of all unsharded weights while each block is at work.
         trained: number of weights that train, in each block.
+        copies_adapters: whether adapters have 16-bit copies, which stay (weight_copies.py).
         reduces_each: whether gradients of several micro-batches are reduced one by one.
     """
 
@@ -85,6 +87,8 @@ class _Estimate:
         dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
         self.hidden = step.num_tokens * self.width * dtype.itemsize
         self.trained = [self._trained_weights(block) for block in parts.blocks]
+        param_dtype = step.precision.param_dtype or torch.float32
+        self.copies_adapters = step.num_shards == 1 and param_dtype.itemsize == 2
         self.frees_blocks = step.layout.frees_blocks or step.num_shards == 1
         from_host = step.placement.offload.blocks > 0
         self.gathered_sizes = [self._gathered(block, from_host=from_host) for block in parts.blocks]
@@ -168,7 +172,8 @@ class _Estimate:
             for kind, count in parts.kinds(parts.model).items()
             if kind.in_adapter
         )
-        adapters = {"adapters as gathered": self._as_gathered(in_adapters)}
+        adapters = {_GATHERED: self._as_gathered(in_adapters)}
+        copies = adapters.copy() if self.copies_adapters else {}
         # The head is gathered to be compared with.
         trial = adapters | {"whole head": self._gathered(parts.head or parts.embedding)}
         if not step.trains:
@@ -188,7 +193,7 @@ class _Estimate:
             "loss": [at_loss],
             "head's backward": [at_heads_backward],
             "backward": in_blocks,
-            "optimizer": [of_optimizer],
+            "optimizer": [of_optimizer | copies],
         }
         if step.image_values:
             first_block = {"gathered blocks": self.gathered_sizes[0]}
@@ -279,6 +284,9 @@ class _Estimate:
             }
             for name, count in of_trained.items():
                 sizes[name] = int(count * left / of_all)
+            if self.copies_adapters:
+                # All copies stay, and have their gradients until the pass ends.
+                sizes[_GATHERED] = int(of_trained[_GATHERED] * (2 - left / of_all))
             # Reduced gradients are those of the blocks behind, or all from an earlier micro-batch.
             reduced = 1 if self.reduces_each else 1 - left / of_all
             sizes |= of_optimizer

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.common import peak_bytes
+from fsdp_qlora.model.adapters import weight_copies
 from fsdp_qlora.model.adapters.grouped import stacked
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.lora import LoraLinear
@@ -77,12 +79,31 @@ def train(model: Twice) -> list[torch.Tensor]:
     return found
 
 
-def test_steps_have_the_bits_of_fsdp2s(gathered):
+@pytest.mark.parametrize("slice_bytes", [weight_copies._SLICE, 2 * 4 * SIZE * 4])
+def test_steps_have_the_bits_of_fsdp2s(gathered, slice_bytes, monkeypatch):
+    monkeypatch.setattr(weight_copies, "_SLICE", slice_bytes)  # of all weights, or of two
     expected = train(gathered)
     found = train(with_copies())
     assert len(found) == len(expected) == 2 * (2 + 4 + 4)
     for own, reference in zip(found, expected, strict=True):
         assert own.dtype == reference.dtype and torch.equal(own, reference)
+
+
+def test_collected_gradients_are_made_in_slices(monkeypatch):
+    model = Twice()
+    weights = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    copies = WeightCopies(adapter_modules(model), DTYPE)
+
+    def peak() -> int:
+        copies.refresh()
+        for copy in copies._copies:
+            copy.grad = torch.ones_like(copy)
+        return peak_bytes(copies._collect)
+
+    monkeypatch.setattr(weight_copies, "_SLICE", 0)
+    assert peak() <= 4 * weights  # gradients that stay
+    largest = 4 * max(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert peak() <= 2 * largest < 4 * weights
 
 
 def test_copies_of_A_are_one_matrix_without_a_copy():

@@ -5,7 +5,7 @@ nothing to gather or to reduce, and the hooks of FSDP2's groups would take 13% o
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter
 
 # Bytes at a multiple of which torch's allocator for CUDA gives memory.
 _ALIGNMENT = 512
+# Bytes of gradients in fp32 that are added up at a time. All together would take as much as the
+# weights once more.
+_SLICE = 64 * 2**20
 
 
 class WeightCopies:
@@ -40,8 +43,10 @@ class WeightCopies:
     def refresh(self, *_: Any) -> None:
         """Copy the weights that have changed since they were copied.
 
-        A hook before the first module with adapters. Whoever changes a weight other than by torch's
-        functions has to call `torch.autograd.graph.increment_version`.
+        A hook before the first module with adapters. Changes are seen by the weights' versions:
+        whoever writes through `.data` or by a kernel of their own has to call
+        `torch.autograd.graph.increment_version`. Weights stay the same parameters from the first
+        pass on, and train or do not.
         """
         if not self._copies:
             self._allocate()
@@ -114,21 +119,43 @@ class WeightCopies:
     def _collect(self) -> None:
         """Add the copies' gradients to the weights' own, in fp32."""
         self._will_collect = False
-        added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        in_16_bits: list[torch.Tensor] = []
-        in_32_bits: list[torch.Tensor] = []
-        for weight, copy in zip(self._weights, self._copies, strict=True):
-            if copy.grad is None:
-                continue
-            gradient = torch.empty_like(weight)
-            in_16_bits.append(copy.grad)
-            in_32_bits.append(gradient)
-            copy.grad = None
-            if weight.grad is None:
-                weight.grad = gradient
-            else:
-                added.append((weight.grad, gradient))
-        # A few kernels for all of them.
-        torch._foreach_copy_(in_32_bits, in_16_bits)
-        if added:
-            torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
+        pairs = zip(self._weights, self._copies, strict=True)
+        waiting = [(weight, copy) for weight, copy in pairs if copy.grad is not None]
+        for some in _in_slices(waiting):
+            _move_gradients(some)
+
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _in_slices(pairs: Pairs) -> Iterator[Pairs]:
+    """Pairs of weights and copies, with at most some MiB of gradients at a time."""
+    piece: Pairs = []
+    num_bytes = 0
+    for weight, copy in pairs:
+        if piece and num_bytes + weight.nbytes > _SLICE:
+            yield piece
+            piece = []
+            num_bytes = 0
+        piece.append((weight, copy))
+        num_bytes += weight.nbytes
+    if piece:
+        yield piece
+
+
+def _move_gradients(pairs: Pairs) -> None:
+    """Move gradients from copies to weights, with a few kernels for all of them."""
+    in_16_bits = [copy.grad for _, copy in pairs if copy.grad is not None]
+    in_32_bits = [torch.empty_like(weight) for weight, _ in pairs]
+    torch._foreach_copy_(in_32_bits, in_16_bits)
+    totals: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    for (weight, copy), gradient in zip(pairs, in_32_bits, strict=True):
+        copy.grad = None
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            totals.append(weight.grad)
+            added.append(gradient)
+    if added:
+        torch._foreach_add_(totals, added)
