@@ -17,7 +17,13 @@ from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
-from fsdp_qlora.model.architecture.decoder import OnMeta, kind_of, on_meta, tensors_of
+from fsdp_qlora.model.architecture.decoder import (
+    OnMeta,
+    buffers_as_before,
+    kind_of,
+    on_meta,
+    tensors_of,
+)
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
@@ -194,21 +200,15 @@ def _measure_all(
             raise _Measured
         return output
 
-    # Rope whose frequencies depend on a row's length writes them to its module.
-    with_buffers = [module for module in parts.model.modules() if module._buffers]
-    before = [vars(module) | {"_buffers": module._buffers.copy()} for module in with_buffers]
     handle = parts.embedding.register_forward_hook(lambda module, args, output: output.to(dtype))
     try:
         for block in parts.blocks:
             block.forward = partial(forward, block)
-        with OnMeta(), contextlib.suppress(_Measured):
+        with buffers_as_before(parts.model), OnMeta(), contextlib.suppress(_Measured):
             input_ids = torch.zeros_like(described["position_ids"])
             parts.model.base_model(input_ids=input_ids, use_cache=False, **described)
     finally:
         handle.remove()
-        for module, state in zip(with_buffers, before, strict=True):
-            vars(module).clear()
-            vars(module).update(state)
         for block in parts.blocks:
             vars(block).pop("forward", None)
     if not blocks:

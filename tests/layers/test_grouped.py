@@ -213,3 +213,36 @@ def test_int8_and_dora_are_never_computed_together():
     options = {"rank": 4, "scaling": 1.0, "dropout": 0.0}
     assert can_be_lean(LoraLinear(base, **options))
     assert not can_be_lean(DoraLinear(base, **options)) and not can_be_lean(base)
+
+
+class _Ends(torch.autograd.Function):
+    """Uses a tensor and has no gradient for it, as some kernels of other libraries."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        return None
+
+
+def test_outputs_without_any_gradient_leave_x_its_own():
+    module = Attention("nf4")
+    x = tokens().detach().requires_grad_()
+    with using_ways(LEAN_WAYS):
+        (_Ends.apply(module(x)).sum() + x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert all(weight.grad is None for weight in module.parameters())
+
+
+@torch.no_grad()
+def test_an_input_that_is_changed_in_place_is_another():
+    module = Attention("nf4")
+    first, second, _ = module.layers
+    x = tokens().detach()
+    with using_ways(LEAN_WAYS):
+        first(x)
+        doubled = second(x.mul_(2))
+        module.group.forget()
+        assert torch.equal(doubled, second(x.clone()))

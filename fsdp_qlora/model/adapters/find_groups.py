@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import logging
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 from fsdp_qlora.model.adapters.grouped import LinearGroup
 from fsdp_qlora.model.adapters.lean import can_be_lean
 from fsdp_qlora.model.architecture.attention import attending
-from fsdp_qlora.model.architecture.decoder import TOKENS, OnMeta, find_blocks, kind_of
+from fsdp_qlora.model.architecture.decoder import (
+    TOKENS,
+    OnMeta,
+    buffers_as_before,
+    find_blocks,
+    kind_of,
+)
+
+log = logging.getLogger("fsdp_qlora")
 
 
 class SharedInput(NamedTuple):
@@ -70,15 +78,18 @@ def _try_blocks(model: PreTrainedModel) -> dict[Any, list[SharedInput]]:
             # What a model's own code cannot compute without values ends the block here. What was
             # called until then is known.
             outputs[kind] = hidden
-            with contextlib.suppress(Exception):
+            try:
                 outputs[kind] = tried.block(*args, **kwargs)
+            except Exception as error:
+                name = type(block).__name__
+                log.debug("Layers of %s are grouped as far as it was tried: %s", name, error)
             found[kind] = tried.shared_inputs()
         if block is last:
             raise _Done
         return outputs[kind]
 
     # The same for every kernel, and every model has it.
-    with _buffers_as_before(model), attending(model, "eager"), torch.random.fork_rng(devices=[]):
+    with buffers_as_before(model), attending(model, "eager"), torch.random.fork_rng(devices=[]):
         try:
             for block in blocks:
                 block.forward = partial(forward, block)
@@ -90,19 +101,6 @@ def _try_blocks(model: PreTrainedModel) -> dict[Any, list[SharedInput]]:
             for block in blocks:
                 vars(block).pop("forward", None)
     return found
-
-
-@contextlib.contextmanager
-def _buffers_as_before(model: nn.Module) -> Iterator[None]:
-    """Undo what the model's code does to modules with buffers, such as rope's tables."""
-    modules = [module for module in model.modules() if module._buffers]
-    before = [vars(module) | {"_buffers": module._buffers.copy()} for module in modules]
-    try:
-        yield
-    finally:
-        for module, state in zip(modules, before, strict=True):
-            vars(module).clear()
-            vars(module).update(state)
 
 
 class _Trial:

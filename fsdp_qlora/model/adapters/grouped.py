@@ -38,7 +38,7 @@ class Member(NamedTuple):
     rank: int
 
 
-class _GroupProduct(torch.autograd.Function):
+class _LinearsProduct(torch.autograd.Function):
     """y of each layer, and the backward pass of all.
 
     weights: A of each layer, then B of each.
@@ -72,6 +72,8 @@ class _GroupProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         members: Sequence[Member] = ctx.members
         rows, low = ctx.kept.take()
+        if all(grad is None for grad in grads):
+            return (None,) * (3 + 2 * len(members))
         all_A = ctx.weights[: len(members)]
         all_B = ctx.weights[len(members) :]
         # of what no output depends on there is none
@@ -97,7 +99,7 @@ class _GroupProduct(torch.autograd.Function):
             )
             grad_B.append((grad_y.T @ part).to(lora_B.dtype))
         grad_A = _parts_of_A(grad_low.T @ rows, all_A, grad_ys)
-        # x may have been computed again: then its gradient can have its memory.
+        # x may have no other owner: then its gradient can have its memory.
         del rows, low
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -187,7 +189,7 @@ def multiply_group(layers: Sequence[LoraLinear], x: torch.Tensor) -> list[torch.
         for adapter, base in zip(adapters, bases, strict=True)
     ]
     all_A, all_B = zip(*map(computing_weights, adapters), strict=True)
-    outputs = _GroupProduct.apply(x.to(dtype), members, output_source(x), *all_A, *all_B)
+    outputs = _LinearsProduct.apply(x.to(dtype), members, output_source(x), *all_A, *all_B)
     return [*outputs]
 
 
@@ -201,11 +203,12 @@ class LinearGroup:
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = tuple(layers)
         self._x: torch.Tensor | None = None
+        self._version = 0  # of x, which may be changed in place
         self._waiting: dict[nn.Module, torch.Tensor] = {}
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """The layer's output for x; None if the layer has to compute it alone."""
-        if x is self._x and layer in self._waiting:
+        if x is self._x and x._version == self._version and layer in self._waiting:
             return self._take(layer)
         self.forget()
         if not is_lean_now(self.layers, x):
@@ -214,6 +217,7 @@ class LinearGroup:
         if outputs is None:
             return None
         self._x = x
+        self._version = x._version
         self._waiting = dict(zip(self.layers, outputs, strict=True))
         return self._take(layer)
 

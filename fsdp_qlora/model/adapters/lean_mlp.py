@@ -112,7 +112,8 @@ class _Pass:
     def h(self, inner: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """h and u of down. Takes gate and up out of the list, since others may not need them."""
         up = inner.pop()
-        h = gated(self.activation, inner.pop(), up)
+        # as a layer casts its input: an activation may compute in float32
+        h = gated(self.activation, inner.pop(), up).to(self.down.lora_A.dtype)
         return h, h @ self.down.lora_A.T
 
     def down_gradients(
@@ -282,7 +283,7 @@ def _backward_at_once(layers: _Pass, call: _Call, grad_y: torch.Tensor, needs_x:
     x = _rows_of_x(call, kept_x)
     grad_low, of_pair = layers.pair_gradients(x, low, gate, up)
     size = x.shape
-    # x may have been computed again: then its gradient can have its memory.
+    # x may have no other owner: then its gradient can have its memory.
     del x, kept_x
     grad_x = None
     if needs_x:

@@ -128,7 +128,7 @@ class _LoraProduct(torch.autograd.Function):
         factors = product.dropout.factors(x) if product.dropout else None
         dropped = x if factors is None else x * factors
         grad_low, grad_A, grad_B = low_rank_grads(grad_y, dropped, low, ctx)
-        # x may have been computed again: then its gradient can have its memory.
+        # x may have no other owner: then its gradient can have its memory.
         del x, dropped
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -240,7 +240,7 @@ class LoraAdapter(nn.Module):
         return x, low, Product(base, self.scaling, dropout, kept)
 
 
-class Group(Protocol):
+class SharedInputGroup(Protocol):
     """Layers that may be computed together (grouped.py)."""
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -256,7 +256,7 @@ class LoraLinear(nn.Module):
 
     is_adapted = True
     adapter: type[LoraAdapter] = LoraAdapter
-    group: Group | None = None
+    group: SharedInputGroup | None = None
 
     def __init__(self, base_layer: nn.Module, **options: Any) -> None:
         super().__init__()

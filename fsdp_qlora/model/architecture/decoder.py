@@ -171,3 +171,16 @@ def looked_up(model: PreTrainedModel, tables: Iterable[nn.Module]) -> dict[nn.Mo
         for handle in handles:
             handle.remove()
     return lookups
+
+
+@contextlib.contextmanager
+def buffers_as_before(model: nn.Module) -> Iterator[None]:
+    """Undo what the model's code does to modules with buffers, such as rope's tables."""
+    modules = [module for module in model.modules() if module._buffers]
+    before = [vars(module) | {"_buffers": module._buffers.copy()} for module in modules]
+    try:
+        yield
+    finally:
+        for module, state in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(state)

@@ -42,7 +42,4 @@ def describe_fused(model: nn.Module) -> str:
     """Describe for the log how norms and gates are computed."""
     norms = sum(isinstance(module, RmsNorm) for module in model.modules())
     mlps = sum(isinstance(module, GatedMlp) for module in model.modules())
-    return (
-        f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the "
-        "model's code"
-    )
+    return f"{norms} norms and {mlps} gated MLPs by one function each, the rest by the model's code"

@@ -93,7 +93,7 @@ class RmsNorm(nn.Module):
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
-    """A norm with torch's function instead of this module; None if it computes something else."""
+    """A norm by our function instead of this module; None if it computes something else."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1:
         return None

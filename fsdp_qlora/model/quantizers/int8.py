@@ -80,11 +80,6 @@ class Int8Weight(QuantizedWeight):
         """
         return _multiply(x, bias, *_codes_and_scale(part, tensors), self.threshold)
 
-    def add_product(
-        self, part: Matrix, y: torch.Tensor, x: torch.Tensor, tensors: Int8Tensors
-    ) -> None:
-        y.add_(self.multiply(part, x, None, tensors))
-
     def tensors(self) -> Int8Tensors:
         return Int8Tensors(self.weight, self.row_scale)
 

@@ -122,9 +122,9 @@ class PaddedChoices(NamedTuple):
     where: torch.Tensor
     """`experts` on the device, int64."""
     rows: torch.Tensor
-    """The first choice of each, and their number, int64 [2, E]."""
+    """The first choice of each, and their number, int32 [2, E]."""
     among_rows: torch.Tensor
-    """The place of each choice's expert, and its row among that expert's, int64 [2, N]."""
+    """The place of each choice's expert, and its row among that expert's, int32 [2, N]."""
 
     def groups(
         self, weight_bytes: int, row_bytes: int, most: int, most_rows: int
@@ -150,7 +150,7 @@ class PaddedChoices(NamedTuple):
     def _groups(self, spans: Sequence[range]) -> list[AnyGroup]:
         groups = list[AnyGroup]()
         start = 0
-        offsets = torch.arange(max(self.counts), device=self.where.device)
+        offsets = torch.arange(max(self.counts), device=self.where.device, dtype=torch.int32)
         for span in spans:
             stop = start + sum(self.counts[span.start : span.stop])
             rows = slice(start, stop)
@@ -204,14 +204,16 @@ def sort_by_rows(
     # Stable, as on the device, so that equal numbers have the same order on both.
     experts = sorted(range(len(counts)), key=lambda expert: -counts[expert])
     device = choices.device
-    counts_E = ends_on_device.diff(prepend=ends_on_device.new_zeros(1)).long()
+    # int32, since a layer's indices stay until its backward pass.
+    ends_on_device = ends_on_device.int()
+    counts_E = ends_on_device.diff(prepend=ends_on_device.new_zeros(1))
     sorted_E, where = counts_E.sort(descending=True, stable=True)
     first_before = (ends_on_device - counts_E)[where]
-    first = sorted_E.cumsum(0) - sorted_E
+    first = sorted_E.cumsum(0, dtype=torch.int32) - sorted_E
     # With `output_size` the host does not wait for the sum of the counts.
-    places = torch.arange(len(counts), device=device)
+    places = torch.arange(len(counts), device=device, dtype=torch.int32)
     places = places.repeat_interleave(sorted_E, output_size=len(choices))
-    among = torch.arange(len(choices), device=device) - first[places]
+    among = torch.arange(len(choices), device=device, dtype=torch.int32) - first[places]
     return PaddedChoices(
         choices[first_before[places] + among],
         experts,
