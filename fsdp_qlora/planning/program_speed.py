@@ -70,7 +70,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelPlan, *, of_equal_lengths: bool) -> "Parts":
-        """Those of a planned model."""
+        """The parts of a planned model."""
         shapes = block_shapes(model.config)
         takes_heads = any(not shape.window and shape.head_dim <= _CUDNN_HEAD for shape in shapes)
         return cls(

@@ -47,7 +47,7 @@ class NormForm(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelForm:
-    """What a run's kernels depend on. It goes to another process as JSON."""
+    """The properties of a run that its kernels depend on. It goes to another process as JSON."""
 
     shapes: list[BlockShape]
     """The sizes of its models' blocks, each once."""
@@ -60,7 +60,7 @@ class KernelForm:
     has_silu: bool = False
     """Whether its MLPs have a gate with SiLU."""
     norms: list[NormForm] = field(default_factory=list)
-    """Its norms, each kind once."""
+    """The norms of its models, each kind once."""
     weights: list[WeightForm] = field(default_factory=list)
     """How weights of its base are quantized."""
     vocabulary: int = 0
@@ -203,8 +203,8 @@ def _gate(dtype: torch.dtype, device: torch.device, inner: int, tokens: int) -> 
         way.gradients_(grad, activated, up, False)
         return [product, grad, activated, up]
 
-    ways = {name: partial(compute, way) for name, way in gate.WAYS.items()}
-    return Trial(ways, _random([(tokens, inner)] * 3, dtype, device))
+    sizes = [(tokens, inner)] * 3
+    return Trial.of(gate.WAYS, compute, *_random(sizes, dtype, device))
 
 
 def _rotary(dtype: torch.dtype, device: torch.device, shape: BlockShape, tokens: int) -> Trial:
@@ -220,15 +220,10 @@ def _rotary(dtype: torch.dtype, device: torch.device, shape: BlockShape, tokens:
         table,
     ]
     query, key, cos, sin = _random(sizes, dtype, device)
-    ways = {name: partial(compute, way) for name, way in rotary.WAYS.items()}
     # as projections leave them in memory: a token's heads beside each other
-    inputs = (
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        cos,
-        sin,
-    )
-    return Trial(ways, inputs)
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    return Trial.of(rotary.WAYS, compute, query, key, cos, sin)
 
 
 def _norm(
@@ -260,8 +255,7 @@ def _norm(
     for form in forms:
         rows = (tokens, form.width)
         sizes += [rows, rows, (form.width,)]
-    ways = {name: partial(compute, way) for name, way in norm.WAYS.items()}
-    return Trial(ways, _random(sizes, dtype, device), exact)
+    return Trial.of(norm.WAYS, compute, *_random(sizes, dtype, device), exact=exact)
 
 
 def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:
@@ -292,17 +286,12 @@ def _loss(dtype: torch.dtype, device: torch.device, vocabulary: int, tokens: int
         hits = torch.zeros_like(logps).scatter_(1, columns, 1.0)
         return [losses, (logps.exp() - hits) * (factors * is_learned)[:, None]]
 
-    ways = {name: partial(compute, way) for name, way in token_loss.WAYS.items()}
     [outputs] = _random([(tokens, vocabulary)], dtype, device)
     targets = torch.arange(tokens, device=device) * 7919 % vocabulary
     targets[::5] = -100
     factors = torch.full((tokens,), 1 / tokens, device=device)
-    inputs = (
-        outputs * 4,
-        targets,
-        factors,
-    )
-    return Trial(ways, inputs, exact)
+    outputs *= 4
+    return Trial.of(token_loss.WAYS, compute, outputs, targets, factors, exact=exact)
 
 
 def _of_attention(form: KernelForm, device: torch.device) -> PartTrials:

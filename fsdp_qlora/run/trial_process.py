@@ -131,7 +131,7 @@ def _read(path: Path) -> Verdicts | None:
 
 
 def _key(form: KernelForm, device: torch.device) -> dict[str, Any]:
-    """What a verdict depends on."""
+    """The facts that a verdict depends on."""
     installed = versions()
     driver = ""
     with contextlib.suppress(OSError):

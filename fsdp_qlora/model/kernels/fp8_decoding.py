@@ -59,7 +59,7 @@ def _runs_by_triton(codes: torch.Tensor, scales: BlockScales, dtype: torch.dtype
 
 
 def fits_kernel(width: int, columns: int) -> bool:
-    """Whether the kernel takes blocks of this width in rows of so many columns."""
+    """Whether the kernel takes blocks of `width` columns, in rows with `columns`."""
     return width % COLUMNS == 0 or width >= columns
 
 

@@ -7,6 +7,7 @@ if it is as near to the result in float64 as the plain way is.
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,17 @@ class Trial(NamedTuple):
     ways: Mapping[str, Way]
     inputs: tuple[torch.Tensor, ...] = ()
     exact: Way | None = None
+
+    @classmethod
+    def of(
+        cls,
+        ways: Mapping[str, object],
+        compute: Callable[..., list[torch.Tensor]],
+        *inputs: torch.Tensor,
+        exact: Way | None = None,
+    ) -> "Trial":
+        """A trial of `compute`, whose first argument is a way's functions, then the inputs."""
+        return cls({name: partial(compute, way) for name, way in ways.items()}, inputs, exact)
 
     def results(self, way: str) -> list[torch.Tensor]:
         """The results of a way."""

@@ -115,7 +115,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def kernel_bytes(self) -> float:
-        """As `decoding_bytes`, by one kernel: it reads what is stored and writes the weights."""
+        """Bytes that one kernel moves per weight: the stored ones, and the weight it writes."""
         stored: int = sum(getattr(self, name).nbytes for name in ("weight", *self.statistics))
         return stored / math.prod(self.shape) + self.compute_dtype.itemsize
 
