@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.model.architecture.attention import VARLEN
-from fsdp_qlora.model.architecture.attention_kernels import CUDNN
+from fsdp_qlora.model.architecture.attention_kernels import CUDNN, MOST_OF_CUDNN
 from fsdp_qlora.model.architecture.shapes import block_shapes, has_silu
 from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, TRITON, Ways
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
@@ -19,7 +19,6 @@ from fsdp_qlora.planning.plan import ModelPlan
 
 _FIRST_OF_TRITON = 80  # the compute capability from which Triton's kernels have 16-bit types
 _HOPPER = (90, 100)
-_CUDNN_HEAD = 128  # the largest head_dim of cuDNN's attention
 # Passes over hidden states that each way saves, of the 410 of the plain ways. A block's kernels
 # read and write 303 hidden states of 16 bits in a forward, a recomputed and a backward pass; by
 # lean linears and all kernels 162, and they reach more of the bandwidth.
@@ -72,7 +71,7 @@ class Parts(NamedTuple):
     def of(cls, model: ModelPlan, *, of_equal_lengths: bool) -> "Parts":
         """The parts of a planned model."""
         shapes = block_shapes(model.config)
-        takes_heads = any(not shape.window and shape.head_dim <= _CUDNN_HEAD for shape in shapes)
+        takes_heads = any(not shape.window and shape.head_dim <= MOST_OF_CUDNN for shape in shapes)
         return cls(
             gate=has_silu(model.config),
             decoding=any(isinstance(each, QuantizedWeight) for each in model.meta.model.modules()),

@@ -1,5 +1,6 @@
 """Trials of the kernels that decode quantized weights, on random codes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,12 +36,9 @@ def weight_forms(modules: Iterable[nn.Module]) -> list[WeightForm]:
 
     Weights that no kernel decodes are left out.
     """
-    counts: dict[WeightForm, int] = {}
-    for module in modules:
-        form = _form_of(module)
-        if form is not None:
-            counts[form] = counts.get(form, 0) + 1
-    return sorted(counts, key=lambda form: -counts[form])
+    forms = map(_form_of, modules)
+    counts = Counter(form for form in forms if form is not None)
+    return [form for form, _ in counts.most_common()]
 
 
 def _form_of(module: nn.Module) -> WeightForm | None:

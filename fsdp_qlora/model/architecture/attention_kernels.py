@@ -35,7 +35,7 @@ MOST_OF_FLASH = 256
 # The largest head_dim of cuDNN's kernels on all cards, and what lengths must be multiples of. For
 # each new shape cuDNN builds a graph, which takes about 42 ms: texts as they are have hundreds of
 # lengths, rows that are cut to the context's length have one.
-_MOST_OF_CUDNN = 128
+MOST_OF_CUDNN = 128
 _MULTIPLE_OF_CUDNN = 128
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
@@ -113,7 +113,7 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
 def cudnn_takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
     """Whether the way "cudnn" computes these documents by cuDNN's kernel."""
     size = query.shape[-1]
-    if size > _MOST_OF_CUDNN or size % 8 or value.shape[-1] != size:
+    if size > MOST_OF_CUDNN or size % 8 or value.shape[-1] != size:
         return False
     if call.dropout or call.window or call.softcap is not None or call.sinks is not None:
         return False
