@@ -9,17 +9,21 @@ with none. "before" is the code of a commit, computed in the plain ways; "after"
 linear layers computed together and one launch in the place of each kernel in Triton
 (stand_in/kernels.py).
 
-Both take turns, in processes of their own. Times are CPU seconds of the process, the shortest step;
-counts are the same in all steps.
+Both run at once, in a process each, and wait for each other after each step: whatever slows the
+machine for a while slows both. Times are CPU seconds of the process, the median of the steps; a
+turn starts both anew, and the median turn counts. Counts are the same in all steps.
 """
 
 import argparse
+import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MORE = 12
 FEWER = 4
 RECOMPUTE = ("all", "none")
-COUNTED = ("launches", "operators", "views", "waits")
 # They return their input's memory, and are not declared to.
 OTHER_VIEWS = ("_unsafe_view",)
+# What a process prints before each result.
+RESULT = "result: "
 
 
 class Operators(TorchDispatchMode):
@@ -59,8 +64,10 @@ def _is_view(func: Any) -> bool:
     return (bool(reads) and all(reads)) or func._schema.name.endswith(OTHER_VIEWS)
 
 
-def measure(ways: str, rounds: int) -> dict[str, dict[str, float]]:
-    """A block's part of a step, for each of RECOMPUTE: counts, and microseconds of the host."""
+def measure(ways: str, rounds: int) -> Iterator[Any]:
+    """Yields, for each number of blocks and each of RECOMPUTE, a step's counts, and then the
+    microseconds of the host in each of `rounds` steps.
+    """
     from benchmarks.standin_memory import build
     from fsdp_qlora.data.batches.schedule import StepRows
     from fsdp_qlora.model.architecture.decoder import find_blocks
@@ -73,19 +80,20 @@ def measure(ways: str, rounds: int) -> dict[str, dict[str, float]]:
         use_ways(chosen_ways())
     options = {"attn_implementation": "sdpa", "recompute": "none"}
     trainer, _, rows = build(shape="8b", layers=MORE, **options)
-    found: dict[str, list[dict[str, float]]] = {recompute: [] for recompute in RECOMPUTE}
+    data = StepRows(0, *rows)
     for number in (MORE, FEWER):
         del find_blocks(trainer.model)[number:]
-        for recompute, measured in found.items():
+        for recompute in RECOMPUTE:
             set_recompute(trainer.model, number if recompute == "all" else 0)
-            measured.append(measure_step(trainer, StepRows(0, *rows), rounds))
-    return {
-        recompute: {name: (many[name] - few[name]) / (MORE - FEWER) for name in many}
-        for recompute, (many, few) in found.items()
-    }
+            yield counts_of_step(trainer, data)
+            for _ in range(rounds):
+                started = time.process_time()
+                trainer.train_step(data)
+                yield 1e6 * (time.process_time() - started)
 
 
-def measure_step(trainer: Any, data: Any, rounds: int) -> dict[str, float]:
+def counts_of_step(trainer: Any, data: Any) -> dict[str, int]:
+    """Launches, operators, views and waits of a step, after some that warm up."""
     from stand_in.counts import recording
 
     for _ in range(3):
@@ -94,51 +102,87 @@ def measure_step(trainer: Any, data: Any, rounds: int) -> dict[str, float]:
         trainer.train_step(data)
     with Operators() as operators:
         trainer.train_step(data)
-    times = []
-    for _ in range(rounds):
-        started = time.process_time()
-        trainer.train_step(data)
-        times.append(1e6 * (time.process_time() - started))
     return {
         "launches": counts.kernels,
         "operators": operators.calls.total(),
         "views": operators.views(),
         "waits": counts.syncs.total(),
-        "host_us": min(times),
     }
 
 
-def in_process(tree: Path, ways: str, rounds: int) -> dict[str, dict[str, float]]:
-    """`measure` of the code in a folder, in a process of its own."""
-    from stand_in.environment import PYTHON, variables
+class Side:
+    """The code of a folder, measured in a process that goes on to its next result when asked."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        environment = variables(Path(folder), {"PHANTOM_GIB": 80, "OMP_NUM_THREADS": 1})
+    def __init__(self, tree: Path, ways: str, rounds: int, folder: Path) -> None:
+        from stand_in.environment import PYTHON, variables
+
+        folder.mkdir()
+        environment = variables(folder, {"PHANTOM_GIB": 80, "OMP_NUM_THREADS": 1})
         environment["PYTHONPATH"] = str(tree)
-        command = [str(PYTHON), __file__, "--measure", ways, "--rounds", str(rounds)]
-        done = subprocess.run(
-            command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True
+        self.process = subprocess.Popen(
+            [str(PYTHON), __file__, "--measure", ways, "--rounds", str(rounds)],
+            env=environment,
+            cwd=tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+
+    def next(self) -> Any:
+        """The next result of `measure`. Raises RuntimeError if the process ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith(RESULT):
+                return json.loads(line.removeprefix(RESULT))
+        raise RuntimeError(f"the process of {self.process.args!r} ended with {self.process.wait()}")
 
 
-def take_turns(trees: dict[str, tuple[Path, str]], turns: int, rounds: int) -> dict[str, Any]:
-    """Counts and least times by recomputation and tree, and the ratio of the two trees."""
-    found: dict[str, Any] = {}
-    for _ in range(turns):
-        for name, (tree, ways) in trees.items():
-            measured = in_process(tree, ways, rounds)
-            for recompute, now in measured.items():
-                known = found.setdefault(recompute, {}).setdefault(name, now)
-                assert [known[count] for count in COUNTED] == [now[count] for count in COUNTED]
-                known["host_us"] = min(known["host_us"], now["host_us"])
-    first, last = trees
-    for by_name in found.values():
-        by_name["ratio"] = {
-            name: by_name[last][name] / value for name, value in by_name[first].items() if value
+def take_turns(sides: dict[str, Side], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """A block's part of a step, by recomputation and side: counts, and the host's microseconds."""
+    steps: dict[tuple[str, int, str], dict[str, float]] = {}
+    for number in (MORE, FEWER):
+        for recompute in RECOMPUTE:
+            counts = {name: side.next() for name, side in sides.items()}
+            times = [{name: side.next() for name, side in sides.items()} for _ in range(rounds)]
+            for name in sides:
+                host = statistics.median(by_side[name] for by_side in times)
+                steps[recompute, number, name] = {**counts[name], "host_us": host}
+    return {
+        recompute: {
+            name: _of_a_block(steps[recompute, MORE, name], steps[recompute, FEWER, name])
+            for name in sides
         }
+        for recompute in RECOMPUTE
+    }
+
+
+def _of_a_block(many: dict[str, float], few: dict[str, float]) -> dict[str, float]:
+    return {name: (many[name] - few[name]) / (MORE - FEWER) for name in many}
+
+
+def summary(turns: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str, Any]:
+    """For each recomputation, the turn whose ratio of host time is the median, its ratios, and
+    the ratios of host time of all turns.
+    """
+    found: dict[str, Any] = {}
+    for recompute in RECOMPUTE:
+        of_turns = sorted(
+            (_with_ratios(turn[recompute]) for turn in turns),
+            key=lambda by_name: by_name["ratio"]["host_us"],
+        )
+        found[recompute] = of_turns[len(of_turns) // 2]
+        found[recompute]["ratios of host_us"] = [
+            by_name["ratio"]["host_us"] for by_name in of_turns
+        ]
     return found
+
+
+def _with_ratios(by_name: dict[str, Any]) -> dict[str, Any]:
+    before, after = by_name["before"], by_name["after"]
+    ratio = {name: after[name] / value for name, value in before.items() if value}
+    return {**by_name, "ratio": ratio}
 
 
 def main(argv: list[str]) -> int:
@@ -147,24 +191,37 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--before", default="HEAD", help="the commit to compare with")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=9, help="steps that are timed in a turn")
-    parser.add_argument("--measure", choices=["plain", "chosen"], help="only this, as JSON")
+    parser.add_argument("--rounds", type=int, default=30, help="steps that are timed in a turn")
+    parser.add_argument("--measure", choices=["plain", "chosen"], help=argparse.SUPPRESS)
     parser.add_argument("--output")
     args = parser.parse_args(argv)
     if args.measure:
-        print(json.dumps(measure(args.measure, args.rounds)))
+        results = measure(args.measure, args.rounds)
+        for _ in sys.stdin:
+            print(RESULT, json.dumps(next(results)), flush=True)
         return 0
     from benchmarks.answers import copy_of
     from benchmarks.common import describe_machine, write_results
 
+    turns = []
     with tempfile.TemporaryDirectory() as folder:
         before = copy_of(args.before, Path(folder) / "before")
-        trees = {"before": (before, "plain"), "after": (ROOT, "chosen")}
-        found = take_turns(trees, args.turns, args.rounds)
+        for turn in range(args.turns):
+            homes = Path(folder) / str(turn)
+            homes.mkdir()
+            with contextlib.ExitStack() as ending:
+                sides = {
+                    "before": Side(before, "plain", args.rounds, homes / "before"),
+                    "after": Side(ROOT, "chosen", args.rounds, homes / "after"),
+                }
+                for side in sides.values():
+                    ending.callback(side.process.kill)
+                turns.append(take_turns(sides, args.rounds))
+    found = summary(turns)
     for recompute, by_name in found.items():
+        print(f"recompute {recompute}")
         for name, values in by_name.items():
-            figures = ", ".join(f"{value:.3g} {what}" for what, value in values.items())
-            print(f"recompute {recompute}, {name}: {figures}")
+            print(f"  {name}: {values}")
     if args.output:
         command = " ".join(["python benchmarks/host.py", *argv])
         machine = describe_machine(torch.device("cpu"))
