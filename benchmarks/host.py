@@ -138,6 +138,10 @@ class Side:
                 return json.loads(line.removeprefix(RESULT))
         raise RuntimeError(f"the process of {self.process.args!r} ended with {self.process.wait()}")
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
 
 def take_turns(sides: dict[str, Side], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """A block's part of a step, by recomputation and side: counts, and the host's microseconds."""
@@ -209,14 +213,11 @@ def main(argv: list[str]) -> int:
         for turn in range(args.turns):
             homes = Path(folder) / str(turn)
             homes.mkdir()
-            with contextlib.ExitStack() as ending:
-                sides = {
-                    "before": Side(before, "plain", args.rounds, homes / "before"),
-                    "after": Side(ROOT, "chosen", args.rounds, homes / "after"),
-                }
-                for side in sides.values():
-                    ending.callback(side.process.kill)
-                turns.append(take_turns(sides, args.rounds))
+            with (
+                contextlib.closing(Side(before, "plain", args.rounds, homes / "before")) as earlier,
+                contextlib.closing(Side(ROOT, "chosen", args.rounds, homes / "after")) as now,
+            ):
+                turns.append(take_turns({"before": earlier, "after": now}, args.rounds))
     found = summary(turns)
     for recompute, by_name in found.items():
         print(f"recompute {recompute}")
