@@ -31,7 +31,7 @@ _LAUNCHES = {"linears": 0.65, "decoding": 0.7}
 # Host seconds for a product with an expert's matrix, in whose layer host and GPU wait for each
 # other: 12 blocks of Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply
 # 9,216, in groups. Padded groups take twice as many launches, single experts six times as many:
-# 462, 875 and 2,666 in a block (stand_in/programs/expert_launches.py).
+# 452, 868 and 2,656 in a block (stand_in/programs/expert_launches.py).
 IN_GROUPS = 3e-5
 _PADDED = 4e-5
 _ONE_BY_ONE = 7e-5
