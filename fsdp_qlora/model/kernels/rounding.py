@@ -48,17 +48,18 @@ BY_NUMPY = tl.constexpr(INTERPRETED) if triton else None
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
+def computes_by_triton(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel can read and write tensors of a floating dtype there: on a card."""
+    is_there = device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+    return is_there and dtype in _DTYPES
+
+
 def runs_by_triton(*tensors: torch.Tensor) -> bool:
     """Whether a kernel can read and write them: of one floating dtype, on a card."""
     first, *others = tensors
-    if not (first.is_cuda or (INTERPRETED and first.device.type == "cpu")):
+    if not computes_by_triton(first.dtype, first.device):
         return False
-    return first.dtype in _DTYPES and all(other.dtype == first.dtype for other in others)
-
-
-def computes_by_triton(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel can write such tensors."""
-    return runs_by_triton(torch.empty(0, dtype=dtype, device=device))
+    return all(other.dtype == first.dtype for other in others)
 
 
 def has_rows(x: torch.Tensor) -> bool:
