@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from fsdp_qlora.model.adapters.first_values import principal_factors
-from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
 from fsdp_qlora.model.quantizers.hqq import _pack, _quantize_groups
+from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.gpu.check import HAS_VALUES, holds, same
 

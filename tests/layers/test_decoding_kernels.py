@@ -12,10 +12,11 @@ from torch import nn
 from fsdp_qlora.model.kernels import float_decoding, fp8_decoding, hqq_decoding, nf4
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, Ways, using_ways
 from fsdp_qlora.model.kernels.trial import why_wrong
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
 from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
 from fsdp_qlora.model.quantizers.e2m1 import global_scale
 from fsdp_qlora.model.quantizers.fp8 import quantize_blocks as quantize_fp8
+from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.run.decoding_trials import decoding_trials, weight_forms
 from tests.layers.shards import SHAPES, weight_of

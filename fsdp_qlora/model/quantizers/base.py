@@ -20,6 +20,7 @@ from fsdp_qlora.model.quantizers.products import (
     computing_dtype,
     plain_product,
 )
+from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 # What is wrong with stored statistics, as messages say it.
@@ -225,6 +226,10 @@ class QuantizedWeight(nn.Module):
             return QuantizedProduct(self, matrix, bias, tensors)
         return ProductInParts(self, matrix, bias, tensors, parts)
 
+    def decodes(self, num_tokens: int, device: torch.device) -> bool:
+        """Whether a product with this number of tokens decodes the weight before it multiplies."""
+        return self.is_exact
+
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
         """Split a matrix into the parts that are decoded at a time.
 
@@ -369,6 +374,9 @@ class QuantizedLinear(QuantizedWeight):
     """
 
     weight_name = "weight"
+    # whether the weight stays decoded from its next use on (see decoded_once.py)
+    keeps_decoded = False
+    _decoded: torch.Tensor | None = None
 
     def __init__(self, linear: nn.Linear, **options: Any) -> None:
         super().__init__((linear.out_features, linear.in_features), **options)
@@ -381,6 +389,18 @@ class QuantizedLinear(QuantizedWeight):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x.to(self.compute_dtype), self.whole, self.bias_to_add())
+
+    def frozen_product(self, matrix: Matrix, bias: torch.Tensor | None = None) -> FrozenProduct:
+        if not self.keeps_decoded:
+            return super().frozen_product(matrix, bias)
+        if self._decoded is None:
+            self._decoded = self.upright(self.whole, self.compute_dtype, self.tensors())
+        return plain_product(self._decoded, bias, self.compute_dtype)
+
+    def forget_decoded(self) -> None:
+        """Free the decoded weight, and keep none from now on."""
+        self.keeps_decoded = False
+        self._decoded = None
 
     def bias_to_add(self) -> torch.Tensor | None:
         """The bias in the compute dtype."""
@@ -464,22 +484,6 @@ def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**
     """
     num_weights = 2**18 if device.type == "cpu" else on_gpu
     return max(1, num_weights // group_size)
-
-
-def row_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of a row of a matrix."""
-    return parameter.shape[1] * parameter.element_size()
-
-
-def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Store the bytes of `values` in this rank's part of a parameter. Zeroes the rest of it."""
-    # As bytes, so that no copy kernel sees codes that look like NaN (see QuantizedWeight).
-    local = local_part(parameter)
-    target = local.view(-1).view(torch.uint8)
-    source = values.reshape(-1).view(torch.uint8)
-    target[: source.numel()] = source.to(target.device)
-    # The memory is uninitialized, and its padding would differ between runs.
-    target[source.numel() :] = 0
 
 
 def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:

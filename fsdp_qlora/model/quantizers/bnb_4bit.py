@@ -36,7 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
 from fsdp_qlora.model.kernels import nf4
 from fsdp_qlora.model.kernels.nf4 import BLOCKSIZE, GPU_PIECE, NESTED_BLOCKSIZE
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -49,6 +50,9 @@ _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block
 # Up to this number of tokens bitsandbytes may fuse decoding and product. For more its operator
 # decodes the matrix as we do, and takes the host some microseconds longer.
 _FUSED_TOKENS = 1536
+# Up to this number its kernel for few tokens multiplies codes on every GPU. Beyond it, GPUs with
+# fast memory decode (bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_use_custom_cuda`).
+_FEW_TOKENS = 8
 
 
 class NestedAbsmax(NamedTuple):
@@ -183,6 +187,9 @@ class Bnb4bitWeight(QuantizedWeight):
             if skipped:
                 absmax = absmax[skipped:]
         return part.choose(codes), part.choose(absmax)
+
+    def decodes(self, num_tokens: int, device: torch.device) -> bool:
+        return device.type == "cpu" or num_tokens > _FEW_TOKENS
 
     # bitsandbytes' fused kernel multiplies by the transpose of the stored matrix, which is W, or
     # W^T if transposed.

@@ -33,9 +33,9 @@ from fsdp_qlora.model.quantizers.base import (
     Matrix,
     QuantizedWeight,
     groups_at_a_time,
-    write_bytes,
 )
 from fsdp_qlora.model.quantizers.fp8 import has_nan
+from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _LARGEST = VALUES[-1]  # magnitude of a code

@@ -12,13 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.model.kernels.fp8_decoding import BlockScales, decode_rows
-from fsdp_qlora.model.quantizers.base import (
-    NOT_FINITE,
-    TOO_LARGE,
-    Matrix,
-    QuantizedWeight,
-    row_bytes,
-)
+from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.stored import row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 # compressed-tensors' for a row without a magnitude

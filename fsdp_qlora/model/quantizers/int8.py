@@ -11,7 +11,8 @@ import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.stored import row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")

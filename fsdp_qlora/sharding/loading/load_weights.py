@@ -22,9 +22,9 @@ from fsdp_qlora.model.quantizers.base import (
     QuantizedExperts,
     QuantizedWeight,
     is_finite,
-    write_bytes,
 )
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE, Bnb4bitWeight
+from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.sharding.loading.conversions import MergedTensor, ModelAsInFiles
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils.errors import UserError

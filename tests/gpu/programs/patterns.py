@@ -24,7 +24,8 @@ from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.model.module_state import whole_weights
-from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
+from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 
 # A query projection of 512 x 512 weights has 65,536 words of 16 bits at 4 bits a weight.
