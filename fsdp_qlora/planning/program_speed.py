@@ -129,6 +129,11 @@ def _groups_experts(gpu: Gpu) -> bool:
     return gpu.capability // 10 in (9, 10)
 
 
+def fastest_product_seconds(gpu: Gpu) -> float:
+    """Host time of the product with one expert, by the way of experts that runs take on a GPU."""
+    return IN_GROUPS if _groups_experts(gpu) else _PADDED
+
+
 def _product_seconds(ways: Ways, gpu: Gpu) -> float:
     if ways.experts == PADDED:
         return _PADDED

@@ -17,7 +17,7 @@ from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.planning.program_speed import IN_GROUPS, Program, this_program
+from fsdp_qlora.planning.program_speed import Program, fastest_product_seconds, this_program
 
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
@@ -229,7 +229,9 @@ def tokens_per_second(
     return micro_batch.useful / seconds(work, gpu, this_program(ways, gpu, size.kernel_share))
 
 
-def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool) -> float:
+def seconds_per_pass(
+    plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool, is_decoded: bool
+) -> float:
     """Time in which a rank's model generates one token of each of its completions.
 
     All ranks work at the same time.
@@ -237,12 +239,17 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
     Args:
         tokens: number of completions, of each of which a pass computes a token.
         gathered: whether weights stay gathered from pass to pass.
+        is_decoded: whether decoded weights of linear layers are kept from pass to pass.
     """
     size = size_of(plan.model.meta.parts)
     num_shards = plan.layout.num_shards
     # Matrix products of a few tokens take less time than reading the weights: 2 bytes in 16 bits.
-    memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * IN_GROUPS
+    moved_per_weight = size.decoding or 2
+    bytes_read = size.decoded(tokens) * moved_per_weight
+    if is_decoded:
+        bytes_read -= (size.linear - size.experts.weights) * (moved_per_weight - 2)
+    memory = bytes_read / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * fastest_product_seconds(gpu)
     moved = 0.0
     if plan.layout.frees_blocks and not gathered:
         moved = size.stored * (num_shards - 1) / num_shards

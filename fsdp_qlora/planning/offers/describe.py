@@ -10,10 +10,10 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.teacher_cache import bytes_per_token
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.model_parts import count_parameters
+from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.known_models import trained_name
 from fsdp_qlora.planning.placement import adapter_bytes
 from fsdp_qlora.planning.report import PlanReport
-from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import PlannedRun, Planner
 from fsdp_qlora.utils.text import GIB, format_bytes, format_count
 
