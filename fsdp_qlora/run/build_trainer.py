@@ -301,7 +301,14 @@ def open_engine(
         """
         # By the number of the generation: a resumed run draws as if it had not stopped.
         seeded = dataclasses.replace(options, seed=derive_seed("rollouts", config.seed, number))
-        generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, seeded)
+        generator = TextGenerator(
+            model,
+            trainer.ranks,
+            plan.model.precision,
+            stops,
+            seeded,
+            decodes_once=generation.decoded > 0,
+        )
         beat = partial(check_stop, trainer.control, trainer.ranks, version)
         with kept_gathered(model) if generation.gathered else contextlib.nullcontext():
             return generator.answer_all(prompts, generation.at_a_time, beat)

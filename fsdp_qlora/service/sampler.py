@@ -11,8 +11,8 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.distributed.ranks import derive_seed
+from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
 from fsdp_qlora.service.commands import Sample
 from fsdp_qlora.service.entries import AdapterSettings
@@ -163,7 +163,12 @@ class RequestSampler:
         )
         stops = RequestStops(self.placed.model.tokenizer, trainer.model, drawing.stop)
         generator = TextGenerator(
-            trainer.model, trainer.ranks, self.placed.model.precision, stops, options
+            trainer.model,
+            trainer.ranks,
+            self.placed.model.precision,
+            stops,
+            options,
+            decodes_once=plan.decoded > 0,
         )
         # A sample depends on its request's seed and its number alone, whatever is answered with it.
         seeds = [derive_seed("sample", each.seed, sample) for each, sample in asked]

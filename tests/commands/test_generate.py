@@ -20,7 +20,7 @@ from fsdp_qlora.data.content import Fields, prompt_text
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training.generation.prompt_format import read_questions
 from fsdp_qlora.training.generation.samples import Samples
-from fsdp_qlora.training.generation.sampling import Draws, SamplingOptions
+from fsdp_qlora.training.generation.sampling import Draws, SamplingOptions, exponential_like
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.records import read_records
 from tests.helpers.models import Models
@@ -206,7 +206,7 @@ def test_draws_follow_temperature_top_p_and_seed():
 
     def drawn(**options: float) -> list[int]:
         draws = Draws(SamplingOptions(seed=3, **options), [0])
-        return [int(draws(torch.zeros(1, 1), logits[None]).argmax()) for _ in range(3000)]
+        return [int(draws(logits[None])) for _ in range(3000)]
 
     shares = torch.bincount(torch.tensor(drawn(temperature=2.0)), minlength=5) / 3000
     torch.testing.assert_close(shares, (logits / 2).softmax(0), atol=0.03, rtol=0)
@@ -218,6 +218,14 @@ def test_draws_follow_temperature_top_p_and_seed():
     state = torch.get_rng_state()
     drawn(temperature=1.0)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_noise_on_a_cpu_is_what_torch_draws():
+    sources = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    noise = exponential_like(torch.zeros(2, 5000), sources)
+    for row, seed in zip(noise, (3, 4), strict=True):
+        generator = torch.Generator().manual_seed(seed)
+        assert torch.equal(row, torch.empty(5000).exponential_(generator=generator))
 
 
 def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path):

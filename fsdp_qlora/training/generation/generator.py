@@ -5,26 +5,20 @@ Every rank has its own prompts, and all ranks run the same number of forward pas
 
 import contextlib
 import json
-import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.quantizers.decoded_once import decoded_once
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
+from fsdp_qlora.training.generation.passes import Batch, Passes, shares_prompts
 from fsdp_qlora.training.generation.sampling import Completion, Draws, SamplingOptions, Stops
 
 
@@ -42,12 +36,19 @@ class TextGenerator:
         precision: Precision,
         stops: Stops,
         options: SamplingOptions,
+        *,
+        decodes_once: bool = False,
     ) -> None:
+        """decodes_once: keep decoded base weights while a batch is answered.
+
+        There must be memory for them (`planning.generation.Generation`).
+        """
         self._model = model
         self.ranks = ranks
         self._precision = precision
         self.stops = stops
         self._options = options
+        self._decodes_once = decodes_once
 
     def generate(
         self,
@@ -67,77 +68,67 @@ class TextGenerator:
             seeds: index -> seed of its draws; else as the options say.
         """
         # A rank without prompts computes one token, whose completion has ended before it begins.
-        batch = prompts or {0: [0]}
-        completions = {index: Completion([], is_done=not prompts) for index in batch}
+        asked = prompts or {0: [0]}
+        completions = _Completions([*asked], self.stops, show, is_done=not prompts)
+        batch = Batch.of([*asked.values()], shares_prompts=shares_prompts(self._model))
+        draws = Draws(self._options, self._seeds([*asked], seeds or {}))
+        with self._generating(batch) as passes, torch.no_grad():
+            self._write(passes, draws, completions, beat)
+        return completions.with_logps(draws.logps) if prompts else {}
 
-        def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            """Take each completion's next token; returns which have ended."""
-            # A completion that has ended gets further tokens while others of its batch go on.
-            for index, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
-                completion = completions[index]
-                if not completion.is_done:
-                    completion.token_ids.append(token)
-                    is_done = self.stops.ends(completion.token_ids)
-                    completions[index] = completion._replace(is_done=is_done)
-                    show(completions[index])
-            is_done_of_batch = [completions[index].is_done for index in batch]
-            return torch.tensor(is_done_of_batch, device=input_ids.device)
+    def _write(
+        self,
+        passes: Passes,
+        draws: Draws,
+        completions: "_Completions",
+        beat: Callable[[], object],
+    ) -> None:
+        """Draw tokens until all completions of all ranks have ended, or are cut."""
+        # A GPU is given the next pass before the host reads a token: a wait for it would leave the
+        # GPU idle at each token. The pass after the last token is then computed for nothing.
+        num_ahead = 1 if self.ranks.device.type == "cuda" else 0
+        unread = deque[_Reading]()
+        logits = passes.prompts()
+        beat()
+        most = self._options.max_new_tokens
+        for number in range(1, most + 1):
+            tokens = draws(logits)
+            unread.append(_Reading(tokens))
+            if number < most:
+                while len(unread) > num_ahead:
+                    completions.follow(unread.popleft().tokens())
+                # A rank whose completions have all ended goes on with forward passes, in which the
+                # others need its shards, until all ranks are done.
+                if self._have_all_ended(completions):
+                    break
+                logits = passes.next(tokens)
+                beat()
+        for reading in unread:
+            completions.follow(reading.tokens())
 
-        draws = self._draws([*batch], seeds or {})
-        # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU, and
-        # transformers warns.
-        inputs = [torch.tensor(ids, device=self.ranks.device) for ids in batch.values()]
-        # Padded on the left, so that every prompt's next token is in the last column.
-        padded = partial(pad_sequence, batch_first=True, padding_side="left")
-        with self._generating(len(batch), beat):
-            # synced_gpus: a rank whose completions have all ended goes on with forward passes, in
-            # which the others need its shards, until all ranks are done.
-            self._model.eval().generate(
-                padded(inputs),
-                attention_mask=padded([torch.ones_like(ids) for ids in inputs]),
-                max_new_tokens=self._options.max_new_tokens,
-                logits_processor=LogitsProcessorList(draws),
-                stopping_criteria=StoppingCriteriaList([follow]),
-                synced_gpus=True,
-            )
-        for drawn in draws:
-            logps_of_batch = torch.cat(drawn.logps, dim=1).tolist()
-            for index, logps in zip(batch, logps_of_batch, strict=True):
-                num_tokens = len(completions[index].token_ids)
-                completions[index] = completions[index]._replace(logps=logps[:num_tokens])
-        return completions if prompts else {}
+    def _have_all_ended(self, completions: "_Completions") -> bool:
+        if self.ranks.world_size == 1:
+            return completions.have_ended
+        # By the host: the device may still compute the next pass.
+        numbers = gather_numbers([completions.have_ended], torch.device("cpu"))
+        return bool(numbers.all())
 
     @contextlib.contextmanager
-    def _generating(self, num_prompts: int, beat: Callable[[], object]) -> Iterator[None]:
-        """Prepare the model for `generate` in this block. Called on every rank.
-
-        num_prompts: of this rank's batch, the one of a rank without prompts included.
-        """
-        model = self._model
+    def _generating(self, batch: Batch) -> Iterator[Passes]:
+        """Prepare the model for passes over a batch in this block. Called on every rank."""
+        model = self._model.eval()
         device = self.ranks.device
-
-        # A forward hook that returns something replaces the output, so beat's result is dropped.
-        def beaten(*_: Any) -> None:
-            beat()
-
-        beating = model.register_forward_hook(beaten)
-        counts = gather_numbers([num_prompts], device).flatten().int().tolist()
-        # The model's own configuration may ask for sampling or penalties.
-        model_config = model.generation_config
-        model.generation_config = GenerationConfig()
+        sizes = [len(batch.prompts), len(batch.places)]
+        of_ranks = gather_numbers(sizes, device).int().tolist()
+        counts = [tuple(of_ranks[rank]) for rank in sharing_ranks(model)]
+        decoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._decodes_once:
+            decoding = decoded_once(model, len(batch.places), device)
         head = shared_head_of(model)
         try:
-            if head:
-                # The head then computes the logits of last tokens alone, and is not gathered.
-                head.counts = [counts[rank] for rank in sharing_ranks(model)]
-            with (
-                warnings.catch_warnings(action="ignore", category=UserWarning),
-                self._precision.autocasting(device),
-            ):
-                yield
+            with decoding, self._precision.autocasting(device):
+                yield Passes(model, batch, device, counts)
         finally:
-            model.generation_config = model_config
-            beating.remove()
             if head:
                 head.counts = None
             # A forward pass alone leaves weights gathered.
@@ -181,12 +172,76 @@ class TextGenerator:
                 completions[int(place)] = Completion(*values)
         return [completions[place] for place in sorted(completions)]
 
-    def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
-        """The processor that draws tokens, in a list; empty for greedy decoding."""
-        if not self._options.temperature and not self._options.plain_logps:
-            return []
-        seeds_of_prompts = []
+    def _seeds(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[int]:
+        """The seed of each prompt's draws."""
+        found = []
         for number in numbers:
             default = derive_seed("generate", self._options.seed, number)
-            seeds_of_prompts.append(seeds.get(number, default))
-        return [Draws(self._options, seeds_of_prompts)]
+            found.append(seeds.get(number, default))
+        return found
+
+
+class _Reading:
+    """Tokens on their way from the device to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._on_host = tokens
+        if tokens.is_cuda:
+            self._on_host = torch.empty_like(tokens, device="cpu", pin_memory=True)
+            self._on_host.copy_(tokens, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def tokens(self) -> list[int]:
+        """The tokens; the host waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._on_host.tolist()
+        return tokens
+
+
+class _Completions:
+    """The completions of a batch while they are written.
+
+    is_done: whether they have all ended before they begin.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        stops: Stops,
+        show: Callable[[Completion], object],
+        *,
+        is_done: bool,
+    ) -> None:
+        self._of_index = {index: Completion([], is_done=is_done) for index in indices}
+        self._stops = stops
+        self._show = show
+
+    @property
+    def have_ended(self) -> bool:
+        return all(completion.is_done for completion in self._of_index.values())
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take the next token of each."""
+        # A completion that has ended gets further tokens while others of its batch go on.
+        for (index, completion), token in zip([*self._of_index.items()], tokens, strict=True):
+            if not completion.is_done:
+                completion.token_ids.append(token)
+                is_done = self._stops.ends(completion.token_ids)
+                completion = completion._replace(is_done=is_done)
+                self._of_index[index] = completion
+                self._show(completion)
+
+    def with_logps(self, logps: Sequence[torch.Tensor]) -> dict[int, Completion]:
+        """The completions by index, with the log-probabilities of their tokens, if there are any.
+
+        logps: of all tokens that were drawn, [B, 1] each.
+        """
+        if not logps:
+            return self._of_index
+        logps_of_batch = torch.cat([*logps], dim=1).tolist()
+        completions = {}
+        for (index, completion), own in zip(self._of_index.items(), logps_of_batch, strict=True):
+            completions[index] = completion._replace(logps=own[: len(completion.token_ids)])
+        return completions

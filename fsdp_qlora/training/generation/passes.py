@@ -1,0 +1,134 @@
+"""The forward passes of a model that answers prompts: one over the prompts, then one a token.
+
+A prompt with several answers is computed once, and its keys and values are copied for each of them.
+
+Shapes: P distinct prompts; B answers; T tokens of the longest prompt; V tokens of the vocabulary.
+"""
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedModel
+
+from fsdp_qlora.sharding.vocabulary import shared_head_of
+
+# transformers' names of the argument, which differ by model and by version
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+
+
+class Batch(NamedTuple):
+    """The distinct prompts of answers, and the place among them of each answer's prompt."""
+
+    prompts: list[tuple[int, ...]]
+    places: list[int]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], *, shares_prompts: bool) -> "Batch":
+        """Find equal prompts.
+
+        shares_prompts: if False, each answer has a prompt of its own.
+        """
+        all_prompts = [tuple(prompt) for prompt in prompts]
+        if not shares_prompts:
+            return cls(all_prompts, [*range(len(all_prompts))])
+        distinct = [*dict.fromkeys(all_prompts)]
+        place_of = {prompt: place for place, prompt in enumerate(distinct)}
+        return cls(distinct, [place_of[prompt] for prompt in all_prompts])
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether the model's cache is the library's, whose rows can be copied."""
+    return _cache_argument(model) is not None and model._supports_default_dynamic_cache()
+
+
+def _cache_argument(model: PreTrainedModel) -> str | None:
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+class Passes:
+    """The passes of one batch. All ranks that share weights call them equally often.
+
+    Args:
+        counts: distinct prompts and answers of each of `sharing_ranks`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: Batch,
+        device: torch.device,
+        counts: Sequence[tuple[int, int]],
+    ) -> None:
+        self._model = model
+        self._head = shared_head_of(model)
+        self._prompt_counts = [num_prompts for num_prompts, _ in counts]
+        self._answer_counts = [num_answers for _, num_answers in counts]
+        self._places = batch.places
+        self._is_shared = len(batch.prompts) < len(batch.places)
+        # Padded on the left, so that every prompt's next token is in the last column.
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU.
+        prompts = [torch.tensor(prompt, device=device) for prompt in batch.prompts]
+        self._ids = padded(prompts)
+        self._mask = padded([torch.ones_like(prompt) for prompt in prompts])
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        self._is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
+        self._parameters = inspect.signature(type(model).forward).parameters
+        self._cache_name = _cache_argument(model)
+        self._cache: Any = None
+        if shares_prompts(model):
+            self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+
+    def prompts(self) -> torch.Tensor:
+        """The logits after each answer's prompt, float32 [B, V]."""
+        logits = self._pass(self._prompt_counts, is_first_iteration=True)
+        if not self._is_shared:
+            return logits
+        places = torch.tensor(self._places, device=logits.device)
+        self._cache.reorder_cache(places)
+        self._ids = self._ids[places]
+        self._mask = self._mask[places]
+        self._positions = self._positions[places]
+        return logits[places]
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits after a further token of each answer, float32 [B, V].
+
+        tokens: int64 [B].
+        """
+        self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=1)
+        # A model without a cache computes all tokens again.
+        latest = {"next_sequence_length": 1} if self._cache_name else {}
+        return self._pass(self._answer_counts, **latest)
+
+    def _pass(self, counts: Sequence[int], **options: Any) -> torch.Tensor:
+        if self._head:
+            # The head then computes the logits of last tokens alone, and is not gathered.
+            self._head.counts = counts
+        inputs = self._inputs() | options
+        prepared = self._model.prepare_inputs_for_generation(self._ids, **inputs)
+        outputs = self._model(**prepared, return_dict=True)
+        if self._cache_name:
+            self._cache = outputs.get(self._cache_name, self._cache)
+        # A copy in any case: a view would keep the logits of all tokens.
+        return outputs.logits[:, -1].to(torch.float32, copy=True)
+
+    def _inputs(self) -> dict[str, Any]:
+        """The arguments that the model's own preparation of inputs reads."""
+        inputs: dict[str, Any] = {"use_cache": self._cache_name is not None}
+        # Without padding, attention takes faster kernels.
+        inputs["attention_mask"] = self._mask if self._is_padded else None
+        if "position_ids" in self._parameters:
+            inputs["position_ids"] = self._positions
+        if "logits_to_keep" in self._parameters:
+            inputs["logits_to_keep"] = 1
+        if self._cache_name:
+            inputs[self._cache_name] = self._cache
+        return inputs

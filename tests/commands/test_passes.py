@@ -1,0 +1,83 @@
+"""The passes over prompts and tokens, against transformers' own generation."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_qlora.training.generation.passes import Batch, Passes, shares_prompts
+
+NEW_TOKENS = 10
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+# Full attention, sliding windows shorter than the prompts, states instead of keys, both, and
+# positions of three kinds.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "mamba": {"state_size": 8, "num_hidden_layers": 2},
+    "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "minimax": {"num_local_experts": 2, "block_size": 8},
+}
+PROMPTS = [[5, 9, 3, 7, 11, 13, 17], [8, 2], [5, 9, 3, 7, 11, 13, 17], [8, 2], [8, 2], [40] * 5]
+
+
+def _model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # The initial weights of a tiny model repeat one token.
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def _greedy(model: PreTrainedModel, batch: Batch) -> list[list[int]]:
+    passes = Passes(model, batch, torch.device("cpu"), [])
+    with torch.no_grad():
+        columns = [passes.prompts().argmax(dim=-1)]
+        while len(columns) < NEW_TOKENS:
+            columns.append(passes.next(columns[-1]).argmax(dim=-1))
+    answers: list[list[int]] = torch.stack(columns, dim=1).tolist()
+    return answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_that_transformers_generates(family):
+    model = _model(family)
+    batch = Batch.of(PROMPTS, shares_prompts=shares_prompts(model))
+    assert len(batch.prompts) == (len(PROMPTS) if family == "minimax" else 3)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    assert _greedy(model, batch) == expected
+    assert len({token for answer in expected for token in answer}) > 2
+
+
+def test_a_prompt_of_several_answers_is_computed_once():
+    model = _model("llama")
+    seen = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    _greedy(model, Batch.of([PROMPTS[0]] * 8, shares_prompts=True))
+    assert seen == [(1, 7)] + [(8, 1)] * (NEW_TOKENS - 1)
