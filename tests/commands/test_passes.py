@@ -6,7 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_qlora.sharding.recompute import wrap_blocks
+from fsdp_qlora.training.generation import token_graphs
 from fsdp_qlora.training.generation.passes import Batch, Passes, shares_prompts
+from fsdp_qlora.training.generation.static_cache import can_be_static
 
 NEW_TOKENS = 10
 SIZES = {
@@ -41,8 +44,8 @@ def _model(family: str) -> PreTrainedModel:
     return model.eval()
 
 
-def _greedy(model: PreTrainedModel, batch: Batch) -> list[list[int]]:
-    passes = Passes(model, batch, torch.device("cpu"), [])
+def _greedy(model: PreTrainedModel, batch: Batch, most: int | None = None) -> list[list[int]]:
+    passes = Passes(model, batch, torch.device("cpu"), [], most)
     with torch.no_grad():
         columns = [passes.prompts().argmax(dim=-1)]
         while len(columns) < NEW_TOKENS:
@@ -81,3 +84,28 @@ def test_a_prompt_of_several_answers_is_computed_once():
     )
     _greedy(model, Batch.of([PROMPTS[0]] * 8, shares_prompts=True))
     assert seen == [(1, 7)] + [(8, 1)] * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_blocks_on_static_tensors_give_the_same_answers(family, monkeypatch):
+    model = _model(family)
+    assert can_be_static(model.config)
+    batch = Batch.of(PROMPTS, shares_prompts=True)
+    expected = _greedy(model, batch)
+    wrap_blocks(model, offload=False)
+    stage = token_graphs._StaticArguments.stage
+    staged = []
+
+    def poisoned(self: Any, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+        if tensor is not twin and (id(tensor), id(twin)) not in self._copied:
+            twin.fill_(1 if twin.dtype == torch.bool else 7)
+            staged.append(twin)
+        stage(self, tensor, twin)
+
+    monkeypatch.setattr(token_graphs._StaticArguments, "stage", poisoned)
+    assert _greedy(model, batch, NEW_TOKENS) == expected
+    # A pass copies the first block's input, and once for all blocks of a kind: mask, rotary tables,
+    # positions. The first token has no graph.
+    kinds = {"llama": 1, "gemma3_text": 2}[family]
+    assert len(staged) <= (NEW_TOKENS - 2) * (2 + 3 * kinds)
+    assert not can_be_static(_model("mamba").config)

@@ -5,6 +5,7 @@ A prompt with several answers is computed once, and its keys and values are copi
 Shapes: P distinct prompts; B answers; T tokens of the longest prompt; V tokens of the vocabulary.
 """
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from fsdp_qlora.sharding.vocabulary import shared_head_of
+from fsdp_qlora.training.generation.static_cache import is_filled, static_cache
+from fsdp_qlora.training.generation.token_graphs import TokenGraphs
 
 # transformers' names of the argument, which differ by model and by version
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -55,6 +58,7 @@ class Passes:
 
     Args:
         counts: distinct prompts and answers of each of `sharing_ranks`.
+        most: tokens of an answer, for passes by graphs (`can_be_graphed`); None for passes without.
     """
 
     def __init__(
@@ -63,13 +67,14 @@ class Passes:
         batch: Batch,
         device: torch.device,
         counts: Sequence[tuple[int, int]],
+        most: int | None = None,
     ) -> None:
         self._model = model
         self._head = shared_head_of(model)
         self._prompt_counts = [num_prompts for num_prompts, _ in counts]
         self._answer_counts = [num_answers for _, num_answers in counts]
         self._places = batch.places
-        self._is_shared = len(batch.prompts) < len(batch.places)
+        self._has_copies = batch.places != [*range(len(batch.prompts))]
         # Padded on the left, so that every prompt's next token is in the last column.
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
         # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU.
@@ -80,6 +85,9 @@ class Passes:
         self._is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
         self._parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = _cache_argument(model)
+        self._most = most
+        self._graphs: TokenGraphs | None = None
+        self._has_token = False
         self._cache: Any = None
         if shares_prompts(model):
             self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -87,14 +95,26 @@ class Passes:
     def prompts(self) -> torch.Tensor:
         """The logits after each answer's prompt, float32 [B, V]."""
         logits = self._pass(self._prompt_counts, is_first_iteration=True)
-        if not self._is_shared:
-            return logits
         places = torch.tensor(self._places, device=logits.device)
-        self._cache.reorder_cache(places)
+        is_static = self._most is not None and is_filled(self._cache)
+        if is_static:
+            self._make_static(places)
+        if not self._has_copies:
+            return logits
+        if not is_static:
+            self._cache.reorder_cache(places)
         self._ids = self._ids[places]
         self._mask = self._mask[places]
         self._positions = self._positions[places]
         return logits[places]
+
+    def _make_static(self, places: torch.Tensor) -> None:
+        """Prepare for graphs, once the prompts are known."""
+        assert self._most is not None
+        num_known = self._ids.shape[1]
+        config = self._model.config.get_text_config(decoder=True)
+        self._cache = static_cache(self._cache, config, places, num_known, num_known + self._most)
+        self._graphs = TokenGraphs(self._model, self._ids.device)
 
     def next(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits after a further token of each answer, float32 [B, V].
@@ -106,7 +126,14 @@ class Passes:
         self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=1)
         # A model without a cache computes all tokens again.
         latest = {"next_sequence_length": 1} if self._cache_name else {}
-        return self._pass(self._answer_counts, **latest)
+        graphs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        # Without a graph for the first token: libraries get ready in it.
+        if self._graphs and self._has_token:
+            graphs = self._graphs.in_use()
+        with graphs:
+            logits = self._pass(self._answer_counts, **latest)
+        self._has_token = True
+        return logits
 
     def _pass(self, counts: Sequence[int], **options: Any) -> torch.Tensor:
         if self._head:

@@ -1,0 +1,228 @@
+"""A token's pass through the decoder blocks as CUDA graphs, one for each block.
+
+All that differs between the tokens of a batch is in tensors, the length of the cache too. So what a
+block launches for a token is captured once, and launched at once for all later tokens. Embedding,
+masks, rotary tables and head stay as they are, and so do FSDP2's hooks around the blocks.
+
+Without a GPU the captured functions are called again each time, on the same tensors: values,
+aliasing and what is copied when are the same.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import Cache
+
+from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
+
+log = logging.getLogger("fsdp_qlora")
+
+
+class TokenGraphs:
+    """The graphs of a model's blocks, for the tokens of one batch.
+
+    The weights must stay where they are, and the cache must be static.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._blocks = recomputed_blocks(model)
+        self._arguments = _StaticArguments()
+        self._graphs: dict[RecomputedBlock, _BlockGraph] = {}
+        self._has_failed = False
+        self._capture = partial(_Captured, device, _pool(device))
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Run the model's blocks by graphs for one token, which is captured at the first time.
+
+        The pass before must have been of one token, too: libraries allocate and choose kernels in
+        their first calls.
+        """
+        self._arguments.begin_pass()
+        for block in self._blocks:
+            block.follow = self._run
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block.follow = None
+
+    def _run(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Not the block's __call__: FSDP2's hooks have run for the first tokens, and its weights
+        # stay gathered.
+        forward = unwrapped(block).forward
+        graph = self._graphs.get(block)
+        if graph is None and not self._has_failed:
+            graph = self._captured(block, forward, args, kwargs)
+        return graph.run(args, kwargs) if graph else forward(*args, **kwargs)
+
+    def _captured(
+        self,
+        block: RecomputedBlock,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> "_BlockGraph | None":
+        try:
+            graph = _BlockGraph(forward, args, kwargs, self._arguments, self._capture)
+        except RuntimeError as error:
+            # A capture computes nothing: the block, and those after it, run without one.
+            self._has_failed = True
+            log.info("Answers: no graphs (%s)", error)
+            return None
+        self._graphs[block] = graph
+        return graph
+
+
+def _pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+class _Captured:
+    """Work on static tensors: captured on a GPU, else done at each replay."""
+
+    def __init__(self, device: torch.device, pool: Any, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Any = None
+        if device.type != "cuda":
+            return
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
+        with torch.cuda.stream(stream):
+            # Other threads, such as NCCL's, may ask for events meanwhile.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._result = work()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def replay(self) -> Any:
+        """The result, in the same tensors each time."""
+        if self._graph is not None:
+            self._graph.replay()
+            return self._result
+        result = self._work()
+        if self._result is None:
+            self._result = result
+            return result
+        for kept, new in zip(_tensors(self._result), _tensors(result), strict=True):
+            kept.copy_(new)
+        return self._result
+
+
+def _flat(arguments: Any) -> tuple[list[Any], Any]:
+    return tree_flatten(arguments, is_leaf=lambda value: isinstance(value, Cache))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _flat(values)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class _StaticArguments:
+    """Static tensors in the place of what blocks are called with.
+
+    Most arguments are the same for all blocks of a pass, and are copied once.
+    """
+
+    def __init__(self) -> None:
+        # The tensors of the pass that were copied, by their ids and their static tensors'. They are
+        # kept alive, so that no others get their ids.
+        self._copied: dict[tuple[int, int], torch.Tensor] = {}
+        # static tensors that were made in the pass, by the ids of the tensors for which
+        self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._results: set[int] = set()
+
+    def begin_pass(self) -> None:
+        """Forget the tensors of the last token."""
+        self._copied.clear()
+        self._twins.clear()
+
+    def add_result(self, result: Any) -> None:
+        """Let blocks read the tensors of a graph's result, which are static, in place."""
+        self._results.update(map(id, _tensors(result)))
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The static tensor for an argument of a block that is captured now."""
+        if id(tensor) in self._results:
+            return tensor
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = (tensor, torch.empty_like(tensor))
+        return self._twins[id(tensor)][1]
+
+    def stage(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+        """Copy an argument to its static tensor, unless it is there."""
+        key = (id(tensor), id(twin))
+        if tensor is twin or key in self._copied:
+            return
+        twin.copy_(tensor)
+        self._copied[key] = tensor
+
+
+class _BlockGraph:
+    """A block's graph for one token of each answer."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: _StaticArguments,
+        capture: Callable[[Callable[[], Any]], _Captured],
+    ) -> None:
+        self._forward = forward
+        self._arguments = arguments
+        leaves, form = _flat((args, kwargs))
+        self._form = form
+        self._leaves = [
+            arguments.twin(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        self._stage(leaves)
+        static_args, static_kwargs = tree_unflatten(self._leaves, form)
+        kind = self._leaves[0].device.type
+        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+        def compute() -> Any:
+            # A cast that autocast keeps would not outlive the pass.
+            with torch.autocast(*autocast, cache_enabled=False):
+                return forward(*static_args, **static_kwargs)
+
+        self._captured = capture(compute)
+        self._is_known = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's output for these arguments, in the same tensors each time."""
+        leaves, form = _flat((args, kwargs))
+        if form != self._form or not all(map(_fits, leaves, self._leaves)):
+            return self._forward(*args, **kwargs)
+        self._stage(leaves)
+        result = self._captured.replay()
+        if not self._is_known:
+            self._arguments.add_result(result)
+            self._is_known = True
+        return result
+
+    def _stage(self, leaves: list[Any]) -> None:
+        for leaf, twin in zip(leaves, self._leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                self._arguments.stage(leaf, twin)
+
+
+def _fits(leaf: Any, known: Any) -> bool:
+    """Whether an argument may take the place of the one that was captured."""
+    if isinstance(leaf, torch.Tensor):
+        return (
+            isinstance(known, torch.Tensor)
+            and leaf.shape == known.shape
+            and leaf.dtype == known.dtype
+        )
+    return leaf is known or (type(leaf) is type(known) and bool(leaf == known))
