@@ -40,8 +40,10 @@ class Operation(IntEnum):
     PIN = 8
     EVENT_RECORD = 9
     EVENT_WAIT = 10
+    GRAPH = 11
 
 
+LAUNCHED = (Operation.KERNEL, Operation.GEMM, Operation.MEMSET, Operation.GRAPH)
 _DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device", "host_to_host")
 # bits of a copy's detail
 COPY_DIRECTIONS = 3
@@ -91,8 +93,11 @@ class Collective(NamedTuple):
 class Counts:
     """Everything between the start and the end of a recording."""
 
-    kernels: int = 0  # all that was launched: kernels, matrix products and memsets
+    # all that was launched: kernels, matrix products and memsets, and graphs as one launch each
+    kernels: int = 0
     matrix_products: int = 0
+    graphs: int = 0
+    captured_kernels: int = 0  # in the launched graphs: kernels, products, memsets and copies
     mallocs: int = 0
     pinned_allocations: int = 0
     syncs: Counter[Sync] = field(default_factory=Counter)
@@ -104,8 +109,10 @@ class Counts:
         name = record.name.decode()
         size = record.size
         operation = Operation(record.operation)
-        self.kernels += operation in (Operation.KERNEL, Operation.GEMM, Operation.MEMSET)
+        self.kernels += operation in LAUNCHED
         self.matrix_products += operation == Operation.GEMM
+        self.graphs += operation == Operation.GRAPH
+        self.captured_kernels += size if operation == Operation.GRAPH else 0
         self.mallocs += operation == Operation.MALLOC
         self.pinned_allocations += operation == Operation.PIN
         if operation == Operation.COPY:

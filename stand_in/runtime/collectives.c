@@ -6,9 +6,15 @@
 #include <string.h>
 #include "nccl.h"
 
-static void note_collective(const char *name, size_t size, const struct communicator *comm, const void *stream) {
+/* A graph could hold collectives; here none does, since the ranks would have to launch it together. */
+static int begin_collective(const char *name, size_t size, const struct communicator *comm, const void *stream) {
+    if (is_capturing(stream)) {
+        refuse_work(stream);
+        return fail(INVALID_USAGE, "phantom: collectives are not captured");
+    }
     one_operation_passes();
     note(COLLECTIVE, name, size, stream, comm->number, comm->ranks);
+    return SUCCESS;
 }
 
 static int passes(size_t size) { return size <= SMALL || settings()->values; }
@@ -24,8 +30,8 @@ static int failure_asked_for(void) {
 EXPORT int ncclAllGather(const void *from, void *to, size_t number, int type, struct communicator *comm, void *stream) {
     size_t size = size_of(number, type);
     int known, status = failure_asked_for();
+    if (!status) status = begin_collective("all_gather", size * comm->ranks, comm, stream);
     if (status) return status;
-    note_collective("all_gather", size * comm->ranks, comm, stream);
     if (!passes(size * comm->ranks)) return SUCCESS;
     status = exchange_contents(comm, from, size, to, &known);
     if (known) set_known(to, size * comm->ranks);
@@ -51,24 +57,25 @@ static int reduce_all(struct communicator *comm, const void *from, size_t whole,
 EXPORT int ncclAllReduce(const void *from, void *to, size_t number, int type, int operation,
                          struct communicator *comm, void *stream) {
     size_t size = size_of(number, type);
-    note_collective("all_reduce", size, comm, stream);
+    int status = begin_collective("all_reduce", size, comm, stream);
+    if (status) return status;
     return passes(size * comm->ranks) ? reduce_all(comm, from, number, 0, to, number, type, operation) : SUCCESS;
 }
 
 EXPORT int ncclReduceScatter(const void *from, void *to, size_t number, int type, int operation,
                              struct communicator *comm, void *stream) {
-    note_collective("reduce_scatter", size_of(number, type) * comm->ranks, comm, stream);
-    if (!settings()->values) return SUCCESS;
+    int status = begin_collective("reduce_scatter", size_of(number, type) * comm->ranks, comm, stream);
+    if (status || !settings()->values) return status;
     return reduce_all(comm, from, number * comm->ranks, number * comm->rank, to, number, type, operation);
 }
 
 EXPORT int ncclReduce(const void *from, void *to, size_t number, int type, int operation, int root,
                       struct communicator *comm, void *stream) {
     size_t size = size_of(number, type);
-    note_collective("reduce", size, comm, stream);
-    if (!settings()->values) return SUCCESS;
+    int status = begin_collective("reduce", size, comm, stream);
+    if (status || !settings()->values) return status;
     char *whole = malloc(size + 1);
-    int status = reduce_all(comm, from, number, 0, whole, number, type, operation);
+    status = reduce_all(comm, from, number, 0, whole, number, type, operation);
     if (comm->rank == root) memcpy(to, whole, size);
     free(whole);
     return status;
@@ -76,11 +83,10 @@ EXPORT int ncclReduce(const void *from, void *to, size_t number, int type, int o
 
 EXPORT int ncclAlltoAll(const void *from, void *to, size_t number, int type, struct communicator *comm, void *stream) {
     size_t size = size_of(number, type), whole = size * comm->ranks;
-    note_collective("all_to_all", whole, comm, stream);
-    if (!settings()->values) return SUCCESS;
-    int known;
+    int known, status = begin_collective("all_to_all", whole, comm, stream);
+    if (status || !settings()->values) return status;
     char *all = malloc(whole * comm->ranks + 1);
-    int status = exchange_contents(comm, from, whole, all, &known);
+    status = exchange_contents(comm, from, whole, all, &known);
     for (int rank = 0; rank < comm->ranks; rank++)
         memcpy((char *)to + rank * size, all + rank * whole + comm->rank * size, size);
     free(all);
@@ -89,11 +95,10 @@ EXPORT int ncclAlltoAll(const void *from, void *to, size_t number, int type, str
 
 EXPORT int ncclBroadcast(const void *from, void *to, size_t number, int type, int root, struct communicator *comm, void *stream) {
     size_t size = size_of(number, type);
-    note_collective("broadcast", size, comm, stream);
-    if (!passes(size * comm->ranks)) return SUCCESS;
-    int known;
+    int known, status = begin_collective("broadcast", size, comm, stream);
+    if (status || !passes(size * comm->ranks)) return status;
     char *all = malloc(size * comm->ranks);
-    int status = exchange_contents(comm, comm->rank == root ? from : to, size, all, &known);
+    status = exchange_contents(comm, comm->rank == root ? from : to, size, all, &known);
     if (status == SUCCESS) {
         memcpy(to, all + root * size, size);
         set_known(to, size);
@@ -124,14 +129,15 @@ EXPORT int ncclGroupEnd(void) {
 }
 
 EXPORT int ncclSend(const void *from, size_t number, int type, int peer, struct communicator *comm, void *stream) {
-    note_collective("send", size_of(number, type), comm, stream);
+    int status = begin_collective("send", size_of(number, type), comm, stream);
+    if (status) return status;
     return settings()->values ? send_message(comm, peer, from, size_of(number, type)) : SUCCESS;
 }
 
 EXPORT int ncclRecv(void *to, size_t number, int type, int peer, struct communicator *comm, void *stream) {
     size_t size = size_of(number, type);
-    note_collective("recv", size, comm, stream);
-    if (!settings()->values) return SUCCESS;
+    int status = begin_collective("recv", size, comm, stream);
+    if (status || !settings()->values) return status;
     if (!depth) return receive_message(comm, peer, to, size);
     if (number_waiting == RECEIVES) return fail(SYSTEM_ERROR, "phantom: too many receives in one group");
     waiting[number_waiting].comm = comm;

@@ -5,16 +5,25 @@
 #include <string.h>
 #include "phantom.h"
 
+enum { NOT_INITIALIZED = 1, EXECUTION_FAILED = 13 };
+
 struct handle { void *stream; };
 
 static int product(const char *name, const void *stream, long long m, long long n, long long k, long long batch) {
-    one_operation_passes();
+    struct graph *graph;
+    if (begin_work(stream, &graph)) return EXECUTION_FAILED;
     stray_unless_covered(name, NULL);
+    if (graph) {
+        add_node(graph, (struct node){.kind = NODE_KERNEL});
+        return 0;
+    }
+    one_operation_passes();
     note(GEMM, name, m * n * k * batch, stream, 0, 0);
     return 0;
 }
 
 EXPORT int cublasCreate_v2(struct handle **handle) {
+    if (begin_unsafe_call()) return NOT_INITIALIZED; /* it allocates memory */
     *handle = calloc(1, sizeof **handle);
     return 0;
 }

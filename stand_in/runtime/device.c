@@ -126,15 +126,50 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { ret
 EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return cudaErrorPeerAccessUnsupported; }
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
+    cudaError_t error = begin_wait(EVERYTHING);
+    if (error) return error;
     note_sync("cudaDeviceSynchronize", EVERYTHING);
     return cudaSuccess;
 }
 
-/* Every failure is returned by the call itself: none comes later. */
-EXPORT cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-EXPORT cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+/* Every failure is returned by the call itself, none comes later. Those of captures are kept, too, since the values of
+   launches are thrown away. */
+static __thread cudaError_t last_error;
+
+cudaError_t keep_error(cudaError_t error) {
+    if (error) last_error = error;
+    return error;
+}
+
+EXPORT cudaError_t cudaGetLastError(void) {
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+EXPORT cudaError_t cudaPeekAtLastError(void) { return last_error; }
+
+static const struct { cudaError_t error; const char *name, *text; } capture_errors[] = {
+    {cudaErrorIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureMerge, "cudaErrorStreamCaptureMerge", "operation would result in a merge of separate capture sequences"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched", "capture was not ended in the same stream as it began"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit", "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"},
+    {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread", "attempt to terminate a thread-local capture sequence from another thread"},
+};
+
+static int index_of(cudaError_t error) {
+    int index = sizeof capture_errors / sizeof *capture_errors - 1;
+    while (index >= 0 && capture_errors[index].error != error) index--;
+    return index;
+}
 
 EXPORT const char *cudaGetErrorString(cudaError_t error) {
+    if (index_of(error) >= 0) return capture_errors[index_of(error)].text;
     switch (error) {
         case cudaSuccess: return "no error";
         case cudaErrorMemoryAllocation: return "out of memory";
@@ -146,6 +181,7 @@ EXPORT const char *cudaGetErrorString(cudaError_t error) {
 }
 
 EXPORT const char *cudaGetErrorName(cudaError_t error) {
+    if (index_of(error) >= 0) return capture_errors[index_of(error)].name;
     switch (error) {
         case cudaSuccess: return "cudaSuccess";
         case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";

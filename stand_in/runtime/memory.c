@@ -88,6 +88,8 @@ EXPORT void phantom_memory(long long *now_and_peak, int reset_peak) {
 
 EXPORT cudaError_t cudaMalloc(void **pointer, size_t size) {
     *pointer = NULL;
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     if (!take_memory(size)) return cudaErrorMemoryAllocation;
     *pointer = reserve_range(size, DEVICE, current_device());
     if (!*pointer) {
@@ -99,7 +101,8 @@ EXPORT cudaError_t cudaMalloc(void **pointer, size_t size) {
 }
 
 EXPORT cudaError_t cudaFree(void *pointer) {
-    if (!pointer) return cudaSuccess;
+    cudaError_t error = begin_unsafe_call();
+    if (error || !pointer) return error;
     size_t size = release_range(pointer);
     if (!size) return cudaErrorInvalidValue;
     give_memory(size);
@@ -118,6 +121,8 @@ EXPORT cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
 
 /* Managed memory (bitsandbytes' paged optimizers) moves to the host when the device is full: it is not counted. */
 EXPORT cudaError_t cudaMallocManaged(void **pointer, size_t size, unsigned flags) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     *pointer = reserve_range(size, PINNED, current_device());
     return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
@@ -130,14 +135,22 @@ EXPORT cudaError_t cudaMemPrefetchAsync(const void *pointer, size_t size, struct
 /* ---- pinned host memory */
 
 EXPORT cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     *pointer = reserve_range(size, PINNED, current_device());
     note(PIN, "cudaHostAlloc", size, NULL, 0, 0);
     return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
-EXPORT cudaError_t cudaFreeHost(void *pointer) { return release_range(pointer) ? cudaSuccess : cudaErrorInvalidValue; }
+EXPORT cudaError_t cudaFreeHost(void *pointer) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
+    return release_range(pointer) ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 EXPORT cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     if (kind_of(pointer)) return cudaErrorHostMemoryAlreadyRegistered;
     add_range(pointer, size, REGISTERED, current_device());
     note(PIN, "cudaHostRegister", size, NULL, 0, 0);
@@ -145,6 +158,8 @@ EXPORT cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) 
 }
 
 EXPORT cudaError_t cudaHostUnregister(void *pointer) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     return forget_range(pointer) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
 }
 
@@ -174,7 +189,7 @@ static void write_zeros(char *to, size_t size) {
 }
 
 /* What arrives: with PHANTOM_VALUES all; else known bytes as they are; one byte that is not known as 1 (a comparison is true); else zeros. */
-static void move_contents(void *to, const void *from, size_t size, int direction) {
+void move_contents(void *to, const void *from, size_t size, int direction) {
     if (settings()->values) {
         memmove(to, from, size);
         return;
@@ -196,6 +211,15 @@ static cudaError_t copy(void *to, const void *from, size_t size, cudaStream_t st
     int pinned = direction == TO_DEVICE ? from_kind != UNKNOWN : direction == TO_HOST ? to_kind != UNKNOWN : 1;
     /* The driver stages a pageable source and goes on; a pageable target it fills before it returns. */
     int blocking = !is_async || (direction == TO_HOST && !pinned);
+    struct graph *graph = NULL;
+    cudaError_t error = is_async ? begin_work(stream, &graph) : begin_blocking_copy();
+    if (error) return error;
+    if (graph && !pinned) return refuse_work(stream);
+    if (graph) {
+        if (is_covered()) add_node(graph, (struct node){.kind = NODE_KERNEL});
+        else add_node(graph, (struct node){NODE_COPY, to, from, size, direction});
+        return cudaSuccess;
+    }
     move_contents(to, from, size, direction);
     note(COPY, name, size, stream, direction | (pinned ? COPY_PINNED : 0) | (blocking ? COPY_BLOCKING : 0), 0);
     if (blocking) note_sync(name, stream);
@@ -227,7 +251,7 @@ EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from
 
 EXPORT cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
                                       enum cudaMemcpyKind kind) {
-    return cudaSuccess;
+    return begin_blocking_copy();
 }
 
 EXPORT cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
@@ -236,9 +260,21 @@ EXPORT cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
     return cudaSuccess;
 }
 
+void set_contents(void *to, int value, size_t size) {
+    if (size <= SMALL || settings()->values) memset(to, value, size);
+}
+
 EXPORT cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t stream) {
+    struct graph *graph;
+    cudaError_t error = begin_work(stream, &graph);
+    if (error) return error;
+    if (graph) {
+        if (is_covered()) add_node(graph, (struct node){.kind = NODE_KERNEL});
+        else add_node(graph, (struct node){NODE_SET, pointer, NULL, size, value});
+        return cudaSuccess;
+    }
     one_operation_passes();
-    if (size <= SMALL || settings()->values) memset(pointer, value, size);
+    set_contents(pointer, value, size);
     note(MEMSET, "cudaMemsetAsync", size, stream, 0, 0);
     return cudaSuccess;
 }

@@ -15,6 +15,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 EXPORT void phantom_cover(int on) { covered += on ? 1 : -1; }
 EXPORT void phantom_on_stray(void (*callback)(const char *)) { on_stray = callback; }
 
+int is_covered(void) { return covered; }
+
 /* The name of a stray kernel and how often it was launched; NULL after the last. */
 EXPORT const char *phantom_stray(int index, long *times) {
     if (index >= STRAYS) return NULL;
