@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fsdp_qlora.model.kernels as folder
 from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, TRITON, Ways
+from stand_in.values import graphs
 from stand_in.values.memory import alias, on_device
 from stand_in.values.ways import covered, library
 
@@ -65,13 +66,35 @@ def with_values(plain: Function) -> Function:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         own_args, own_kwargs = tree_map_only(torch.Tensor, alias, (args, kwargs))
+        device = args[0].device
+        if graphs.is_capturing():
+            return captured(plain, own_args, own_kwargs, device)
         results = plain(*own_args, **own_kwargs)
         with covered():
             launch()
-        device = args[0].device
         return tree_map_only(torch.Tensor, lambda values: on_device(values, device), results)
 
     return kernel
+
+
+def captured(plain: Function, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """One launch in a graph. Its outputs are made now, and get what `plain` computes from these
+    tensors of the CPU whenever the graph is launched.
+    """
+    copies, named_copies = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    results = plain(*copies, **named_copies)  # of no values yet, but of the right form
+    outputs = tree_map_only(torch.Tensor, lambda values: on_device(values, device), results)
+    memory = tree_leaves(tree_map_only(torch.Tensor, alias, outputs))
+
+    def compute() -> None:
+        for output, values in zip(memory, tree_leaves(plain(*args, **kwargs)), strict=True):
+            if isinstance(output, torch.Tensor):
+                output.copy_(values)
+
+    with covered():
+        launch()
+    graphs.at_each_launch(compute)
+    return outputs
 
 
 class _Form(NamedTuple):

@@ -96,3 +96,27 @@ def test_torch_raises_the_errors_of_the_driver_and_goes_on(captures):
         "CUDA error: operation failed due to a previous error during capture",
     ]
     assert captures["after"]
+
+
+@pytest.fixture(scope="module")
+def replays(tmp_path_factory):
+    [rank] = run(
+        [PROGRAMS / "replays.py"],
+        tmp_path_factory.mktemp("replays"),
+        settings={"PHANTOM_VALUES": 1, "PHANTOM_POISON": 1},
+    )
+    assert rank.status == 0, rank.output[-4000:]
+    return json.loads(rank.output.splitlines()[-1])
+
+
+def test_replays_compute_what_the_same_work_computes_without_a_graph(replays):
+    assert set(replays["differences"].values()) == {0.0}, replays["differences"]
+
+
+def test_a_replay_is_one_launch_and_its_pool_is_counted(replays):
+    launches = replays["launches"]
+    assert launches["products at the capture"] == 0
+    assert launches["at the replays"] == launches["graphs"] == 2
+    assert launches["captured"] == 2 * 2  # a product and relu
+    assert launches["waits"] == 0
+    assert launches["pool"] == launches["allocated at the capture"] == launches["released"] > 0

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stand_in.values import attention, operators
+from stand_in.values import attention, graphs, operators
 from stand_in.values.memory import tensors_in
 from stand_in.values.ways import Way, both, cpu_alone, native, random, uninitialized
 
@@ -64,7 +64,10 @@ class Values(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in _ways:
             _ways[func] = way_of(func)
-        return _ways[func](func, args, kwargs)
+        way = _ways[func]
+        if way not in AT_ONCE and graphs.is_capturing():
+            return graphs.capture(way, func, args, kwargs)
+        return way(func, args, kwargs)
 
 
 _ways: dict[Any, Way] = {}
@@ -116,3 +119,7 @@ def in_python(func: Any, args: Any, kwargs: Any) -> Any:
     key = torch._C.DispatchKey.CUDA if has else torch._C.DispatchKey.CompositeExplicitAutograd
     with Values():
         return func._op_dk(key, *args, **kwargs)
+
+
+# Ways that compute nothing themselves, in a capture either.
+AT_ONCE = (native, uninitialized, composite, in_python)

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,10 +55,31 @@ def native(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+class _Replay(threading.local):
+    """The outputs of the captured operator that this thread computes again, in a tuple."""
+
+    outputs: tuple[Any, ...] = ()
+
+
+_replay = _Replay()
+
+
+@contextlib.contextmanager
+def replaying(outputs: Any) -> Iterator[None]:
+    """Let a way fill the outputs that its operator had when it was captured (graphs.py)."""
+    _replay.outputs = (outputs,)
+    try:
+        yield
+    finally:
+        _replay.outputs = ()
+
+
 def launched(func: Any, args: Any, kwargs: Any) -> Any:
     """The device's form, whose checks, allocations, streams and waits are real, and whose outputs
     the caller fills.
     """
+    if _replay.outputs:
+        return _replay.outputs[0]
     with covered():
         return func(*args, **kwargs)
 
