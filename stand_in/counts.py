@@ -147,6 +147,7 @@ def _library() -> ctypes.CDLL:
             "libphantom.so is not preloaded into this process: see stand_in/README.md"
         )
     library.phantom_count.restype = ctypes.c_longlong
+    library.phantom_captured.restype = ctypes.c_long
     library.phantom_read.argtypes = (ctypes.POINTER(Record), ctypes.c_longlong, ctypes.c_longlong)
     return library
 
@@ -184,6 +185,13 @@ def memory_now(reset_peak: bool = False) -> dict[str, int]:
         if reset_peak:
             torch.cuda.reset_peak_memory_stats()
     return memory
+
+
+def captured_now(stream: int) -> tuple[int, int] | None:
+    """The number of the capture in which a stream is, and how many kernels and copies it has."""
+    number = ctypes.c_ulonglong()
+    kernels = _library().phantom_captured(ctypes.c_void_p(stream), ctypes.byref(number))
+    return None if kernels < 0 else (number.value, kernels)
 
 
 # ---- recording

@@ -11,6 +11,8 @@ before it. From the two every stream and the host get a vector clock: `clock[oth
 `other`'s work is known to be done. Two accesses of the same bytes, one of them a write, are a race
 if the later one's clock does not hold the earlier one.
 
+A captured operator accesses its memory at each launch of its graph, on the stream of the launch.
+
 It does not see: memory that a kernel gets by address only, reads of pinned memory that go by
 neither an operator nor `numpy` and `tolist`, and more than one thread of the host, which counts as
 one.
@@ -36,6 +38,7 @@ from stand_in.counts import (
     COPY_DIRECTIONS,
     Operation,
     Record,
+    captured_now,
     read_records,
     start,
     stop,
@@ -75,6 +78,17 @@ class Access(NamedTuple):
         return f"{self.operator} ({'write' if self.is_write else 'read'} by {by}) at {self.line}"
 
 
+class Captured(NamedTuple):
+    """Bytes that a graph accesses, in a storage of this number."""
+
+    storage: int
+    start: int
+    end: int
+    is_write: bool
+    operator: str
+    line: str
+
+
 class Block:
     """Memory of one storage. `stream`: on which it was allocated, whose next work gets it when it
     is freed.
@@ -112,6 +126,7 @@ class Races:
         # by the operator that runs now: streams and their clocks
         self._launched: dict[int, Clock] = {}
         self._copies_host = False  # the operator that runs now
+        self._captured: defaultdict[int, list[Captured]] = defaultdict(list)  # by the capture
         self._lock = threading.RLock()
 
     # ---- order
@@ -137,8 +152,25 @@ class Races:
                 self._host_waits(self._clocks[stream])
             case Operation.SYNC | Operation.FREE:  # cudaFree waits for the device
                 self._host_waits(*self._clocks.values())
+            case Operation.GRAPH:
+                self._launch_graph(record, stream)
             case _ if operation in LAUNCHES:
                 self._launch(record, stream)
+
+    def _launch_graph(self, record: Record, stream: int) -> None:
+        self._launched.pop(stream, None)
+        self._launch(record, stream)
+        clock = self._launched.pop(stream)
+        for each in self._captured[record.detail]:
+            block = self._blocks.get(each.storage)
+            if block is None:
+                continue
+            access = Access(
+                each.start, each.end, stream, clock[stream], each.is_write, each.operator, each.line
+            )
+            self._add(access, block, clock)
+            if not block.reference.expired():  # else the graph alone has its memory
+                self._cross(block, each.storage, stream)
 
     def _launch(self, record: Record, stream: int) -> None:
         self.counts["launches"] += 1
@@ -216,7 +248,11 @@ class Races:
         self.find_freed()
         self._launched = {}
         self._copies_host = False
+        capture = captured_now(torch.cuda.current_stream().cuda_stream)
         outputs = func(*args, **kwargs)
+        if capture:
+            self._capture(*capture, func, args, kwargs, outputs)
+            return outputs
         self.follow()
         launched = self._launched
         self._launched = {}
@@ -236,6 +272,27 @@ class Races:
                 self.host_accesses(tensor, func._schema.name, is_write)
         return outputs
 
+    def _capture(
+        self, number: int, kernels: int, func: Any, args: Any, kwargs: Any, outputs: Any
+    ) -> None:
+        """Keep what an operator will access, if it has been captured: the capture has more than
+        `kernels` now.
+        """
+        now = captured_now(torch.cuda.current_stream().cuda_stream)
+        if now is None or now[1] == kernels:
+            return
+        for tensor, is_write in _accessed(func, args, kwargs, outputs):
+            if tensor.numel() and (tensor.is_cuda or _is_shared(tensor)):
+                storage = tensor.untyped_storage()
+                self.block(storage)
+                start = tensor.data_ptr()
+                operator = f"{func._schema.name} in a graph"
+                self._captured[number].append(
+                    Captured(
+                        storage._cdata, start, start + _extent(tensor), is_write, operator, _line()
+                    )
+                )
+
     def host_accesses(self, tensor: torch.Tensor, operator: str, is_write: bool = False) -> None:
         """The host reads or writes memory to which streams copy."""
         self.follow()
@@ -248,26 +305,34 @@ class Races:
     ) -> None:
         if not tensor.numel():
             return
+        start = tensor.data_ptr()
+        new = Access(start, start + _extent(tensor), by, clock[by], is_write, operator, _line())
+        storage = tensor.untyped_storage()
+        block = self.block(storage)
+        self._add(new, block, clock)
+        self._cross(block, storage._cdata, by)
+
+    def _add(self, new: Access, block: Block, clock: Clock) -> None:
+        """Check an access by something of this clock against the earlier ones of the block."""
+        by = new.by
         self.counts["accesses"] += 1
         self.counts[
             "of the host" if by == HOST else "of side streams" if by else "of the compute stream"
         ] += 1
-        start = tensor.data_ptr()
-        end = tensor.data_ptr() + _extent(tensor)
-        new = Access(start, end, by, clock[by], is_write, operator, _line())
-        block = self.block(tensor.untyped_storage())
         kept = []
         for old in block.accesses:
-            overlaps = old.start < end and start < old.end
+            overlaps = old.start < new.end and new.start < old.end
             is_before = old.by == by or clock.get(old.by, 0) >= old.time
-            if overlaps and not is_before and (is_write or old.is_write):
+            if overlaps and not is_before and (new.is_write or old.is_write):
                 self.findings[f"{new} does not wait for {old}"] += 1
-            covers = start <= old.start and old.end <= end
-            if not (covers and is_before and (is_write or not old.is_write)):
+            covers = new.start <= old.start and old.end <= new.end
+            if not (covers and is_before and (new.is_write or not old.is_write)):
                 kept.append(old)
         block.accesses = [*kept, new]
+
+    def _cross(self, block: Block, storage: int, by: int) -> None:
         if block.is_cuda and by not in (block.stream, *block.recorded):
-            self._crossed[tensor.untyped_storage()._cdata] = block
+            self._crossed[storage] = block
 
 
 def _join(clock: Clock, other: Clock) -> Clock:
@@ -380,6 +445,7 @@ def checking() -> Iterator[Races]:
         start(lines=False)
         with _Mode(races):
             yield races
+        races.follow()
         stop()
 
 

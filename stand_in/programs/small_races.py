@@ -84,6 +84,33 @@ def parts_of_one_tensor_are_apart(right: bool) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
+def a_graph_reads_what_a_stream_writes(right: bool) -> None:
+    x = on_device()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.sum()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    if right:
+        torch.cuda.current_stream().wait_stream(side)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def a_stream_reads_what_a_graph_writes(right: bool) -> None:
+    x = on_device()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    graph.replay()
+    if right:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    torch.cuda.synchronize()
+
+
 def findings(program: Callable[[bool], None], right: bool) -> list[str]:
     races: Races
     with checking() as races:
@@ -100,6 +127,8 @@ PROGRAMS = [
     the_host_reads_what_is_being_copied,
     a_collective_is_not_waited_for,
     parts_of_one_tensor_are_apart,
+    a_graph_reads_what_a_stream_writes,
+    a_stream_reads_what_a_graph_writes,
 ]
 
 if __name__ == "__main__":

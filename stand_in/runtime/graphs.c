@@ -52,6 +52,14 @@ EXPORT int phantom_capture(void *stream, int number) {
     return error;
 }
 
+/* How many kernels and copies the capture of this stream has so far, and its id; -1 where there is none. */
+EXPORT long phantom_captured(void *stream, unsigned long long *id) {
+    enum cudaStreamCaptureStatus status;
+    cudaGraph_t graph;
+    cudaStreamGetCaptureInfo(stream, &status, id, &graph, NULL, NULL, NULL);
+    return graph ? (long)((struct graph *)graph)->kernels : -1;
+}
+
 /* ---- the runtime */
 
 EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *number) {

@@ -131,7 +131,7 @@ def small(tmp_path_factory):
 
 
 def test_races_are_found_and_correct_code_is_not_reported(small):
-    assert len(small) == 7
+    assert len(small) == 9
     for name, (right, wrong) in small.items():
         assert not right and len(wrong) == 1, name
 
