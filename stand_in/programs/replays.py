@@ -156,14 +156,24 @@ def streams_that_fork_and_join() -> float:
     return replayed(work, [x])
 
 
-def random_numbers_differ() -> float:
-    """0 if two replays draw other numbers, all of them in their range."""
-    graph, [drawn_there] = graphed(lambda: [torch.rand(WIDTH, device="cuda")])
-    graph.replay()
-    first = drawn_there.clone()
-    graph.replay()
-    in_range = ((drawn_there >= 0) & (drawn_there < 1)).all()
-    return float(not (in_range and (first != drawn_there).any()))
+def random_numbers() -> float:
+    """The draws of two replays and of what follows them."""
+    x = drawn(WIDTH)
+
+    def work() -> Sequence[torch.Tensor]:
+        return [F.dropout(x, 0.5) + torch.rand(WIDTH, device="cuda"), torch.randn_like(x)]
+
+    graph, outputs = graphed(work)
+    torch.cuda.manual_seed(7)
+    torch.rand(3, device="cuda")
+    expected = [*work(), *work(), *work()]
+    torch.cuda.manual_seed(7)
+    torch.rand(3, device="cuda")
+    found = []
+    for _ in range(2):
+        graph.replay()
+        found += [each.clone() for each in outputs]
+    return difference([*found, *work()], expected)
 
 
 def nothing_is_computed_at_the_capture() -> float:
@@ -208,7 +218,7 @@ PROGRAMS = [
     copies_of_the_host,
     two_graphs_in_one_pool,
     streams_that_fork_and_join,
-    random_numbers_differ,
+    random_numbers,
     nothing_is_computed_at_the_capture,
 ]
 

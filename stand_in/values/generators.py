@@ -78,3 +78,45 @@ def drawing(place: Place | None) -> Iterator[None]:
                 del _states[next(iter(_states))]
         finally:
             own.set_state(before)
+
+
+@contextlib.contextmanager
+def drawing_in_graphs() -> Iterator[None]:
+    """Let the graph that is launched meanwhile draw what its operators would draw without it.
+
+    A replay first moves the generator on by all of its draws; here it goes back at the first of
+    them, and to there after the last.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    _graph.before = generator.get_offset()
+    _graph.after = None
+    try:
+        yield
+    finally:
+        after = _graph.after
+        if after is not None:
+            seed = generator.initial_seed()
+            state = _states.get((seed, generator.get_offset()))
+            if state is not None:
+                _states[seed, after] = state
+            generator.set_offset(after)
+        _graph.before = None
+
+
+class _Graph(threading.local):
+    """Offsets of the generator before and after the graph that this thread launches."""
+
+    before: int | None = None
+    after: int | None = None
+
+
+_graph = _Graph()
+
+
+def begin_draws_of_graph() -> None:
+    """Put the generator where it was before the launch, at the first operator of a graph."""
+    if _graph.before is None or _graph.after is not None:
+        return
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    _graph.after = generator.get_offset()
+    generator.set_offset(_graph.before)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stand_in.values.generators import begin_draws_of_graph
 from stand_in.values.memory import fill, on_cpu, poison, tensors_in
 from stand_in.values.ways import IS_POISONED, Way, launched, library, replaying
 
@@ -100,6 +101,7 @@ def _let_graphs_compute() -> None:
 def _compute(number: int) -> int:
     """Called by a launch for each captured operator; 0 where it fails."""
     try:
+        begin_draws_of_graph()
         with _disable_current_modes(), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             _captured[number]()
     except Exception:

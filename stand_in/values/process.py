@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stand_in.values.generators import drawing_in_graphs
 from stand_in.values.mode import Values
 from stand_in.values.ways import IS_POISONED, library, noted
 
@@ -21,6 +22,7 @@ from stand_in.values.ways import IS_POISONED, library, noted
 def install() -> None:
     """Compute from here on, and report at the end of the process what was not computed."""
     start_with_threads()
+    draw_in_graphs()
     if os.environ.get("PHANTOM_STRAYS") == "trace":
         library().phantom_on_stray(_trace_stray)
     if IS_POISONED:
@@ -40,6 +42,17 @@ def start_with_threads() -> None:
             begin(self)
 
     threading.Thread._bootstrap_inner = begin_with_values  # type: ignore[attr-defined]
+
+
+def draw_in_graphs() -> None:
+    """A launch does not say where its draws begin: the replay that contains it does."""
+    replay = torch.cuda.CUDAGraph.replay
+
+    def replay_and_draw(self: torch.cuda.CUDAGraph) -> None:
+        with drawing_in_graphs():
+            replay(self)
+
+    torch.cuda.CUDAGraph.replay = replay_and_draw  # type: ignore[method-assign]
 
 
 def poison_resized_storages() -> None:
