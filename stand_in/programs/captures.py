@@ -33,6 +33,7 @@ earlier = made(cuda.cudaEventCreate)
 device = pointer(torch.empty(SIZE, dtype=torch.uint8, device="cuda").data_ptr())
 pinned = pointer(torch.empty(SIZE, dtype=torch.uint8).pin_memory().data_ptr())
 pageable = ctypes.create_string_buffer(SIZE)
+graph = pointer()
 
 
 def fill(where: pointer | None) -> int:
@@ -83,6 +84,11 @@ def record_and(call: Callable[..., int], *arguments: object) -> int:
     """A call about an event of the capture."""
     assert cuda.cudaEventRecord(event, stream) == 0
     return call(event, *arguments)
+
+
+def destroy_a_graph() -> int:
+    """Let go of a graph that was captured earlier."""
+    return int(cuda.cudaGraphDestroy(graph))
 
 
 def fork() -> int:
@@ -139,6 +145,7 @@ CASES: dict[str, Callable[[], list[int]]] = {
     "allocation": lambda: captured(allocate),
     "pinned allocation": lambda: captured(pin),
     "registration": lambda: captured(register),
+    "destruction of a graph": lambda: captured(destroy_a_graph),
     "wait for the stream": lambda: captured(lambda: cuda.cudaStreamSynchronize(stream)),
     "query of the stream": lambda: captured(lambda: cuda.cudaStreamQuery(stream)),
     "wait for the stream, relaxed": lambda: captured(
@@ -210,6 +217,8 @@ def goes_on() -> bool:
 
 
 if __name__ == "__main__":
+    assert cuda.cudaStreamBeginCapture(stream, THREAD_LOCAL) == 0
+    assert cuda.cudaStreamEndCapture(stream, ctypes.byref(graph)) == 0
     found: dict[str, object] = {}
     for name, case in CASES.items():
         found[name] = case()

@@ -3,7 +3,7 @@
  * The rules and the codes are those of CUDA's programming guide ("prohibited and unhandled operations" of stream
  * capture) and of cudaThreadExchangeStreamCaptureMode. What is refused invalidates the capture, whose next calls and
  * whose end then fail. Which calls are potentially unsafe is nowhere listed: here they are those that allocate, free or
- * pin memory, and those by which the host waits for, or asks about, work that is not captured.
+ * pin memory or destroy graphs, and those by which the host waits for, or asks about, work that is not captured.
  */
 #include <pthread.h>
 #include <stdlib.h>

@@ -84,11 +84,15 @@ EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph
 }
 
 EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     drop_graph((struct graph *)graph);
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+    cudaError_t error = begin_unsafe_call();
+    if (error) return error;
     drop_graph((struct graph *)graph);
     return cudaSuccess;
 }

@@ -53,6 +53,7 @@ def test_a_capture_goes_on_beside(name, captures):
         ("allocation", UNSUPPORTED),
         ("pinned allocation", UNSUPPORTED),
         ("registration", UNSUPPORTED),
+        ("destruction of a graph", UNSUPPORTED),
         ("wait for the stream", UNSUPPORTED),
         ("query of the stream", UNSUPPORTED),
         ("wait for the stream, relaxed", UNSUPPORTED),
