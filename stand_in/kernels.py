@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fsdp_qlora.model.kernels as folder
-from fsdp_qlora.model.kernels.in_use import LEAN, PLAIN, TRITON, Ways
+from fsdp_qlora.model.kernels.in_use import GRAPHS, LEAN, PLAIN, TRITON, Ways
 from stand_in.values import graphs
 from stand_in.values.memory import alias, on_device
 from stand_in.values.ways import covered, library
@@ -35,11 +35,11 @@ PARTS = {
 
 
 def chosen_ways() -> Ways:
-    """What a card would choose: every kernel in Triton, and linear layers together.
+    """What a card would choose: every kernel in Triton, linear layers together, and graphs.
 
     Puts launches into the places of the kernels.
     """
-    return Ways(linears=LEAN, **dict.fromkeys(replace_triton(), TRITON))
+    return Ways(linears=LEAN, answers=GRAPHS, **dict.fromkeys(replace_triton(), TRITON))
 
 
 def replace_triton() -> list[str]:

@@ -144,7 +144,8 @@ def _answer_in_session(
     from fsdp_qlora.data.content import Fields
     from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
 
-    model = LoadedModel(config, session, sampling, folder)
+    at_a_time = config.batch_size if args.prompts else 1
+    model = LoadedModel(config, session, sampling, folder, at_a_time=at_a_time)
     if args.prompts:
         answer_file(model, rows, Path(args.out), config.batch_size)
     elif args.prompt is not None:

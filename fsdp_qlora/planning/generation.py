@@ -26,7 +26,8 @@ class Generation(NamedTuple):
     at_a_time: completions that share a cache. per_rank: completions of a step, at most. cache:
     bytes of the cache. gathered: bytes of the blocks' weights if they stay gathered; 0 if they are
     gathered for each token. decoded: bytes of base weights that are decoded once for a batch; 0 if
-    they are decoded for each token. seconds: for the longest completions; None if no GPU is known.
+    they are decoded for each token. stays: whether the blocks' weights stay in their memory between
+    tokens. seconds: for the longest completions; None if no GPU is known.
     """
 
     at_a_time: int
@@ -34,6 +35,7 @@ class Generation(NamedTuple):
     cache: int
     gathered: int
     decoded: int = 0
+    stays: bool = False
     seconds: float | None = None
 
     def describe(self, num_prompts: int, num_generations: int, num_left: int) -> str:
@@ -90,16 +92,18 @@ def plan_generation(
     rounds = -(-per_rank // at_a_time)
     at_a_time = -(-per_rank // rounds)
     cache = at_a_time * answer_bytes
-    decoded = 0
-    if not layout.frees_blocks or layout.num_shards == 1 or gathered:
-        decoded = _bytes_decoded_once(placed, at_a_time, room - gathered - cache)
+    # Not those that come from the host for each pass, or from other ranks.
+    stays = not placed.placement.offload.blocks and (
+        not layout.frees_blocks or layout.num_shards == 1 or gathered > 0
+    )
+    decoded = _bytes_decoded_once(placed, at_a_time, room - gathered - cache) if stays else 0
     seconds = None
     if gpu:
         per_token = seconds_per_pass(
             placed, gpu, at_a_time, gathered=gathered > 0, is_decoded=decoded > 0
         )
         seconds = rounds * most_new * per_token
-    return Generation(at_a_time, per_rank, cache, gathered, decoded, seconds)
+    return Generation(at_a_time, per_rank, cache, gathered, decoded, stays, seconds)
 
 
 def _room(placed: PlacedModel) -> int:
@@ -136,9 +140,6 @@ def _bytes_decoded_once(placed: PlacedModel, at_a_time: int, room: int) -> int:
 
     room: bytes beside the cache.
     """
-    # Weights that come from the host for each pass are decoded then.
-    if placed.placement.offload.blocks:
-        return 0
     model = placed.model
     blocks = model.meta.parts.blocks
     needed = decoded_bytes(blocks.modules(), at_a_time, model.machine.device)

@@ -38,7 +38,7 @@ from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
-from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
@@ -307,7 +307,7 @@ def open_engine(
             plan.model.precision,
             stops,
             seeded,
-            decodes_once=generation.decoded > 0,
+            KeptWeights(generation.decoded > 0, generation.stays),
         )
         beat = partial(check_stop, trainer.control, trainer.ranks, version)
         with kept_gathered(model) if generation.gathered else contextlib.nullcontext():

@@ -1,5 +1,6 @@
 """Generates text with a base and its adapter, in the precision and on the GPUs of the training."""
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -18,11 +19,13 @@ from fsdp_qlora.data.content import Chat, PromptContent
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
+from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.base import PlannedBase, open_base
 from fsdp_qlora.run.session import Session
-from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
@@ -78,12 +81,20 @@ class LoadedModel:
 
     Args:
         folder: as for `load_trained`, with the format of its prompts.
+        at_a_time: prompts that a rank answers at a time.
     """
 
     def __init__(
-        self, config: TrainConfig, session: Session, sampling: SamplingOptions, folder: Path | None
+        self,
+        config: TrainConfig,
+        session: Session,
+        sampling: SamplingOptions,
+        folder: Path | None,
+        *,
+        at_a_time: int = 1,
     ) -> None:
-        plan = load_trained(config, session, folder).model
+        placed = load_trained(config, session, folder)
+        plan = placed.model
         ranks = session.ranks
         self.ranks = ranks
         self.sampling = sampling
@@ -93,12 +104,29 @@ class LoadedModel:
             trained_prompt = read_json(folder / "training.json").get("prompt")
         tokenizer = plan.tokenizer
         model = plan.meta.model
+        self._model = model
         record = trained_prompt or chosen_format(
             config.dataset_format, config.prompt_template, tokenizer
         )
         self.format = PromptFormat(tokenizer, record)
         self.stops = Stops(tokenizer, model, self.format.stop_text)
-        self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
+        most_new = sampling.max_new_tokens
+        generation = plan_generation(
+            placed,
+            at_a_time * ranks.world_size,
+            max(config.longest_row, 2 * most_new),
+            most_new,
+            free=None,
+        )
+        self._keeps_gathered = generation.gathered > 0
+        kept = KeptWeights(generation.decoded > 0, generation.stays)
+        self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling, kept)
+
+    def kept_gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gathered weights from token to token in this block, where there is room."""
+        if self._keeps_gathered:
+            return kept_gathered(self._model)
+        return contextlib.nullcontext()
 
     def stream(self, question: PromptContent, index: int, output: Any) -> str:
         """Answer one question on rank 0, which streams the text; returns the answer there."""
@@ -117,7 +145,8 @@ class LoadedModel:
             print(text[printed:ready], end="", file=output, flush=True)
             printed = ready
 
-        completions = self.generator.generate(prompts, show)
+        with self.kept_gathered():
+            completions = self.generator.generate(prompts, show)
         if not completions:  # on the other ranks
             return ""
         text = self.stops.text_of(completions[index].token_ids)
@@ -139,9 +168,10 @@ def answer_file(
         UserError: it cannot be written.
     """
     prompts = [model.format.ids(question) for _, question in rows]
-    completions = model.generator.answer_all(
-        prompts, batch_size, shows_progress=sys.stderr.isatty()
-    )
+    with model.kept_gathered():
+        completions = model.generator.answer_all(
+            prompts, batch_size, shows_progress=sys.stderr.isatty()
+        )
     if model.ranks.is_rank_0:
         with refusal_named("out", out), staged_file(out) as partial:
             for (row, _), completion in zip(rows, completions, strict=True):

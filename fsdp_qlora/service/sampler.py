@@ -20,7 +20,7 @@ from fsdp_qlora.service.messages import PromptScores, encode_samples, rows_to_sc
 from fsdp_qlora.service.sampling import Drawing, SampleRequest
 from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.training.forward import token_logprobs, values_of_tokens
-from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.top_tokens import TopTokens
 
@@ -168,7 +168,7 @@ class RequestSampler:
             self.placed.model.precision,
             stops,
             options,
-            decodes_once=plan.decoded > 0,
+            KeptWeights(plan.decoded > 0, plan.stays),
         )
         # A sample depends on its request's seed and its number alone, whatever is answered with it.
         seeds = [derive_seed("sample", each.seed, sample) for each, sample in asked]

@@ -65,6 +65,20 @@ KERNELS = {
         on_cpu={"kernels": "plain"},
         allowed=HALVES,
     ),
+    **{
+        f"answers, {ranks} ranks": Case(
+            {
+                "objective": "grpo",
+                "rewards": "length:4",
+                "num_generations": 2,
+                "max_completion_length": 24,
+            },
+            ranks,
+            on_cpu={"kernels": "plain"},
+            allowed=CANCELLED,
+        )
+        for ranks in (1, 2)
+    },
 }
 # Of stand_in/programs/with_faults.py.
 FAULTS = ("wrong_shard", "gather_in_bf16", "scale_twice")

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.training.generation import token_graphs
-from fsdp_qlora.training.generation.passes import Batch, Passes, shares_prompts
-from fsdp_qlora.training.generation.static_cache import can_be_static
+from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
+from fsdp_qlora.training.generation.passes import Batch, Passes
 
 NEW_TOKENS = 10
 SIZES = {

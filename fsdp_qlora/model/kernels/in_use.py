@@ -14,6 +14,7 @@ from typing import NamedTuple
 PLAIN = "plain"
 TRITON = "triton"
 LEAN = "lean"  # linear layers with adapters, computed together
+GRAPHS = "graphs"  # decoder blocks, launched as CUDA graphs
 
 
 class Ways(NamedTuple):
@@ -27,6 +28,7 @@ class Ways(NamedTuple):
     attention: str = PLAIN
     experts: str = PLAIN
     linears: str = PLAIN
+    answers: str = PLAIN
 
 
 def ways_of_option(kernels: str) -> Ways:

@@ -5,8 +5,10 @@ Every rank has its own prompts, and all ranks run the same number of forward pas
 
 import contextlib
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -15,11 +17,32 @@ from transformers import PreTrainedModel
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.decoded_once import decoded_once
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
-from fsdp_qlora.training.generation.passes import Batch, Passes, shares_prompts
+from fsdp_qlora.training.generation.model_cache import shares_prompts
+from fsdp_qlora.training.generation.passes import Batch, Passes
 from fsdp_qlora.training.generation.sampling import Completion, Draws, SamplingOptions, Stops
+from fsdp_qlora.training.generation.token_graphs import why_not_graphed
+
+log = logging.getLogger("fsdp_qlora")
+
+# Tokens of an answer from which graphs are worth their captures, which take as long as two tokens.
+_GRAPHED_TOKENS = 16
+
+
+class KeptWeights(NamedTuple):
+    """The weights that stay from pass to pass while a batch is answered (planning/generation.py).
+
+    are_decoded: decoded ones of linear layers. are_in_place: all that blocks read, in their memory.
+    """
+
+    are_decoded: bool = False
+    are_in_place: bool = False
+
+
+NONE_KEPT = KeptWeights()
 
 
 class TextGenerator:
@@ -36,19 +59,16 @@ class TextGenerator:
         precision: Precision,
         stops: Stops,
         options: SamplingOptions,
-        *,
-        decodes_once: bool = False,
+        weights: KeptWeights = NONE_KEPT,
     ) -> None:
-        """decodes_once: keep decoded base weights while a batch is answered.
-
-        There must be memory for them (`planning.generation.Generation`).
-        """
         self._model = model
         self.ranks = ranks
         self._precision = precision
         self.stops = stops
         self._options = options
-        self._decodes_once = decodes_once
+        self._weights = weights
+        # why graphs do not compute the tokens, once it is known
+        self._reason: str | None = None
 
     def generate(
         self,
@@ -122,17 +142,30 @@ class TextGenerator:
         of_ranks = gather_numbers(sizes, device).int().tolist()
         counts = [tuple(of_ranks[rank]) for rank in sharing_ranks(model)]
         decoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._decodes_once:
+        if self._weights.are_decoded:
             decoding = decoded_once(model, len(batch.places), device)
+        most = self._options.max_new_tokens if self._are_graphed() else None
         head = shared_head_of(model)
         try:
             with decoding, self._precision.autocasting(device):
-                yield Passes(model, batch, device, counts)
+                yield Passes(model, batch, device, counts, most)
         finally:
             if head:
                 head.counts = None
             # A forward pass alone leaves weights gathered.
             reshard_all(model)
+
+    def _are_graphed(self) -> bool:
+        """Whether graphs compute the tokens; where they were chosen, the log says why not."""
+        if ways_in_use().answers != GRAPHS or self._options.max_new_tokens < _GRAPHED_TOKENS:
+            return False
+        if self._reason is None:
+            self._reason = why_not_graphed(self._model)
+            if not self._weights.are_in_place:
+                self._reason = "weights move between tokens"
+            if self._reason:
+                log.info("Answers: no graphs (%s)", self._reason)
+        return not self._reason
 
     def answer_all(
         self,

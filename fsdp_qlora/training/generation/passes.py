@@ -16,11 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from fsdp_qlora.sharding.vocabulary import shared_head_of
-from fsdp_qlora.training.generation.static_cache import is_filled, static_cache
+from fsdp_qlora.training.generation.model_cache import (
+    cache_argument,
+    is_filled,
+    shares_prompts,
+    static_cache,
+)
 from fsdp_qlora.training.generation.token_graphs import TokenGraphs
-
-# transformers' names of the argument, which differ by model and by version
-CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 class Batch(NamedTuple):
@@ -41,16 +43,6 @@ class Batch(NamedTuple):
         distinct = [*dict.fromkeys(all_prompts)]
         place_of = {prompt: place for place, prompt in enumerate(distinct)}
         return cls(distinct, [place_of[prompt] for prompt in all_prompts])
-
-
-def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether the model's cache is the library's, whose rows can be copied."""
-    return _cache_argument(model) is not None and model._supports_default_dynamic_cache()
-
-
-def _cache_argument(model: PreTrainedModel) -> str | None:
-    parameters = inspect.signature(type(model).forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
 class Passes:
@@ -84,7 +76,7 @@ class Passes:
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         self._is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
         self._parameters = inspect.signature(type(model).forward).parameters
-        self._cache_name = _cache_argument(model)
+        self._cache_name = cache_argument(model)
         self._most = most
         self._graphs: TokenGraphs | None = None
         self._has_token = False

@@ -9,6 +9,7 @@ aliasing and what is copied when are the same.
 """
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
+from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -97,7 +100,7 @@ class _Captured:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_garbage_collected():
             # Other threads, such as NCCL's, may ask for events meanwhile.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -118,6 +121,18 @@ class _Captured:
         for kept, new in zip(_tensors(self._result), _tensors(result), strict=True):
             kept.copy_(new)
         return self._result
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Collect no garbage in this block: the end of another graph would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _flat(arguments: Any) -> tuple[list[Any], Any]:
@@ -148,7 +163,7 @@ class _StaticArguments:
         self._twins.clear()
 
     def add_result(self, result: Any) -> None:
-        """Let blocks read the tensors of a graph's result, which are static, in place."""
+        """Let blocks read a graph's result where it is: its tensors are static."""
         self._results.update(map(id, _tensors(result)))
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -226,3 +241,14 @@ def _fits(leaf: Any, known: Any) -> bool:
             and leaf.dtype == known.dtype
         )
     return leaf is known or (type(leaf) is type(known) and bool(leaf == known))
+
+
+def why_not_graphed(model: PreTrainedModel) -> str:
+    """The reason why a model's tokens are not computed by graphs; empty if they can be."""
+    if not shares_prompts(model) or not can_be_static(model.config.get_text_config(decoder=True)):
+        return "its cache is not of keys and values alone"
+    if [unwrapped(block) for block in recomputed_blocks(model)] != [
+        *map(unwrapped, find_blocks(model))
+    ]:
+        return "its blocks are not wrapped"
+    return ""

@@ -1,7 +1,12 @@
-"""Keys and values of answers in memory of fixed size, for passes that run as CUDA graphs."""
+"""The cache of a model: how it is passed, and its copy in memory of fixed size.
+
+Passes that run as CUDA graphs need the copy.
+"""
+
+import inspect
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -9,8 +14,22 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-# Lengths of caches are multiples of it, so that few different ones are allocated.
-_MULTIPLE = 256
+# The alignment of attention's kernels, in tokens.
+_MULTIPLE = 64
+
+# transformers' names of the argument, which differ by model and by version
+_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether the model's cache is the library's, whose rows can be copied."""
+    return cache_argument(model) is not None and model._supports_default_dynamic_cache()
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """The name of the argument that takes a model's cache; None if there is none."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in _ARGUMENTS if name in parameters), None)
 
 
 def can_be_static(config: PreTrainedConfig) -> bool:
