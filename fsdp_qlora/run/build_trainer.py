@@ -28,14 +28,16 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
+from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.planning.reading import warn_of_padded_rope
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import kept_gathered
-from fsdp_qlora.sharding.recompute import ReferencePass
+from fsdp_qlora.sharding.recompute import ReferencePass, set_graphs
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
@@ -147,6 +149,8 @@ def build_forward(
     )
     # A few tokens show how this model's loss can be computed, before a step depends on it.
     forward.probe()
+    if ways_in_use().blocks == GRAPHS:
+        set_graphs(model, GraphedBlocks(config.batch_size * config.longest_row))
     return forward
 
 

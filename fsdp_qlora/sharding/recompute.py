@@ -17,6 +17,7 @@ from fsdp_qlora.data.batches.micro_batch import BESIDE
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as_at_start
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
+from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.host_memory import InputStore
 
 
@@ -26,6 +27,7 @@ class RecomputedBlock(ActivationWrapper):
     is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the
     bit. store: keeps the input on the host; None if it stays on the device. follow: computes the
     output, of this block and its arguments, while its weights are gathered (see `ReferencePass`).
+    graphs: computes the block by CUDA graphs where it can; None to do without.
     """
 
     is_on = True
@@ -33,6 +35,7 @@ class RecomputedBlock(ActivationWrapper):
     def __init__(self, block: nn.Module, store: InputStore | None = None) -> None:
         super().__init__(block)
         self.store = store
+        self.graphs: GraphedBlocks | None = None
         self.follow: Callable[[RecomputedBlock, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,10 +48,16 @@ class RecomputedBlock(ActivationWrapper):
         if not self.is_on or not torch.is_grad_enabled():
             return block(*args, **kwargs)
         if self.store is None:
-            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+            return self._without_activations(args, kwargs)
         # Inside, the checkpoint's own hooks apply: the store gets only the block's inputs.
         with saved_tensors_hooks(self.store.pack, self.store.unpack):
-            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+            return self._without_activations(args, kwargs)
+
+    def _without_activations(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block = self._checkpoint_wrapped_module
+        if self.graphs is not None:
+            return self.graphs.compute(block, args, kwargs)
+        return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
@@ -77,6 +86,12 @@ def set_recompute(model: nn.Module, num_blocks: int) -> None:
         # A block that keeps its activations computes norms and gated products again, which is cheap
         # beside their memory. One that recomputes keeps nothing of them anyway.
         set_save_inputs_only(block, not block.is_on)
+
+
+def set_graphs(model: nn.Module, graphs: GraphedBlocks | None) -> None:
+    """Have the blocks that recompute do it by CUDA graphs, or do without."""
+    for block in recomputed_blocks(model):
+        block.graphs = graphs
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:

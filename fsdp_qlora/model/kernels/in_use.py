@@ -28,6 +28,7 @@ class Ways(NamedTuple):
     attention: str = PLAIN
     experts: str = PLAIN
     linears: str = PLAIN
+    blocks: str = PLAIN
     answers: str = PLAIN
 
 
