@@ -2,6 +2,11 @@
 called again, on the same static memory.
 """
 
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +15,21 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.metrics import read_metrics
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks, train_rank
+from tests.preferences.pairs import make_pairs
+from tests.rollouts.runs import inputs
 
-# Rows of one length, so that micro-batches have the form of those before.
-ROWS = [
-    {"instruction": f"say {first}", "output": f"{second} {first} {second}"}
-    for first in ("red", "blue", "green", "one")
-    for second in ("two", "three", "four", "five")
-]
+COMMON: dict[str, Any] = {
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "recompute": "all",
+    "context_length": 512,
+    "lr": 1e-2,
+    "quant_cache": "off",
+    "log_to": "stdout",
+}
 
 
 def graphed_rank(argv: list[str], notes: Path) -> int:
@@ -28,76 +39,70 @@ def graphed_rank(argv: list[str], notes: Path) -> int:
     from fsdp_qlora.sharding import block_graphs, graphed
 
     choose = TriedKernels.choose
-    TriedKernels.choose = lambda *args: choose(*args)._replace(blocks=GRAPHS)  # type: ignore[method-assign]
-    graphed._PASSES_BEFORE = 0
     stage = block_graphs.BlockGraphs._stage
-    replays = []
+    staged: Counter[int] = Counter()
+
+    def with_graphs(*args: Any) -> Any:
+        return choose(*args)._replace(blocks=GRAPHS)
 
     def spoil_and_stage(self: Any, *args: Any) -> None:
         memory = self._memory
         for tensor in (memory.x, memory.grad_y, memory.result, *memory.gradients.tensors):
             tensor.fill_(float("nan"))
         memory.weights.memory.fill_(255)
-        replays.append(self)
+        staged[id(self)] += 1
         stage(self, *args)
 
+    TriedKernels.choose = with_graphs  # type: ignore[method-assign]
     block_graphs.BlockGraphs._stage = spoil_and_stage  # type: ignore[method-assign]
+    graphed._PASSES_BEFORE = 0
     status = train_rank(argv)
-    notes.write_text(f"{len(replays)} {len({*map(id, replays)})}")
+    notes.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps([*staged.values()]))
     return status
 
 
-Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
+def results_of(out: Path) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    records = [read_metrics(out), read_metrics(out, "grad_norm")]
+    return records, load_file(out / "adapter_model.safetensors")
 
 
-def results_of(out: Path) -> Result:
-    return read_metrics(out), read_metrics(out, "grad_norm"), load_file(
-        out / "adapter_model.safetensors"
-    )
+def assert_trains_to_the_same_bits(
+    folder: Path, world_size: int, *, is_graphed: bool = True, **options: Any
+) -> str:
+    """Compare losses, gradient norms and adapters of a run without graphs and of one with them.
 
-
-def trained(model: Path, folder: Path, world_size: int, **options: Any) -> tuple[Result, Result]:
-    """The losses, gradient norms and adapters of a run without graphs and of one with them."""
-    common = {
-        "model_name": model,
-        "dataset": write_rows(folder / "rows.jsonl", options.pop("rows", ROWS)),
-        "batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "recompute": "all",
-        "context_length": 256,
-        "lr": 1e-2,
-        "quant_cache": "off",
-        "log_to": "stdout",
+    Returns the latter's output.
+    """
+    argv = flags(**{**COMMON, "dataset": folder / "rows.jsonl", **options})
+    runs: dict[str, tuple[Callable[..., int], list[Any]]] = {
+        "plain": (train_rank, []),
+        "graphs": (graphed_rank, [folder / "notes"]),
     }
-    argv = flags(**{**common, **options})
-    for name, target, args in (
-        ("plain", train_rank, ()),
-        ("graphs", graphed_rank, (folder / "notes",)),
-    ):
-        out = folder / name
+    for name, (target, args) in runs.items():
+        out = flags(output_dir=folder / name)
         statuses, output = on_ranks(
-            world_size,
-            target,
-            ([*argv, *flags(output_dir=out)], *args),
-            folder / f"{name}_logs",
+            world_size, target, ([*argv, *out], *args), folder / f"{name}_logs"
         )
         assert statuses == [0] * world_size, output
-        print(output)
-    return results_of(folder / "plain"), results_of(folder / "graphs")
+    plain_records, plain = results_of(folder / "plain")
+    records, adapter = results_of(folder / "graphs")
+    assert records == plain_records and len(records[0]) == COMMON["max_steps"]
+    assert all(torch.equal(values, adapter[name]) for name, values in plain.items())
+    for rank in range(world_size):
+        staged = json.loads((folder / f"notes.{rank}").read_text())
+        # for each block and micro-batch, forward and backward
+        assert sum(staged) > 2 * 2 * 2 * COMMON["max_steps"] if is_graphed else not staged
+    assert ("Graphs: not for" in output) != is_graphed
+    return output
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("train_type", ["qlora", "lora", "hqq_lora", "int8_lora"])
 def test_graphed_blocks_train_to_the_same_bits(train_type, precision, models, tmp_path):
-    plain, graphed = trained(
-        models(), tmp_path, 1, train_type=train_type, precision=precision
+    write_rows(tmp_path / "rows.jsonl", make_rows(32))
+    assert_trains_to_the_same_bits(
+        tmp_path, 1, model_name=models(), train_type=train_type, precision=precision
     )
-    assert plain[:2] == graphed[:2]
-    assert all(torch.equal(values, graphed[2][name]) for name, values in plain[2].items())
-    replays, graphs = map(int, (tmp_path / "notes").read_text().split())
-    print(replays, graphs)
-    assert graphs >= 1 and replays > 20
 
 
 @pytest.mark.parametrize(
@@ -106,11 +111,52 @@ def test_graphed_blocks_train_to_the_same_bits(train_type, precision, models, tm
         {"sharding_strategy": "full_shard"},
         {"sharding_strategy": "ddp"},
         {"use_cpu_offload": True},
-        {"recompute": "offload"},
+        {"recompute": "offload", "precision": "fp32"},
+        {"precision": "bf16_autocast"},
     ],
-    ids=["full_shard", "ddp", "offloaded base", "offloaded activations"],
+    ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_graphed_blocks_of_two_ranks_train_to_the_same_bits(options, models, tmp_path):
-    plain, graphed = trained(models(), tmp_path, 2, precision="bf16", **options)
-    assert plain[:2] == graphed[:2]
-    assert all(torch.equal(values, graphed[2][name]) for name, values in plain[2].items())
+    write_rows(tmp_path / "rows.jsonl", make_rows(32))
+    options = {"model_name": models("qwen2"), "precision": "bf16", "train_type": "qlora"} | options
+    assert_trains_to_the_same_bits(tmp_path, 2, **options)
+
+
+@pytest.mark.parametrize("use_cpu_offload", [False, True], ids=["", "offloaded base"])
+def test_graphs_leave_a_reference_beside_the_policy_alone(use_cpu_offload, models, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", make_pairs(16))
+    options = {"objective": "dpo", "train_type": "qlora", "precision": "fp32"}
+    options |= {"model_name": models(), "use_cpu_offload": use_cpu_offload}
+    assert_trains_to_the_same_bits(tmp_path, 1, **options)
+
+
+def test_graphs_train_on_own_answers_to_the_same_bits(models, tmp_path):
+    options = inputs(models, tmp_path, beta=0.1, batch_size=4)
+    del options["save_every"]
+    assert_trains_to_the_same_bits(tmp_path, 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora_dropout": 0.1}, "dropout"),
+        ({"train_type": "bnb_dora"}, "DoRA"),
+        ({"context_parallel_size": 2}, "an argument of type ContextGroup"),
+        ({"family": "qwen3_moe"}, "the host reads which experts tokens choose"),
+    ],
+    ids=lambda each: "" if isinstance(each, dict) else each,
+)
+def test_blocks_without_graphs_are_named_and_train_as_before(options, reason, models, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", make_rows(32))
+    options = {"precision": "fp32", "train_type": "qlora"} | options
+    family = options.pop("family", "llama")
+    output = assert_trains_to_the_same_bits(
+        tmp_path,
+        options.get("context_parallel_size", 1),
+        is_graphed=False,
+        model_name=models(family),
+        **options,
+    )
+    block = {"llama": "LlamaDecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}[family]
+    said = re.findall(r"Graphs: not for .*", output)
+    assert said == [f"Graphs: not for blocks {block}: {reason}"]
