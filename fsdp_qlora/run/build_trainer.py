@@ -19,6 +19,7 @@ from fsdp_qlora.config.objectives import PAIRS, LossSettings, Reference
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
+from fsdp_qlora.data.batches.graph_lengths import filled_length
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.distributed.context import join_context
@@ -27,6 +28,7 @@ from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
+from fsdp_qlora.model.architecture.attention import reads_bounds
 from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
@@ -128,6 +130,7 @@ def build_forward(
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
         shares_prompts=shares,
+        fills_up=ways_in_use().blocks == GRAPHS,
         has_teacher=row_kind.has_teacher,
         target_values=target_values,
         image_processor=plan.data.image_processor,
@@ -150,7 +153,9 @@ def build_forward(
     # A few tokens show how this model's loss can be computed, before a step depends on it.
     forward.probe()
     if ways_in_use().blocks == GRAPHS:
-        set_graphs(model, GraphedBlocks(config.batch_size * config.longest_row))
+        longest = filled_length(config.batch_size * config.longest_row * row_kind.num_documents)
+        by_bounds = reads_bounds(model.config, forward.attention)
+        set_graphs(model, GraphedBlocks(longest, by_bounds=by_bounds))
     return forward
 
 

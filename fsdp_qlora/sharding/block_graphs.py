@@ -45,9 +45,14 @@ class Arguments(NamedTuple):
     key: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
-        """The arguments of a call."""
-        leaves, form = tree_flatten((args, kwargs))
+    def of(
+        cls,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        computed: dict[str, Any] | None = None,
+    ) -> "Arguments":
+        """The arguments of a call. computed: what its graph gets in the place of `kwargs`."""
+        leaves, form = tree_flatten((args, kwargs if computed is None else computed))
         facts = [
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
             if isinstance(leaf, torch.Tensor)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS, with_bounds_alone
 from fsdp_qlora.model.adapters.grouped import LinearGroup
 from fsdp_qlora.model.adapters.insert import magnitudes
 from fsdp_qlora.model.adapters.lora import LoraExperts
@@ -31,8 +32,6 @@ from fsdp_qlora.sharding.static_memory import BlockTensors
 
 log = logging.getLogger("fsdp_qlora")
 
-# Tokens of the longest micro-batch: with more the GPU has work for longer than the host needs.
-MOST_TOKENS = 8192
 # Graphs of a structure. One that was not used in the last passes makes room for another. If all
 # were, lengths vary too much, and what is left over runs without a graph.
 _MOST_GRAPHS = 16
@@ -49,10 +48,14 @@ _HOOKS_OF_BLOCK = ("torch.distributed.fsdp", "fsdp_qlora.sharding.weight_stream"
 
 
 class _Forms:
-    """The graphs of a structure, by the form of input and arguments."""
+    """The graphs of a structure, by the form of input and arguments.
 
-    def __init__(self) -> None:
+    by_bounds: as in `GraphedBlocks`.
+    """
+
+    def __init__(self, by_bounds: bool) -> None:
         self.arguments = Arguments.of((), {})
+        self._by_bounds = by_bounds
         self._key: object = None
         self._seen: dict[object, int] = {}
         self._graphs: dict[object, BlockGraphs] = {}
@@ -66,7 +69,8 @@ class _Forms:
         """The graphs for a call; None if there are none yet."""
         is_known = self.arguments.are_of(args, kwargs)
         if not is_known:
-            self.arguments = Arguments.of(args, kwargs)
+            computed = with_bounds_alone(kwargs, x.shape[-2]) if self._by_bounds else kwargs
+            self.arguments = Arguments.of(args, kwargs, computed)
         key = (x.shape, x.dtype, self.arguments.key)
         # Blocks of a pass have the same arguments.
         if not is_known or key != self._key:
@@ -107,8 +111,8 @@ class _Forms:
 class _Structure:
     """What blocks of one structure share. reason: why they have no graphs; empty if they may."""
 
-    def __init__(self, reason: str = "") -> None:
-        self.forms = _Forms()
+    def __init__(self, by_bounds: bool, reason: str = "") -> None:
+        self.forms = _Forms(by_bounds)
         self.memory: StructureMemory | None = None
         self.reason = reason
 
@@ -131,10 +135,13 @@ class GraphedBlocks:
     Args:
         most_tokens: tokens of the run's longest micro-batch, for the memory of inputs; longer ones
             than MOST_TOKENS are computed without graphs.
+        by_bounds: attention reads where documents begin from the device, so that a graph is for
+            documents of any lengths.
     """
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, *, by_bounds: bool = False) -> None:
         self._most_tokens = min(most_tokens, MOST_TOKENS)
+        self._by_bounds = by_bounds
         self._structures: dict[object, _Structure] = {}
         self._blocks: dict[nn.Module, _Block] = {}
         self._said: set[str] = set()
@@ -219,7 +226,7 @@ class GraphedBlocks:
         """Have no graphs for a structure. Backward passes under way keep theirs until they end."""
         structure.reason = reason
         structure.memory = None
-        structure.forms = _Forms()
+        structure.forms = _Forms(self._by_bounds)
         for known in self._blocks.values():
             if known.structure is structure:
                 known.staged = None
@@ -228,9 +235,9 @@ class GraphedBlocks:
         reason = why_not(block)
         if reason:
             self._say_not(block, reason)
-            return _Structure(reason)
+            return _Structure(self._by_bounds, reason)
         key = (*structure_facts(block),)
-        return self._structures.setdefault(key, _Structure())
+        return self._structures.setdefault(key, _Structure(self._by_bounds))
 
     def _say_not(self, block: nn.Module, reason: str) -> None:
         self._say(f"blocks {type(block).__name__.removeprefix('FSDP')}: {reason}")

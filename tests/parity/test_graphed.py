@@ -32,18 +32,34 @@ COMMON: dict[str, Any] = {
 }
 
 
-def graphed_rank(argv: list[str], notes: Path) -> int:
-    """A rank of a run with graphs, whose static memory is spoilt whenever it is filled."""
+def train_with_graphs(argv: list[str]) -> int:
+    """A rank of a run whose blocks are graphs, as no CPU would choose it by itself."""
     from fsdp_qlora.model.kernels.in_use import GRAPHS
     from fsdp_qlora.run.ways import TriedKernels
-    from fsdp_qlora.sharding import block_graphs, graphed
 
     choose = TriedKernels.choose
-    stage = block_graphs.BlockGraphs._stage
-    staged: Counter[int] = Counter()
 
     def with_graphs(*args: Any) -> Any:
         return choose(*args)._replace(blocks=GRAPHS)
+
+    TriedKernels.choose = with_graphs  # type: ignore[method-assign]
+    return train_rank(argv)
+
+
+def plain_rank(argv: list[str]) -> int:
+    """A rank with the same micro-batches, filled up as for graphs, but without any."""
+    from fsdp_qlora.run import build_trainer
+
+    build_trainer.set_graphs = lambda *_: None
+    return train_with_graphs(argv)
+
+
+def graphed_rank(argv: list[str], notes: Path) -> int:
+    """A rank with graphs, whose static memory is spoilt whenever it is filled."""
+    from fsdp_qlora.sharding import block_graphs, graphed
+
+    stage = block_graphs.BlockGraphs._stage
+    staged: Counter[int] = Counter()
 
     def spoil_and_stage(self: Any, *args: Any) -> None:
         memory = self._memory
@@ -53,10 +69,9 @@ def graphed_rank(argv: list[str], notes: Path) -> int:
         staged[id(self)] += 1
         stage(self, *args)
 
-    TriedKernels.choose = with_graphs  # type: ignore[method-assign]
     block_graphs.BlockGraphs._stage = spoil_and_stage  # type: ignore[method-assign]
     graphed._PASSES_BEFORE = 0
-    status = train_rank(argv)
+    status = train_with_graphs(argv)
     notes.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps([*staged.values()]))
     return status
 
@@ -75,7 +90,7 @@ def assert_trains_to_the_same_bits(
     """
     argv = flags(**{**COMMON, "dataset": folder / "rows.jsonl", **options})
     runs: dict[str, tuple[Callable[..., int], list[Any]]] = {
-        "plain": (train_rank, []),
+        "plain": (plain_rank, []),
         "graphs": (graphed_rank, [folder / "notes"]),
     }
     for name, (target, args) in runs.items():

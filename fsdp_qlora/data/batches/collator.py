@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fsdp_qlora.data.batches.graph_lengths import filled_multiple
 from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pad_rows, with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Round, Schedule
@@ -31,6 +32,7 @@ class Collator:
         context_size: ranks that share each micro-batch.
         sharing_ranks: those that share the vocabulary with this one, and itself.
         shares_prompts: the model computes the common prefix of a pair once.
+        fills_up: short micro-batches are filled up to a length for which graphs are made.
         has_teacher: a row's second document is its teacher's.
         target_values: gives values of targets that the rows do not have themselves.
         image_processor: for rows with images.
@@ -43,6 +45,7 @@ class Collator:
     context_size: int = 1
     sharing_ranks: Sequence[int] = ()
     shares_prompts: bool = False
+    fills_up: bool = False
     has_teacher: bool = False
     target_values: TargetValues | None = None
     image_processor: ImageProcessor | None = None
@@ -110,9 +113,11 @@ class Collator:
             return with_teacher(
                 concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1)
             )
-        return concatenated(
-            table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size
-        )
+        num_parts = self.context_size
+        if self.fills_up and num_parts == 1:
+            computed = table.num_learned_from(shares_prompts=self.shares_prompts)
+            num_parts = filled_multiple(int(computed[rows].sum()))
+        return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=num_parts)
 
     def _with_images(self, batch: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None and self.schedule.padding

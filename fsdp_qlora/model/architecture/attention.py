@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.attention_kernels import (
+    CUDNN,
     MOST_OF_FLASH,
     Call,
     Kernel,
@@ -38,6 +39,7 @@ from fsdp_qlora.model.architecture.attention_kernels import (
     varlen,
 )
 from fsdp_qlora.model.architecture.shapes import any_layer_has, block_shapes
+from fsdp_qlora.model.kernels.in_use import ways_in_use
 
 # our name for SDPA with a head of keys and values for each head of queries
 REPEATED = "sdpa_repeated"
@@ -149,6 +151,17 @@ def choose(
         kernel = find_kernel(config, dtype, device, repeated=True, widest=MOST_OF_FLASH)
         name = VARLEN if takes_heads and kernel == "flash" else name
     return name
+
+
+def reads_bounds(config: PretrainedConfig, implementation: str | None) -> bool:
+    """Whether attention reads the bounds of documents from the device, and no lengths on the host.
+
+    Args:
+        implementation: from `choose`, None for padded rows.
+    """
+    if implementation not in (VARLEN, FLASH) or ways_in_use().attention == CUDNN:
+        return False
+    return all(shape.head_dim <= MOST_OF_FLASH for shape in block_shapes(config))
 
 
 def can_share(implementation: str | None) -> bool:

@@ -1,0 +1,55 @@
+"""Lengths of micro-batches for which CUDA graphs of blocks are made (sharding/graphed.py).
+
+A graph is for one number of tokens and of documents, so micro-batches are filled up to numbers of a
+short list: tokens by a document of padding, documents by empty ones.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+
+# Tokens of the longest micro-batch: with more the GPU has work for longer than the host needs.
+MOST_TOKENS = 8192
+# Steps of the list between two powers of two: at most an eighth of the tokens is padding.
+_STEPS = 8
+_SMALLEST_STEP = 64
+_FEWEST_DOCUMENTS = 8
+
+
+def filled_multiple(num_tokens: int) -> int:
+    """The number whose next multiple is the length to fill up to; 1 where no graph is made."""
+    if num_tokens > MOST_TOKENS:
+        return 1
+    power = 1 << max(num_tokens - 1, 0).bit_length()
+    return max(power // (2 * _STEPS), _SMALLEST_STEP)
+
+
+def filled_length(num_tokens: int) -> int:
+    """The length to which a micro-batch of so many tokens is filled up."""
+    multiple = filled_multiple(num_tokens)
+    return -(-num_tokens // multiple) * multiple
+
+
+def with_bounds_alone(arguments: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Replace facts about documents by those of all micro-batches with as many tokens.
+
+    For attention that reads where documents begin from the device. The tokens that are computed for
+    each document stay the same.
+
+    Args:
+        arguments: some of a block, from `describe_documents` among them; returned as they are if
+            none are.
+    """
+    bounds = arguments.get("cu_seq_lens_q")
+    if bounds is None or "document_lengths" not in arguments:
+        return arguments
+    most = max(1 << (len(bounds) - 2).bit_length(), _FEWEST_DOCUMENTS)
+    filled = F.pad(bounds, (0, most + 1 - len(bounds)), value=num_tokens)
+    return arguments | {
+        "cu_seq_lens_q": filled,
+        "cu_seq_lens_k": filled,
+        "max_length_q": num_tokens,
+        "max_length_k": num_tokens,
+        # an upper bound, and the length of those that fill up
+        "document_lengths": [num_tokens, 0],
+    }
