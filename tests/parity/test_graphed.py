@@ -3,9 +3,7 @@ called again, on the same static memory.
 """
 
 import json
-import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.graphs import graphed_rank, plain_rank
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import make_rows, write_rows
-from tests.helpers.run import flags, on_ranks, train_rank
+from tests.helpers.run import flags, on_ranks
 from tests.preferences.pairs import make_pairs
 from tests.rollouts.runs import inputs
 
@@ -30,50 +29,6 @@ COMMON: dict[str, Any] = {
     "quant_cache": "off",
     "log_to": "stdout",
 }
-
-
-def train_with_graphs(argv: list[str]) -> int:
-    """A rank of a run whose blocks are graphs, as no CPU would choose it by itself."""
-    from fsdp_qlora.model.kernels.in_use import GRAPHS
-    from fsdp_qlora.run.ways import TriedKernels
-
-    choose = TriedKernels.choose
-
-    def with_graphs(*args: Any) -> Any:
-        return choose(*args)._replace(blocks=GRAPHS)
-
-    TriedKernels.choose = with_graphs  # type: ignore[method-assign]
-    return train_rank(argv)
-
-
-def plain_rank(argv: list[str]) -> int:
-    """A rank with the same micro-batches, filled up as for graphs, but without any."""
-    from fsdp_qlora.run import build_trainer
-
-    build_trainer.set_graphs = lambda *_: None
-    return train_with_graphs(argv)
-
-
-def graphed_rank(argv: list[str], notes: Path) -> int:
-    """A rank with graphs, whose static memory is spoilt whenever it is filled."""
-    from fsdp_qlora.sharding import block_graphs, graphed
-
-    stage = block_graphs.BlockGraphs._stage
-    staged: Counter[int] = Counter()
-
-    def spoil_and_stage(self: Any, *args: Any) -> None:
-        memory = self._memory
-        for tensor in (memory.x, memory.grad_y, memory.result, *memory.gradients.tensors):
-            tensor.fill_(float("nan"))
-        memory.weights.memory.fill_(255)
-        staged[id(self)] += 1
-        stage(self, *args)
-
-    block_graphs.BlockGraphs._stage = spoil_and_stage  # type: ignore[method-assign]
-    graphed._PASSES_BEFORE = 0
-    status = train_with_graphs(argv)
-    notes.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps([*staged.values()]))
-    return status
 
 
 def results_of(out: Path) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
