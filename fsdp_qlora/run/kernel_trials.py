@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
 from fsdp_qlora.model.architecture.attention import VARLEN
 from fsdp_qlora.model.architecture.attention_kernels import FLASH4
 from fsdp_qlora.model.architecture.attention_ways import (
@@ -22,6 +23,7 @@ from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
 from fsdp_qlora.run.decoding_trials import WeightForm, decoding_trials, weight_forms
+from fsdp_qlora.run.graph_trials import BlockForm, graph_trials
 
 if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
     from fsdp_qlora.config.options import TrainConfig
@@ -69,6 +71,8 @@ class KernelForm:
     """Whether torch's kernel for documents of any lengths computes its attention."""
     deterministic: bool = False
     """Whether another run of the same must have the same bits."""
+    block: BlockForm | None = None
+    """Its blocks, if they may be graphs."""
 
     @classmethod
     def of(cls, config: "TrainConfig", *plans: "ModelPlan") -> "KernelForm":
@@ -100,7 +104,10 @@ class KernelForm:
         shapes = [BlockShape(*shape) for shape in fields["shapes"]]
         weights = [WeightForm(kernel, tuple(each)) for kernel, each in fields["weights"]]
         norms = [NormForm(*each) for each in fields["norms"]]
-        return cls(**{**fields, "shapes": shapes, "weights": weights, "norms": norms})
+        made = {"shapes": shapes, "weights": weights, "norms": norms}
+        if fields.get("block") is not None:
+            made["block"] = BlockForm(*fields["block"])
+        return cls(**{**fields, **made})
 
     def to_dict(self) -> dict[str, Any]:
         """The form as JSON has it."""
@@ -109,6 +116,7 @@ class KernelForm:
             "shapes": [list(shape) for shape in self.shapes],
             "weights": [[form.kernel, list(form.settings)] for form in self.weights],
             "norms": [list(form) for form in self.norms],
+            "block": None if self.block is None else list(self.block),
         }
 
     @property
@@ -160,6 +168,8 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         yield _of_triton("loss", proofs, partial(make, few))
     if form.has_varlen:
         yield _of_attention(form, device)
+    if form.block is not None and form.rows * form.longest <= MOST_TOKENS:
+        yield graph_trials(form.block, form.lengths, device)
 
 
 def _by_tokens(part: str, form: KernelForm, make: Callable[[int], Trial]) -> PartTrials:

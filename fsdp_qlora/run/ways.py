@@ -10,7 +10,7 @@ rank with the run's sizes.
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,10 +18,11 @@ import torch
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory
 from fsdp_qlora.model.architecture.attention_kernels import CUDNN
-from fsdp_qlora.model.kernels.in_use import PLAIN, Ways, ways_of_option
+from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, Ways, ways_of_option
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
 from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
-from fsdp_qlora.planning.plan import ModelPlan
+from fsdp_qlora.planning.plan import ModelPlan, layer_options
+from fsdp_qlora.run.graph_trials import BlockForm
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, Verdicts, tried_apart
 
@@ -29,6 +30,8 @@ log = logging.getLogger("fsdp_qlora")
 
 # Less is within what two measurements differ by.
 _GAIN = 1.02
+# Filling up micro-batches for graphs may cost some of what they gain.
+_GAINS = {GRAPHS: 1.1}
 # Ways are timed with documents of one length, which most texts do not have. One that takes no
 # others is the last choice.
 _OF_EQUAL_LENGTHS = (CUDNN,)
@@ -70,7 +73,9 @@ class TriedKernels:
         device = plans[0].machine.device
         if config.kernels == PLAIN or device.type != "cuda":
             return cls(config.kernels, device)
-        form = KernelForm.of(config, *plans)
+        layers = layer_options(config, plans[0].config, plans[0].packed)
+        block = BlockForm.of(config, plans[0], layers)
+        form = replace(KernelForm.of(config, *plans), block=block)
         verdicts: Verdicts = {}
         failure = ""
         try:
@@ -180,7 +185,8 @@ def fastest(found: Measured, kept: str | None = None) -> str:
     of_all = {way: time for way, time in times.items() if way not in _OF_EQUAL_LENGTHS}
     for candidates in (of_all, times):
         best = min(candidates, key=candidates.__getitem__, default=PLAIN)
-        if times.get(best, 0) * _GAIN < times.get(PLAIN, 0):
+        gain = _GAINS.get(best, _GAIN)
+        if times.get(best, 0) * gain < times.get(PLAIN, 0):
             return best
     return PLAIN
 

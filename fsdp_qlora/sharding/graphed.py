@@ -144,7 +144,8 @@ class GraphedBlocks:
         self._by_bounds = by_bounds
         self._structures: dict[object, _Structure] = {}
         self._blocks: dict[nn.Module, _Block] = {}
-        self._said: set[str] = set()
+        self.reasons: list[str] = []
+        """What is computed without graphs, and why."""
 
     @property
     def memories(self) -> list[StructureMemory]:
@@ -243,8 +244,8 @@ class GraphedBlocks:
         self._say(f"blocks {type(block).__name__.removeprefix('FSDP')}: {reason}")
 
     def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self.reasons:
+            self.reasons.append(what)
             log.info("Graphs: not for %s", what)
 
 
@@ -288,7 +289,7 @@ def why_not(block: nn.Module) -> str:
     if magnitudes(block):
         return "DoRA"
     if any(loops_over_experts(module) or isinstance(module, LoraExperts) for module in modules):
-        return "the host reads which experts tokens choose"
+        return "experts, whose tokens the host counts"
     if any(_drops(module) for module in modules):
         return "dropout"
     for module in modules:

@@ -112,7 +112,7 @@ def test_graphs_train_on_own_answers_to_the_same_bits(models, tmp_path):
         ({"lora_dropout": 0.1}, "dropout"),
         ({"train_type": "bnb_dora"}, "DoRA"),
         ({"context_parallel_size": 2}, "an argument of type ContextGroup"),
-        ({"family": "qwen3_moe"}, "the host reads which experts tokens choose"),
+        ({"family": "qwen3_moe"}, "experts, whose tokens the host counts"),
     ],
     ids=lambda each: "" if isinstance(each, dict) else each,
 )

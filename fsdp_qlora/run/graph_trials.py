@@ -1,0 +1,190 @@
+"""Trials of a decoder block as CUDA graphs: the model's first block, with random weights."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from fsdp_qlora.config.train_types import TrainType
+from fsdp_qlora.data.batches.graph_lengths import filled_length
+from fsdp_qlora.data.batches.micro_batch import describe_documents
+from fsdp_qlora.distributed.device import to_device
+from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.architecture.attention import attending, choose, reads_bounds
+from fsdp_qlora.model.architecture.decoder import find_blocks
+from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision
+from fsdp_qlora.model.build_model import LayerOptions, build_model
+from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, using_ways, ways_of_option
+from fsdp_qlora.model.kernels.trial import PartTrials, Trial
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.graphed import GraphedBlocks
+from fsdp_qlora.sharding.recompute import set_graphs, wrap_blocks
+
+if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
+    from fsdp_qlora.config.options import TrainConfig
+    from fsdp_qlora.planning.plan import ModelPlan
+
+# Tokens of a document in the proof. In longer ones attention's kernels add up gradients in an order
+# that differs from call to call.
+_SHORT = 64
+_DOCUMENTS = 3
+# Random bytes below this are finite numbers, in whatever format codes and statistics are.
+_FINITE = 64
+
+
+class BlockForm(NamedTuple):
+    """The model and the options that a block is built from. It goes to a process as JSON.
+
+    config: as in config.json. lora: as `LoraOptions`. options: the quantizer's. attention: as the
+    option asks for it. documents: as in `ModelPlan`.
+    """
+
+    config: dict[str, Any]
+    adapter: str | None
+    quantizer: str | None
+    precision: str
+    lora: dict[str, Any]
+    options: dict[str, Any]
+    attention: str
+    documents: str | None
+
+    @classmethod
+    def of(
+        cls, config: "TrainConfig", plan: "ModelPlan", layers: LayerOptions
+    ) -> "BlockForm | None":
+        """The form of a planned model's blocks; None where they have no graphs anyway."""
+        kind = config.kind
+        quantizer = kind.quantizer
+        options = dict(layers.quantizer)
+        if plan.packed is not None:
+            stored = plan.packed.layer_options()
+            if not plan.packed.quantizer or stored is None:
+                return None
+            quantizer = plan.packed.quantizer
+            options = dict(stored)
+        recomputes = config.recompute != "none"
+        # Code of a model's own is not run in another process.
+        is_ours = not config.trust_remote_code and config.context_size == 1
+        if kind.trains != "adapter" or not recomputes or not is_ours:
+            return None
+        return cls(
+            config=_as_json(plan.config.to_dict()),
+            adapter=kind.adapter,
+            quantizer=quantizer,
+            precision=plan.precision.name,
+            lora=_as_json(asdict(layers.lora)),
+            options=_as_json(options),
+            attention=config.attn_implementation,
+            documents=plan.documents,
+        )
+
+    def build(self, device: torch.device) -> PreTrainedModel:
+        """The model with its first block alone, in memory of the device, and no embeddings."""
+        precision = PRECISIONS[self.precision]
+        fields = dict(self.config)
+        config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+        model = build_model(
+            config,
+            TrainType(self.adapter, self.quantizer, "adapter"),
+            precision,
+            device,
+            LayerOptions(LoraOptions(**self.lora), self.options),
+            attn_implementation=self.attention,
+        ).model
+        choose(model.config, precision.compute_dtype, device, requested=self.attention)
+        blocks = find_blocks(model)
+        del blocks[1:]
+        left_out = {model.get_input_embeddings(), model.get_output_embeddings()}
+        generator = torch.Generator(device).manual_seed(0)
+        for module in model.modules():
+            if module not in left_out:
+                _fill(module, precision, generator)
+        wrap_blocks(model, offload=False)
+        return model.train()
+
+
+def _as_json(value: Any) -> Any:
+    """The value as JSON has it, without what it cannot have."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if isinstance(value, str | int | float) else None
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, precision: Precision, generator: torch.Generator) -> None:
+    """Give a module's own parameters memory and random values."""
+    device = generator.device
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        dtype = parameter.dtype
+        if parameter.requires_grad and precision.param_dtype is not None:
+            dtype = precision.param_dtype
+        values = torch.empty_like(parameter, device=device, dtype=dtype)
+        if isinstance(module, QuantizedWeight) and name in ("weight", *module.statistics):
+            values.view(-1).view(torch.uint8).random_(0, _FINITE, generator=generator)
+        else:
+            values.normal_(0, 0.02, generator=generator)
+        values.requires_grad_(parameter.requires_grad)
+        setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, buffer.to(device))
+
+
+def graph_trials(form: BlockForm, lengths: list[int], device: torch.device) -> PartTrials:
+    """The trials of a block on micro-batches with rows of these lengths."""
+    short = [min(_SHORT, lengths[0])] * _DOCUMENTS
+    return PartTrials(
+        "blocks",
+        [GRAPHS],
+        proofs=[partial(_trial, form, short, device)],
+        timed=partial(_trial, form, lengths, device),
+        apart=[GRAPHS],
+    )
+
+
+def _trial(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
+    precision = PRECISIONS[form.precision]
+    model = form.build(device)
+    size = (len(lengths), lengths[0])
+    described: dict[str, Any] = {}
+    if form.documents is not None:
+        num_parts = filled_length(sum(lengths))
+        described = to_device(describe_documents(lengths, num_parts=num_parts), device)
+        size = (1, described["position_ids"].shape[1])
+    hidden_size = model.config.get_text_config().hidden_size
+    dtype = precision.param_dtype or torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    both = torch.empty(2, *size, hidden_size, dtype=dtype, device=device)
+    x, grad_y = both.normal_(generator=generator)
+    graphs = GraphedBlocks(
+        x.shape[:-1].numel(), by_bounds=reads_bounds(model.config, form.documents)
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def compute(way: GraphedBlocks | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        hidden, grad = tensors
+        hidden = hidden.detach().requires_grad_()
+        set_graphs(model, way)
+        # The backward pass computes the block again, by the same ways.
+        with attending(model, form.documents), using_ways(ways_of_option("auto")):
+            with precision.autocasting(device):
+                y = model.base_model(inputs_embeds=hidden, use_cache=False, **described)[0]
+            found = torch.autograd.grad(y, [hidden, *trained], grad, allow_unused=True)
+        return [y.detach(), *(each for each in found if each is not None)]
+
+    def by_graphs(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        # A form of inputs is captured when it comes again.
+        while not graphs.memories and not graphs.reasons:
+            compute(graphs, *tensors)
+        if graphs.reasons:
+            raise RuntimeError(graphs.reasons[0])
+        return compute(graphs, *tensors)
+
+    return Trial({PLAIN: partial(compute, None), GRAPHS: by_graphs}, (x, grad_y))
