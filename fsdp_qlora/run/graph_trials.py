@@ -66,10 +66,9 @@ class BlockForm(NamedTuple):
                 return None
             quantizer = plan.packed.quantizer
             options = dict(stored)
-        recomputes = config.recompute != "none"
         # Code of a model's own is not run in another process.
         is_ours = not config.trust_remote_code and config.context_size == 1
-        if kind.trains != "adapter" or not recomputes or not is_ours:
+        if kind.trains != "adapter" or not is_ours:
             return None
         return cls(
             config=_as_json(plan.config.to_dict()),

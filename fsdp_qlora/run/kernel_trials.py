@@ -22,6 +22,7 @@ from fsdp_qlora.model.kernels import gate, norm, rotary, token_loss
 from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON
 from fsdp_qlora.model.kernels.rounding import triton
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
+from fsdp_qlora.run.answer_trials import answer_trials
 from fsdp_qlora.run.decoding_trials import WeightForm, decoding_trials, weight_forms
 from fsdp_qlora.run.graph_trials import BlockForm, graph_trials
 
@@ -71,8 +72,10 @@ class KernelForm:
     """Whether torch's kernel for documents of any lengths computes its attention."""
     deterministic: bool = False
     """Whether another run of the same must have the same bits."""
+    recomputes: bool = True
+    """Whether blocks may recompute."""
     block: BlockForm | None = None
-    """Its blocks, if they may be graphs."""
+    """The form of its blocks, if they may be graphs."""
 
     @classmethod
     def of(cls, config: "TrainConfig", *plans: "ModelPlan") -> "KernelForm":
@@ -96,6 +99,7 @@ class KernelForm:
             vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
             has_varlen=plan.documents == VARLEN,
             deterministic=config.deterministic,
+            recomputes=config.recompute != "none",
         )
 
     @classmethod
@@ -168,7 +172,10 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         yield _of_triton("loss", proofs, partial(make, few))
     if form.has_varlen:
         yield _of_attention(form, device)
-    if form.block is not None and form.rows * form.longest <= MOST_TOKENS:
+    if form.block is None:
+        return
+    yield answer_trials(form.block, device)
+    if form.recomputes and form.rows * form.longest <= MOST_TOKENS:
         yield graph_trials(form.block, form.lengths, device)
 
 

@@ -109,7 +109,7 @@ class _Forms:
 
 
 class _Structure:
-    """What blocks of one structure share. reason: why they have no graphs; empty if they may."""
+    """The memory and graphs that blocks of one structure share. reason: why they have no graphs; empty if they may."""
 
     def __init__(self, by_bounds: bool, reason: str = "") -> None:
         self.forms = _Forms(by_bounds)
@@ -145,7 +145,7 @@ class GraphedBlocks:
         self._structures: dict[object, _Structure] = {}
         self._blocks: dict[nn.Module, _Block] = {}
         self.reasons: list[str] = []
-        """What is computed without graphs, and why."""
+        """The blocks that are computed without graphs, and why."""
 
     @property
     def memories(self) -> list[StructureMemory]:
@@ -283,14 +283,17 @@ def reason_of_failure(error: BaseException) -> str:
 # --- what is not graphed ---
 
 
-def why_not(block: nn.Module) -> str:
-    """The reason in a block's structure why it gets no graph; empty if there is none."""
+def why_not(block: nn.Module, *, trains: bool = True) -> str:
+    """The reason in a block's structure why it gets no graph; empty if there is none.
+
+    trains: whether the block drops what it drops in training.
+    """
     modules = [*block.modules()]
     if magnitudes(block):
         return "DoRA"
     if any(loops_over_experts(module) or isinstance(module, LoraExperts) for module in modules):
         return "experts, whose tokens the host counts"
-    if any(_drops(module) for module in modules):
+    if trains and any(_drops(module) for module in modules):
         return "dropout"
     for module in modules:
         for hook in _hooks_of(module):

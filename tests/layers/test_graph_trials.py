@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.kernels.in_use import GRAPHS
 from fsdp_qlora.model.kernels.trial import why_wrong
+from fsdp_qlora.run.answer_trials import answer_trials
 from fsdp_qlora.run.graph_trials import BlockForm, graph_trials
 from fsdp_qlora.run.kernel_trials import KernelForm
 from fsdp_qlora.sharding import block_graphs
@@ -55,6 +56,22 @@ def reasons(form: BlockForm) -> list[str]:
 )
 def test_a_block_of_random_weights_gives_the_same_bits_as_graphs(changes):
     assert reasons(form_of(**changes)) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"family": "gemma2", "precision": "bf16_autocast"},
+        {"quantizer": "hqq", "options": {"n_bits": 4, "group_size": 64}, "lora": {"dropout": 0.1}},
+    ],
+    ids=["nf4", "autocast", "hqq, dropout"],
+)
+def test_tokens_of_answers_have_the_same_bits_by_graphs(changes):
+    [make] = answer_trials(form_of(**changes), CPU).proofs
+    assert why_wrong(make, [GRAPHS]) == {GRAPHS: ""}
+    [make] = answer_trials(form_of("qwen3_moe"), CPU).proofs
+    assert "experts" in why_wrong(make, [GRAPHS])[GRAPHS]
 
 
 def test_a_trial_says_why_a_block_has_no_graphs_or_other_numbers(monkeypatch):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
 from fsdp_qlora.model.architecture.decoder import find_blocks
+from fsdp_qlora.sharding.graphed import reason_of_failure, why_not
 from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
 from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
 
@@ -37,7 +38,8 @@ class TokenGraphs:
         self._blocks = recomputed_blocks(model)
         self._arguments = _StaticArguments()
         self._graphs: dict[RecomputedBlock, _BlockGraph] = {}
-        self._has_failed = False
+        self.failure = ""
+        """Why a block could not be captured; empty while none was refused."""
         self._capture = partial(_Captured, device, _pool(device))
 
     @contextlib.contextmanager
@@ -61,7 +63,7 @@ class TokenGraphs:
         # stay gathered.
         forward = unwrapped(block).forward
         graph = self._graphs.get(block)
-        if graph is None and not self._has_failed:
+        if graph is None and not self.failure:
             graph = self._captured(block, forward, args, kwargs)
         return graph.run(args, kwargs) if graph else forward(*args, **kwargs)
 
@@ -76,8 +78,8 @@ class TokenGraphs:
             graph = _BlockGraph(forward, args, kwargs, self._arguments, self._capture)
         except RuntimeError as error:
             # A capture computes nothing: the block, and those after it, run without one.
-            self._has_failed = True
-            log.info("Answers: no graphs (%s)", error)
+            self.failure = reason_of_failure(error)
+            log.info("Answers: no graphs (%s)", self.failure)
             return None
         self._graphs[block] = graph
         return graph
@@ -163,7 +165,7 @@ class _StaticArguments:
         self._twins.clear()
 
     def add_result(self, result: Any) -> None:
-        """Let blocks read a graph's result where it is: its tensors are static."""
+        """Mark the static tensors of a graph's result: blocks read them in place."""
         self._results.update(map(id, _tensors(result)))
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,8 +249,8 @@ def why_not_graphed(model: PreTrainedModel) -> str:
     """The reason why a model's tokens are not computed by graphs; empty if they can be."""
     if not shares_prompts(model) or not can_be_static(model.config.get_text_config(decoder=True)):
         return "its cache is not of keys and values alone"
-    if [unwrapped(block) for block in recomputed_blocks(model)] != [
-        *map(unwrapped, find_blocks(model))
-    ]:
+    blocks = recomputed_blocks(model)
+    if blocks != [*find_blocks(model)]:
         return "its blocks are not wrapped"
-    return ""
+    reasons = [why_not(unwrapped(block), trains=False) for block in blocks]
+    return next(filter(None, reasons), "")
