@@ -63,7 +63,7 @@ PARTS: dict[str, Part] = {
     "resume": Part(115, ("tests/gpu/test_resume.py",)),
     "answers": Part(115, ("tests/gpu/test_answers.py",)),
     "offload": Part(65),
-    "decode": Part(60),
+    "decode": Part(90),
     "types": Part(130),
     "context": Part(110),
     "batches": Part(60),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from benchmarks import gpu_kernels, gpu_parts, gpu_ways
+from benchmarks import gpu_answers, gpu_kernels, gpu_parts, gpu_ways
 from benchmarks.common import is_stand_in
 from benchmarks.gpu_parts import (
     build,
@@ -265,6 +265,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     "speed": gpu_ways.measure_speed,
     "ways": gpu_kernels.measure_ways,
     "attention": gpu_ways.measure_attention,
+    "decode": gpu_answers.measure_decode,
     "alternatives": measure_alternatives,
     "batches": measure_batches,
     "formats": measure_formats,

@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -46,8 +45,6 @@ from fsdp_qlora.run.build_trainer import build_trainer
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import set_recompute
-from fsdp_qlora.training.generation.generator import TextGenerator
-from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 
 BLOCKS = 8
 # Quantiles 0/32, 1/32, ... of 999 Alpaca rows' lengths in tokens, with SmolLM2's tokenizer, context
@@ -372,46 +369,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).float().norm() / expected.float().norm()).item()
 
 
-def measure_decode(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Tokens that the whole 8B draws for 1, 16 and 64 prompts at a time, and the memory of a step
-    after them.
-    """
-    work = work_of(args, ranks, "8b", (Batch(4, 2048),), layers=args.layers)
-    prompt, tokens = (32, 6) if args.tiny else (512, 24)
-    speeds: dict[str, float] = {}
-    found: dict[str, Any] = {"ms_per_token": {}, "answers_gib": {}}
-    with process_group(ranks):
-        train, [step_rows] = build(work, ranks)
-        model = train.run.trainer.model
-        precision = train.run.plan.placed.model.precision
-        stops = Stops(SimpleNamespace(eos_token_id=None), model, "")
-        options = SamplingOptions(tokens, temperature=1.0, seed=1)
-        for number in (1, 16, 64):
-            name = f"{number} at a time"
-            passes = list[float]()
-            release(ranks.device)
-            reset_peak(ranks.device)
-            prompts = {index: list(range(2, prompt + 2 - index % 3)) for index in range(number)}
-            generator = TextGenerator(model, ranks, precision, stops, options)
-            # Each pass waits for the tokens of the one before.
-            generator.generate(
-                prompts,
-                beat=lambda passes=passes: passes.append(time.perf_counter()),  # type: ignore[misc]
-            )
-            # On the stand-in without values an answer ends with its first token.
-            each = (
-                statistics.median(np.diff(passes[1:]).tolist()) if len(passes) > 2 else float("nan")
-            )
-            speeds[name] = number / each
-            found["ms_per_token"][name] = 1e3 * each
-            found["answers_gib"][name] = reserved(ranks.device) / GIB
-            found["rows"] = [row(f"answers, 8B, prompts of {prompt}", "tokens/s", speeds)]
-            note(args, found)  # for the case that time runs out
-        # Whether what answers reserved counts as the step's.
-        found["step_after_answers_gib"] = train.one(step_rows)[0]["memory_gib"]
-    return found
-
-
 def measure_kinds(
     args: argparse.Namespace,
     ranks: Ranks,
@@ -455,7 +412,6 @@ def measure_types(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     "box": measure_box,
     "offload": measure_offload,
-    "decode": measure_decode,
     "types": measure_types,
     "context": measure_context,
     "padding": measure_padding,
