@@ -16,6 +16,7 @@ from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
 from fsdp_qlora.planning.blocks import BlockBytes
+from fsdp_qlora.planning.graph_memory import graph_bytes
 from fsdp_qlora.planning.memory import Memory, Sizes, Step
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
@@ -73,6 +74,7 @@ class _Estimate:
         trained: number of weights that train, in each block.
         copies_adapters: whether adapters have 16-bit copies, which stay (weight_copies.py).
         reduces_each: whether gradients of several micro-batches are reduced one by one.
+        graphs: memory of blocks that run as CUDA graphs; empty without any.
     """
 
     def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:
@@ -93,6 +95,7 @@ class _Estimate:
         from_host = step.placement.offload.blocks > 0
         self.gathered_sizes = [self._gathered(block, from_host=from_host) for block in parts.blocks]
         self.gathered = self._gathered_at_work()
+        self.graphs = graph_bytes(parts, blocks, step, workspaces=_WORKSPACES)
 
     def memory(self) -> Memory:
         step = self.step
@@ -103,6 +106,7 @@ class _Estimate:
             host["block inputs"] = step.recomputing * self.hidden
         if step.on_gpu:
             resident["workspaces"] = _WORKSPACES
+            resident |= self.graphs
         if step.gathers_from_host:
             resident["gathered blocks"] = max(self.gathered)
         here = resident if step.on_gpu else weights
@@ -195,6 +199,8 @@ class _Estimate:
             "backward": in_blocks,
             "optimizer": [of_optimizer | copies],
         }
+        if self.graphs:
+            phases["proof of graphs"] = [before | adapters | self._at_proof()]
         if step.image_values:
             first_block = {"gathered blocks": self.gathered_sizes[0]}
             phases["images"] = [before | adapters | first_block | self._at_images()]
@@ -246,6 +252,16 @@ class _Estimate:
             points.append(adapters | at_work)
         return points
 
+    def _at_proof(self) -> Sizes:
+        """Transient memory where a block is computed with and without a graph."""
+        num_blocks = self.step.recomputing
+        return {
+            "gathered blocks": max(self.gathered[:num_blocks]),
+            "block at work": max(block.forward for block in self.blocks[:num_blocks]),
+            # and both outputs
+            "block inputs": self.hidden * (num_blocks + 2),
+        }
+
     def _in_backward(self, of_trained: Sizes, of_optimizer: Sizes) -> list[Sizes]:
         """Transient memory in each block's backward pass, the last block's first.
 
@@ -268,7 +284,8 @@ class _Estimate:
             block = self.blocks[index]
             at_work = block.backward - block.kept
             if index < step.recomputing:
-                at_work = block.recomputing
+                # Of a graph's results there are copies.
+                at_work = 2 * self.hidden if self.graphs else block.recomputing
             # From the host one block's input comes while another one's is in use.
             most_inputs = 2 if step.offloads_activations else num_blocks
             is_last = index == num_blocks - 1

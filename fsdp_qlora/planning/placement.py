@@ -6,6 +6,7 @@ Checks that weights and result fit on this machine, before the first byte is rea
 """
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,13 @@ from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.insert import adapter_parameters
-from fsdp_qlora.model.kernels.in_use import using_ways, ways_of_option
+from fsdp_qlora.model.kernels.in_use import GRAPHS, using_ways, ways_in_use, ways_of_option
 from fsdp_qlora.model.model_parts import Offload, each_parameter
 from fsdp_qlora.model.row_sharing import context_blocker, sizes_that_divide_heads
 from fsdp_qlora.planning import fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.estimate import estimate_memory
-from fsdp_qlora.planning.fit import Placement
+from fsdp_qlora.planning.fit import Placement, with_margin
 from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
@@ -36,6 +37,8 @@ from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.files import bytes_of_variable
 from fsdp_qlora.utils.machine import free_disk, host_memory_free
 from fsdp_qlora.utils.text import GIB
+
+log = logging.getLogger("fsdp_qlora")
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,24 @@ def check_memory(
             f"and {free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). "
             "More ranks, --use_cpu_offload false or a smaller model need less."
         )
+
+
+def has_room_for_graphs(placed: PlacedModel) -> bool:
+    """Whether this rank's GPU has room for the model's blocks as CUDA graphs; false on a CPU."""
+    machine = placed.model.machine
+    if machine.device.type != "cuda" or machine.is_elsewhere:
+        return False
+    with using_ways(ways_in_use()._replace(blocks=GRAPHS)):
+        memory = estimate_memory(placed.model.meta.parts, placed.blocks, placed.step)
+    free, _ = torch.cuda.mem_get_info(machine.device)
+    has_room = with_margin(memory.reserved) <= free
+    if not has_room:
+        log.info(
+            "Graphs: not on this GPU, of which %.1f GiB are free: with them the run needs %.1f.",
+            free / GIB,
+            memory.reserved / GIB,
+        )
+    return has_room
 
 
 def check_disk(output_dir: Path, num_bytes: int) -> None:

@@ -180,7 +180,7 @@ def _trial(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
 
     def by_graphs(*tensors: torch.Tensor) -> list[torch.Tensor]:
         # A form of inputs is captured when it comes again.
-        while not graphs.memories and not graphs.reasons:
+        while not graphs.nbytes and not graphs.reasons:
             compute(graphs, *tensors)
         if graphs.reasons:
             raise RuntimeError(graphs.reasons[0])

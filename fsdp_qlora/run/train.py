@@ -17,9 +17,9 @@ from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import leave_result, save_result
 from fsdp_qlora.export.upload import push_result
-from fsdp_qlora.model.kernels.in_use import using_ways
+from fsdp_qlora.model.kernels.in_use import PLAIN, using_ways
 from fsdp_qlora.planning.fit import memory_settings
-from fsdp_qlora.planning.placement import check_resources
+from fsdp_qlora.planning.placement import check_resources, has_room_for_graphs
 from fsdp_qlora.planning.run_plan import with_rows_per_step
 from fsdp_qlora.run.base import FetchedBase, PlannedBase, teacher_base
 from fsdp_qlora.run.build_trainer import (
@@ -99,7 +99,8 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
             teacher_base(prepared.config, plan.teacher, session).fetch()
         warn_left_out(prepared.config, plan.model, base.weights)
         planned = [plan.model, *([plan.teacher.model] if plan.teacher else [])]
-        kernels = TriedKernels.of(prepared.config, *planned)
+        graphs = prepared.config.kernels != PLAIN and has_room_for_graphs(plan.placed)
+        kernels = TriedKernels.of(prepared.config, *planned, graphs=graphs)
     session.start_group(plan.placed.layout)
     identity = agree(prepared, ranks, base.weights)
     start = folder.choose_start(identity)

@@ -64,18 +64,20 @@ class TriedKernels:
     failure: str = ""
 
     @classmethod
-    def of(cls, config: TrainConfig, *plans: ModelPlan) -> "TriedKernels":
+    def of(cls, config: TrainConfig, *plans: ModelPlan, graphs: bool = False) -> "TriedKernels":
         """Try the kernels of planned models on this machine, if it has a GPU.
 
         Args:
             plans: of the model that trains, and of a teacher.
+            graphs: whether the first one's blocks may be graphs.
         """
         device = plans[0].machine.device
         if config.kernels == PLAIN or device.type != "cuda":
             return cls(config.kernels, device)
-        layers = layer_options(config, plans[0].config, plans[0].packed)
-        block = BlockForm.of(config, plans[0], layers)
-        form = replace(KernelForm.of(config, *plans), block=block)
+        form = KernelForm.of(config, *plans)
+        if graphs:
+            layers = layer_options(config, plans[0].config, plans[0].packed)
+            form = replace(form, block=BlockForm.of(config, plans[0], layers))
         verdicts: Verdicts = {}
         failure = ""
         try:

@@ -71,27 +71,39 @@ class Arguments(NamedTuple):
         return all(value is own for value, own in zip(values, self.values, strict=True))
 
 
-class StructureMemory:
-    """The static tensors that all graphs of a structure share.
+class SharedMemory:
+    """Static memory that all graphs share, since one runs at a time: inputs, results and a pool.
 
-    Their inputs and results lie at the beginning of memory for the longest of them.
+    Inputs and results lie at the beginning of memory for the longest of them.
 
     Args:
-        most: numbers in the longest input.
+        x: an input.
+        most: numbers in the longest one.
     """
 
-    def __init__(self, tensors: BlockTensors, x: torch.Tensor, most: int) -> None:
-        self.weights = StaticTensors(tensors.tensors)
-        self.trained = [self.weights.tensors[index] for index in tensors.trained]
-        self.gradients = StaticGradients(self.trained)
+    def __init__(self, x: torch.Tensor, most: int) -> None:
         self.x, self.grad_y, self.result = (x.new_zeros(most) for _ in range(3))
         self.pool = torch.cuda.graph_pool_handle() if x.is_cuda else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the static tensors."""
-        passed = self.x.nbytes + self.grad_y.nbytes + self.result.nbytes
-        return self.weights.memory.nbytes + self.gradients.nbytes + passed
+        return self.x.nbytes + self.grad_y.nbytes + self.result.nbytes
+
+
+class StructureMemory:
+    """The static weights that all graphs of a structure share, and what they share with others."""
+
+    def __init__(self, tensors: BlockTensors, shared: SharedMemory) -> None:
+        self.shared = shared
+        self.weights = StaticTensors(tensors.tensors)
+        self.trained = [self.weights.tensors[index] for index in tensors.trained]
+        self.gradients = StaticGradients(self.trained)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the static weights and of their gradients."""
+        return self.weights.memory.nbytes + self.gradients.nbytes
 
 
 class StagedBlock:
@@ -152,9 +164,10 @@ class BlockGraphs:
         self._block = staged.block
         self._tensors = staged.tensors
         size = x.numel()
-        self._x = memory.x[:size].view(x.shape).requires_grad_()
-        self._grad_y = memory.grad_y[:size].view(x.shape)
-        self._result = memory.result[:size].view(x.shape)
+        shared = memory.shared
+        self._x = shared.x[:size].view(x.shape).requires_grad_()
+        self._grad_y = shared.grad_y[:size].view(x.shape)
+        self._result = shared.result[:size].view(x.shape)
         self._arguments = [
             torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in arguments.leaves
@@ -173,8 +186,8 @@ class BlockGraphs:
         self._stage(staged, x, arguments)
         if x.is_cuda:
             self._warm_up(x.device)
-        self._forward = _Replayed(self._compute, x.device, memory.pool)
-        self._backward = _Replayed(self._compute_gradients, x.device, memory.pool)
+        self._forward = _Replayed(self._compute, x.device, shared.pool)
+        self._backward = _Replayed(self._compute_gradients, x.device, shared.pool)
         # A captured graph has no use for them.
         if x.is_cuda:
             self._y = None

@@ -25,6 +25,7 @@ from fsdp_qlora.model.experts import loops_over_experts
 from fsdp_qlora.sharding.block_graphs import (
     Arguments,
     BlockGraphs,
+    SharedMemory,
     StagedBlock,
     StructureMemory,
 )
@@ -143,15 +144,17 @@ class GraphedBlocks:
         self._most_tokens = min(most_tokens, MOST_TOKENS)
         self._by_bounds = by_bounds
         self._structures: dict[object, _Structure] = {}
+        self._shared: dict[object, SharedMemory] = {}
         self._blocks: dict[nn.Module, _Block] = {}
         self.reasons: list[str] = []
         """The blocks that are computed without graphs, and why."""
 
     @property
-    def memories(self) -> list[StructureMemory]:
-        """The static tensors of each structure that has graphs."""
+    def nbytes(self) -> int:
+        """Bytes of all static tensors; 0 while there are no graphs."""
         found = [structure.memory for structure in self._structures.values()]
-        return [memory for memory in found if memory is not None]
+        own = sum(memory.nbytes for memory in found if memory is not None)
+        return own + sum(shared.nbytes for shared in self._shared.values()) if own else 0
 
     def compute(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's output, with its hooks; without its activations."""
@@ -219,9 +222,16 @@ class GraphedBlocks:
         tensors = BlockTensors(block)
         structure = known.structure
         if structure.memory is None:
-            structure.memory = StructureMemory(tensors, x, self._most_tokens * x.shape[-1])
+            structure.memory = StructureMemory(tensors, self._shared_memory(x))
         known.staged = StagedBlock(block, tensors, structure.memory)
         return known.staged
+
+    def _shared_memory(self, x: torch.Tensor) -> SharedMemory:
+        """The memory for inputs of this width and dtype."""
+        kind = (x.shape[-1], x.dtype)
+        if kind not in self._shared:
+            self._shared[kind] = SharedMemory(x, self._most_tokens * x.shape[-1])
+        return self._shared[kind]
 
     def _give_up(self, structure: _Structure, reason: str) -> None:
         """Have no graphs for a structure. Backward passes under way keep theirs until they end."""

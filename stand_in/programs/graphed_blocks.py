@@ -1,15 +1,16 @@
-"""train.py with blocks as graphs, or with the same micro-batches and none.
+"""train.py with blocks as graphs, with blocks that no capture allows, or with the same micro-batches
+and no graphs: `graphed_blocks.py graphs|reads|plain NOTES WORDS...`.
 
-    graphed_blocks.py plain|graphs NOTES WORDS...
-
-NOTES.RANK gets how often each graph's memory was filled, and the bytes of the graphs.
+NOTES.RANK gets how often each graph's memory was filled.
 """
 
 import sys
 from pathlib import Path
 
-from tests.helpers.graphs import graphed_rank, plain_rank
+from tests.helpers.graphs import graphed_rank, plain_rank, reading_rank
 
 if __name__ == "__main__":
     way, notes, *words = sys.argv[1:]
-    sys.exit(graphed_rank(words, Path(notes)) if way == "graphs" else plain_rank(words))
+    if way == "plain":
+        sys.exit(plain_rank(words))
+    sys.exit({"graphs": graphed_rank, "reads": reading_rank}[way](words, Path(notes)))

@@ -39,7 +39,8 @@ def graphed_rank(argv: list[str], notes: Path) -> int:
 
     def spoil_and_stage(self: Any, *args: Any) -> None:
         memory = self._memory
-        for tensor in (memory.x, memory.grad_y, memory.result, *memory.gradients.tensors):
+        shared = memory.shared
+        for tensor in (shared.x, shared.grad_y, shared.result, *memory.gradients.tensors):
             tensor.fill_(float("nan"))
         memory.weights.memory.fill_(255)
         staged[id(self)] += 1
@@ -50,3 +51,17 @@ def graphed_rank(argv: list[str], notes: Path) -> int:
     status = train_with_graphs(argv)
     notes.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps([*staged.values()]))
     return status
+
+
+def reading_rank(argv: list[str], notes: Path) -> int:
+    """A rank with graphs whose MLPs read a number on the host, which no capture allows."""
+    from fsdp_qlora.model.architecture.gated_mlp import GatedMlp
+
+    forward = GatedMlp.forward
+
+    def read_and_compute(self: Any, x: Any) -> Any:
+        assert x.abs().max().item() >= 0
+        return forward(self, x)
+
+    GatedMlp.forward = read_and_compute  # type: ignore[method-assign]
+    return graphed_rank(argv, notes)
