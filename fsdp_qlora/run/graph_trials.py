@@ -162,9 +162,8 @@ def _trial(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
     generator = torch.Generator(device).manual_seed(0)
     both = torch.empty(2, *size, hidden_size, dtype=dtype, device=device)
     x, grad_y = both.normal_(generator=generator)
-    graphs = GraphedBlocks(
-        x.shape[:-1].numel(), by_bounds=reads_bounds(model.config, form.documents)
-    )
+    by_bounds = reads_bounds(model.config, form.documents)
+    graphs = GraphedBlocks(x.shape[:-1].numel(), by_bounds=by_bounds, is_trial=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def compute(way: GraphedBlocks | None, *tensors: torch.Tensor) -> list[torch.Tensor]:

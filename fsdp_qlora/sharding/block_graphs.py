@@ -194,6 +194,8 @@ class BlockGraphs:
             del self._block, self._tensors
 
     def _warm_up(self, device: torch.device) -> None:
+        # Memory that a block has had on the compute stream is of no use to this one.
+        torch.cuda.empty_cache()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

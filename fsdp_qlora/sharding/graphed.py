@@ -10,6 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -138,11 +139,15 @@ class GraphedBlocks:
             than MOST_TOKENS are computed without graphs.
         by_bounds: attention reads where documents begin from the device, so that a graph is for
             documents of any lengths.
+        is_trial: no line of the log says what has no graphs.
     """
 
-    def __init__(self, most_tokens: int, *, by_bounds: bool = False) -> None:
+    def __init__(
+        self, most_tokens: int, *, by_bounds: bool = False, is_trial: bool = False
+    ) -> None:
         self._most_tokens = min(most_tokens, MOST_TOKENS)
         self._by_bounds = by_bounds
+        self._is_trial = is_trial
         self._structures: dict[object, _Structure] = {}
         self._shared: dict[object, SharedMemory] = {}
         self._blocks: dict[nn.Module, _Block] = {}
@@ -256,7 +261,7 @@ class GraphedBlocks:
     def _say(self, what: str) -> None:
         if what not in self.reasons:
             self.reasons.append(what)
-            log.info("Graphs: not for %s", what)
+            log.log(logging.DEBUG if self._is_trial else logging.INFO, "Graphs: not for %s", what)
 
 
 def _prove(
@@ -282,7 +287,9 @@ def reason_of_failure(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    frames = traceback.extract_tb(error.__traceback__)
+    inside = str(Path(torch.__file__).parent)
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in all_frames if not frame.filename.startswith(inside)]
     if not frames or isinstance(error, torch.OutOfMemoryError):
         return words
     place = frames[-1]

@@ -1,5 +1,5 @@
-"""train.py with blocks as graphs, with blocks that no capture allows, or with the same micro-batches
-and no graphs: `graphed_blocks.py graphs|reads|plain NOTES WORDS...`.
+"""train.py with blocks as graphs, with blocks that no capture allows, or without graphs, on the
+same micro-batches: `graphed_blocks.py graphs|reads|plain NOTES WORDS...`.
 
 NOTES.RANK gets how often each graph's memory was filled.
 """

@@ -71,8 +71,8 @@ def test_a_block_that_asks_the_device_trains_on_without(models: Models, tmp_path
     trained("plain", models, tmp_path)
     output = trained("reads", models, tmp_path)
     [line] = re.findall(r"^Graphs: not for .*", output, re.MULTILINE)
-    assert "LlamaDecoderLayer" in line and "x.abs().max().item()" in line
-    # neither in the process of its own
+    assert "LlamaDecoderLayer" in line and "not permitted when stream is capturing" in line
+    # nor in the rank's trial
     assert re.search(r"not graphs \(blocks\): (?!\d)", output)
     assert_same_bits(tmp_path / "plain", tmp_path / "reads")
 
@@ -83,6 +83,6 @@ def test_graphs_take_the_memory_that_is_planned_for_them(rows: int, tmp_path: Pa
     assert ended.status == 0, ended.output[-4000:]
     found = json.loads(ended.output.splitlines()[-1])
     assert found["reasons"] == []
-    for name, most in (("static", 1e-3), ("pool", 0.03), ("reserved", 0.02)):
+    for name, most in (("static", 1e-3), ("pool", 0.03), ("reserved", 0.03)):
         taken, planned = found[name]
         assert planned == pytest.approx(taken, rel=most), name
