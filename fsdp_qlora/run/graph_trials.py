@@ -1,5 +1,6 @@
 """Trials of a decoder block as CUDA graphs: the model's first block, with random weights."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +15,7 @@ from fsdp_qlora.data.batches.graph_lengths import filled_length
 from fsdp_qlora.data.batches.micro_batch import describe_documents
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.model.adapters.insert import LoraOptions
-from fsdp_qlora.model.architecture.attention import attending, choose, reads_bounds
+from fsdp_qlora.model.architecture.attention import attending, reads_bounds
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision
 from fsdp_qlora.model.build_model import LayerOptions, build_model
@@ -86,21 +87,24 @@ class BlockForm(NamedTuple):
         precision = PRECISIONS[self.precision]
         fields = dict(self.config)
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-        model = build_model(
+        kind = TrainType(self.adapter, self.quantizer, "adapter")
+        lora = LoraOptions(**self.lora)
+        meta = build_model(
             config,
-            TrainType(self.adapter, self.quantizer, "adapter"),
+            kind,
             precision,
             device,
-            LayerOptions(LoraOptions(**self.lora), self.options),
+            LayerOptions(lora, self.options),
             attn_implementation=self.attention,
-        ).model
-        choose(model.config, precision.compute_dtype, device, requested=self.attention)
+        )
+        model = meta.model
         blocks = find_blocks(model)
         del blocks[1:]
-        left_out = {model.get_input_embeddings(), model.get_output_embeddings()}
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         generator = torch.Generator(device).manual_seed(0)
         for module in model.modules():
-            if module not in left_out:
+            if module not in (embedding, head):
                 _fill(module, precision, generator)
         wrap_blocks(model, offload=False)
         return model.train()
@@ -139,50 +143,96 @@ def _fill(module: nn.Module, precision: Precision, generator: torch.Generator) -
 def graph_trials(form: BlockForm, lengths: list[int], device: torch.device) -> PartTrials:
     """The trials of a block on micro-batches with rows of these lengths."""
     short = [min(_SHORT, lengths[0])] * _DOCUMENTS
+    proof = partial(_trial, form, short, device)
+    timed = partial(_trial, form, lengths, device)
     return PartTrials(
         "blocks",
         [GRAPHS],
-        proofs=[partial(_trial, form, short, device)],
-        timed=partial(_trial, form, lengths, device),
+        [proof],
+        timed,
         apart=[GRAPHS],
     )
 
 
 def _trial(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
-    precision = PRECISIONS[form.precision]
-    model = form.build(device)
-    size = (len(lengths), lengths[0])
-    described: dict[str, Any] = {}
-    if form.documents is not None:
-        num_parts = filled_length(sum(lengths))
-        described = to_device(describe_documents(lengths, num_parts=num_parts), device)
-        size = (1, described["position_ids"].shape[1])
-    hidden_size = model.config.get_text_config().hidden_size
-    dtype = precision.param_dtype or torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    both = torch.empty(2, *size, hidden_size, dtype=dtype, device=device)
-    x, grad_y = both.normal_(generator=generator)
-    by_bounds = reads_bounds(model.config, form.documents)
-    graphs = GraphedBlocks(x.shape[:-1].numel(), by_bounds=by_bounds, is_trial=True)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tried = _TriedBlock(form, lengths, device)
+    ways = {
+        PLAIN: tried.plain,
+        GRAPHS: tried.by_graphs,
+    }
+    return Trial(ways, tried.inputs())
 
-    def compute(way: GraphedBlocks | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        hidden, grad = tensors
-        hidden = hidden.detach().requires_grad_()
-        set_graphs(model, way)
-        # The backward pass computes the block again, by the same ways.
-        with attending(model, form.documents), using_ways(ways_of_option("auto")):
-            with precision.autocasting(device):
-                y = model.base_model(inputs_embeds=hidden, use_cache=False, **described)[0]
-            found = torch.autograd.grad(y, [hidden, *trained], grad, allow_unused=True)
-        return [y.detach(), *(each for each in found if each is not None)]
 
-    def by_graphs(*tensors: torch.Tensor) -> list[torch.Tensor]:
+class _TriedBlock:
+    """A model of one block, and the arguments of a micro-batch with rows of these lengths."""
+
+    def __init__(self, form: BlockForm, lengths: list[int], device: torch.device) -> None:
+        self._precision = PRECISIONS[form.precision]
+        self._device = device
+        self._implementation = form.documents
+        self._model = form.build(device)
+        self._size = (len(lengths), lengths[0])
+        self._documents: dict[str, Any] = {}
+        if form.documents is not None:
+            length = filled_length(sum(lengths))
+            self._size = (1, length)
+            described = describe_documents(lengths, num_parts=length)
+            self._documents = to_device(described, device)
+        self._graphs = GraphedBlocks(
+            math.prod(self._size),
+            by_bounds=reads_bounds(self._model.config, form.documents),
+            is_trial=True,
+        )
+        parameters = self._model.parameters()
+        self._trained = [each for each in parameters if each.requires_grad]
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random hidden states, and a gradient of the results."""
+        both = torch.empty(
+            2,
+            *self._size,
+            self._model.config.get_text_config().hidden_size,
+            dtype=self._precision.param_dtype or torch.float32,
+            device=self._device,
+        )
+        generator = torch.Generator(self._device).manual_seed(0)
+        x, grad_y = both.normal_(generator=generator)
+        return x, grad_y
+
+    def plain(self, x: torch.Tensor, grad_y: torch.Tensor) -> list[torch.Tensor]:
+        """The results and all gradients, without graphs."""
+        set_graphs(self._model, None)
+        return self._compute(x, grad_y)
+
+    def by_graphs(self, x: torch.Tensor, grad_y: torch.Tensor) -> list[torch.Tensor]:
+        """The same with graphs. Raises RuntimeError where there can be none."""
+        graphs = self._graphs
+        set_graphs(self._model, graphs)
         # A form of inputs is captured when it comes again.
         while not graphs.nbytes and not graphs.reasons:
-            compute(graphs, *tensors)
+            self._compute(x, grad_y)
         if graphs.reasons:
             raise RuntimeError(graphs.reasons[0])
-        return compute(graphs, *tensors)
+        return self._compute(x, grad_y)
 
-    return Trial({PLAIN: partial(compute, None), GRAPHS: by_graphs}, (x, grad_y))
+    def _compute(self, x: torch.Tensor, grad_y: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        # The backward pass computes the block again, by the same ways.
+        with (
+            attending(self._model, self._implementation),
+            using_ways(ways_of_option("auto")),
+        ):
+            with self._precision.autocasting(self._device):
+                output = self._model.base_model(
+                    inputs_embeds=x,
+                    use_cache=False,
+                    **self._documents,
+                )
+            y = output[0]
+            found = torch.autograd.grad(
+                y,
+                [x, *self._trained],
+                grad_y,
+                allow_unused=True,
+            )
+        return [y.detach(), *(each for each in found if each is not None)]

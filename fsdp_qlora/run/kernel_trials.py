@@ -75,7 +75,7 @@ class KernelForm:
     recomputes: bool = True
     """Whether blocks may recompute."""
     block: BlockForm | None = None
-    """The form of its blocks, if they may be graphs."""
+    """The blocks of its model that trains, if they may be graphs."""
 
     @classmethod
     def of(cls, config: "TrainConfig", *plans: "ModelPlan") -> "KernelForm":

@@ -111,7 +111,7 @@ class _Forms:
 
 
 class _Structure:
-    """The memory and graphs that blocks of one structure share. reason: why they have no graphs; empty if they may."""
+    """The graphs of blocks with one structure. reason: why they have none; empty if they may."""
 
     def __init__(self, by_bounds: bool, reason: str = "") -> None:
         self.forms = _Forms(by_bounds)
@@ -152,7 +152,7 @@ class GraphedBlocks:
         self._shared: dict[object, SharedMemory] = {}
         self._blocks: dict[nn.Module, _Block] = {}
         self.reasons: list[str] = []
-        """The blocks that are computed without graphs, and why."""
+        """The blocks and micro-batches that are computed without graphs, and why."""
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ def filled_multiple(num_tokens: int) -> int:
 
 
 def filled_length(num_tokens: int) -> int:
-    """The length to which a micro-batch of some number of tokens is filled up."""
+    """The length to which a micro-batch of this number of tokens is filled up."""
     multiple = filled_multiple(num_tokens)
     return -(-num_tokens // multiple) * multiple
 

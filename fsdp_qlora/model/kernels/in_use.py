@@ -14,7 +14,7 @@ from typing import NamedTuple
 PLAIN = "plain"
 TRITON = "triton"
 LEAN = "lean"  # linear layers with adapters, computed together
-GRAPHS = "graphs"  # decoder blocks, launched as CUDA graphs
+GRAPHS = "graphs"  # decoder blocks as CUDA graphs
 
 
 class Ways(NamedTuple):
