@@ -55,6 +55,7 @@ PARTS: dict[str, Part] = {
     "kernels": Part(60, ("tests/gpu/test_kernels.py",)),
     "ways": Part(90),
     "attention": Part(60),
+    "graphs": Part(90),
     "speed": Part(150),
     "values": Part(115, ("tests/gpu/test_values.py",)),
     "ranks": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses and not nccl")),

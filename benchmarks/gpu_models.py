@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from benchmarks import gpu_answers, gpu_kernels, gpu_parts, gpu_ways
+from benchmarks import gpu_answers, gpu_graphs, gpu_kernels, gpu_parts, gpu_ways
 from benchmarks.common import is_stand_in
 from benchmarks.gpu_parts import (
     build,
@@ -266,6 +266,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     "ways": gpu_kernels.measure_ways,
     "attention": gpu_ways.measure_attention,
     "decode": gpu_answers.measure_decode,
+    "graphs": gpu_graphs.measure_graphs,
     "alternatives": measure_alternatives,
     "batches": measure_batches,
     "formats": measure_formats,

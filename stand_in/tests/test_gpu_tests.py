@@ -19,7 +19,7 @@ TESTS = [
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
 # tests/test_benchmarks.py has all measured parts, on the CPU and with values.
-PARTS = ["box", "ways", "attention", "offload", "context"]
+PARTS = ["box", "ways", "attention", "graphs", "offload", "context"]
 
 
 @pytest.mark.nightly
@@ -68,6 +68,8 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     assert not parts["ways"]["triton"] and parts["ways"]["rows"]
     assert "cuDNN" in parts["attention"]["missing"]
     assert {*parts["attention"]["errors"]} == {"flash, any lengths", "SDPA, flash"}
+    graphs = parts["graphs"]
+    assert graphs["same_bits"] and not graphs["not_captured"] and graphs["pool_bytes"]
     assert len(parts["offload"]["rows"][0]["figures"]) == 3
     text = report.read_text()
     planned = parts["offload"]["planned"]
