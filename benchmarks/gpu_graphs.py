@@ -74,7 +74,7 @@ def _first_steps(train: Timed, rows: np.ndarray) -> list[Any]:
 
 
 def _memory_of(graphs: GraphedBlocks) -> dict[str, Any]:
-    """What was not captured, and the bytes of the static tensors and of the graphs' pool."""
+    """The reasons of blocks without graphs, and the bytes of static tensors and of the pool."""
     pool = 0
     if torch.cuda.is_available():
         segments = torch.cuda.memory_snapshot()

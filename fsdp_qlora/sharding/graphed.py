@@ -52,7 +52,7 @@ _HOOKS_OF_BLOCK = ("torch.distributed.fsdp", "fsdp_qlora.sharding.weight_stream"
 class _Forms:
     """The graphs of a structure, by the form of input and arguments.
 
-    by_bounds: as in `GraphedBlocks`.
+    by_bounds: as in `GraphedBlocks`. arguments, now: of the last call, and its graphs.
     """
 
     def __init__(self, by_bounds: bool) -> None:
@@ -63,7 +63,7 @@ class _Forms:
         self._graphs: dict[object, BlockGraphs] = {}
         self._used: dict[object, int] = {}
         self._passes = 0
-        self._now: BlockGraphs | None = None
+        self.now: BlockGraphs | None = None
 
     def of_call(
         self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -77,13 +77,13 @@ class _Forms:
         # Blocks of a pass have the same arguments.
         if not is_known or key != self._key:
             self._begin(key)
-        return self._now
+        return self.now
 
     def _begin(self, key: object) -> None:
         self._key = key
         self._passes += 1
-        self._now = self._graphs.get(key)
-        if self._now is not None:
+        self.now = self._graphs.get(key)
+        if self.now is not None:
             self._used[key] = self._passes
             return
         if len(self._seen) >= _MOST_FORMS:
@@ -107,7 +107,7 @@ class _Forms:
         """Keep graphs for calls like the last one."""
         self._graphs[self._key] = graphs
         self._used[self._key] = self._passes
-        self._now = graphs
+        self.now = graphs
 
 
 class _Structure:
@@ -203,7 +203,7 @@ class GraphedBlocks:
         known = self._blocks[block]
         structure = known.structure
         arguments = structure.forms.arguments
-        graphs = structure.forms.of_call(x, args, kwargs)
+        graphs = structure.forms.now
         try:
             staged = self._stage(known, block, x)
             if graphs is None:
@@ -246,6 +246,8 @@ class GraphedBlocks:
         for known in self._blocks.values():
             if known.structure is structure:
                 known.staged = None
+        if not any(each.memory for each in self._structures.values()):
+            self._shared.clear()
 
     def _structure_of(self, block: nn.Module) -> _Structure:
         reason = why_not(block)

@@ -14,7 +14,7 @@ from fsdp_qlora.distributed.process_group import start_process_group, stop_proce
 from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.kernels import norm
-from fsdp_qlora.model.kernels.in_use import PLAIN, Ways
+from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, Ways
 from fsdp_qlora.model.kernels.trial import Trial, why_wrong
 from fsdp_qlora.run import trial_process, ways
 from fsdp_qlora.run.decoding_trials import WeightForm
@@ -114,6 +114,15 @@ def test_other_bits_are_right_only_as_near_to_float64():
     halved = trial._replace(ways={**ways, "as near": lambda x: [norm(x)[0] + 2**-20]})
     without = why_wrong(lambda: halved._replace(exact=None), ["as near"])
     assert without == {"as near": "other numbers"}
+
+
+@pytest.mark.quick
+def test_graphs_must_gain_more_than_filling_up_may_cost():
+    assert fastest(Measured({PLAIN: 1.0, GRAPHS: 0.93}, {})) == PLAIN
+    assert fastest(Measured({PLAIN: 1.0, GRAPHS: 0.9}, {})) == GRAPHS
+    # A run that continues fills up as before.
+    assert fastest(Measured({PLAIN: 1.0, GRAPHS: 1.2}, {}), kept=GRAPHS) == GRAPHS
+    assert fastest(Measured({PLAIN: 1.0}, {GRAPHS: "other numbers"}), kept=GRAPHS) == PLAIN
 
 
 @pytest.mark.quick

@@ -63,3 +63,7 @@ def test_a_change_is_one_line_that_names_unknown_parts_too():
         "The run continues with other kernels: linears lean then, plain now; head fused then, "
         "plain now, as --kernels plain asks."
     )
+    # A machine that cannot graph blocks says so, and goes on.
+    assert describe_change(lean | {"blocks": "graphs"}, Ways(linears="lean"), "auto").startswith(
+        "The run continues with other kernels: blocks graphs then, plain now. Results are as"
+    )
