@@ -31,8 +31,9 @@ def graph_bytes(
         workspaces: bytes of cuBLAS for the two passes.
     """
     is_short = step.num_tokens <= MOST_TOKENS and step.layout.context_size == 1
+    trains_on_gpu = step.trains and step.on_gpu
     recomputing = parts.blocks[: step.recomputing]
-    if ways_in_use().blocks != GRAPHS or not (step.trains and is_short and len(recomputing)):
+    if ways_in_use().blocks != GRAPHS or not (trains_on_gpu and is_short and len(recomputing)):
         return {}
     param_dtype = step.precision.param_dtype or torch.float32
     width = block_shapes(parts.model.config)[0].hidden
