@@ -167,6 +167,26 @@ def _find_line() -> int:
 _callback = ctypes.CFUNCTYPE(ctypes.c_int)(_find_line)  # kept here: C holds only its address
 
 
+@functools.cache
+def _empty_cache_without_lines() -> None:
+    """Have `torch.cuda.empty_cache` wait for the device without asking for the line.
+
+    It holds the allocator's lock, for which a thread of autograd may wait that holds Python's.
+    """
+    import torch
+
+    empty_cache = torch.cuda.empty_cache
+
+    def empty() -> None:
+        _library().phantom_without_places(1)
+        try:
+            empty_cache()
+        finally:
+            _library().phantom_without_places(0)
+
+    torch.cuda.empty_cache = torch.cuda.memory.empty_cache = empty
+
+
 def memory_now(reset_peak: bool = False) -> dict[str, int]:
     """Bytes: what the device gave out (now, peak), and torch's own allocated and reserved (now,
     peak).
@@ -202,6 +222,8 @@ def start(*, lines: bool = True) -> None:
     _library().phantom_stop()
     _library().phantom_clear()
     memory_now(reset_peak=True)
+    if lines:
+        _empty_cache_without_lines()
     _library().phantom_start(_callback if lines else None)
 
 

@@ -12,6 +12,7 @@ static size_t count, capacity;
 static volatile int recording;
 static place_callback find_place;
 static __thread struct { int operation; const void *stream; } last = {-1, 0};
+static __thread int without_places;
 
 static long long host_ns(void) {
     struct timespec now;
@@ -24,6 +25,7 @@ int is_recording(void) { return recording; }
 /* Python is asked only where a line is worth its time: waits, and copies between host and device. It takes
    Python's lock, so never call this with a lock of ours held. */
 static int place_of(enum operation operation, int detail) {
+    if (without_places) return -1;
     int wanted = operation == SYNC || (operation == COPY && (detail & COPY_DIRECTIONS) != ON_DEVICE);
     return wanted && find_place ? find_place() : -1;
 }
@@ -61,6 +63,10 @@ EXPORT void phantom_stop(void) {
     recording = 0;
     find_place = NULL;
 }
+
+/* For this thread: torch's allocator waits for the device with its lock held, for which a thread with Python's
+   lock may wait. */
+EXPORT void phantom_without_places(int value) { without_places = value; }
 
 EXPORT void phantom_clear(void) {
     pthread_mutex_lock(&lock);
