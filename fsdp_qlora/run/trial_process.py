@@ -29,7 +29,7 @@ from fsdp_qlora.model.architecture import attention_kernels
 from fsdp_qlora.model.kernels.trial import OTHER_NUMBERS, PartTrials, why_wrong
 from fsdp_qlora.run import answer_trials, decoding_trials, graph_trials, kernel_trials
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
-from fsdp_qlora.sharding import block_graphs, graphed, static_memory
+from fsdp_qlora.sharding import block_graphs, graphed, replayed, static_memory
 from fsdp_qlora.training.generation import model_cache, token_graphs
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.files import cache_folder, fingerprint_files, staged_file
@@ -138,7 +138,7 @@ def _key(form: KernelForm, device: torch.device) -> dict[str, Any]:
     driver = ""
     with contextlib.suppress(OSError):
         driver = _DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    graphs = (graph_trials, graphed, block_graphs, static_memory)
+    graphs = (graph_trials, graphed, block_graphs, replayed, static_memory)
     answers = (answer_trials, model_cache, token_graphs)
     tried = (kernel_trials, decoding_trials, attention_kernels, *graphs, *answers)
     sources = [Path(str(module.__file__)) for module in tried]

@@ -10,7 +10,7 @@ aliasing and what is copied when are the same.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_qlora.sharding.replayed import Replayed
 from fsdp_qlora.sharding.static_memory import (
     BlockTensors,
     Staging,
@@ -127,26 +128,6 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
-class _Replayed:
-    """Work on static tensors: captured on a GPU, else done at each replay."""
-
-    def __init__(self, work: Callable[[], None], device: torch.device, pool: Any) -> None:
-        self._work = work
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":
-            return
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's, may ask for events meanwhile.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            work()
-
-    def replay(self) -> None:
-        if self._graph is None:
-            self._work()
-        else:
-            self._graph.replay()
-
-
 class BlockGraphs:
     """The two graphs of a structure's blocks for inputs and arguments of one form.
 
@@ -186,8 +167,8 @@ class BlockGraphs:
         self._stage(staged, x, arguments)
         if x.is_cuda:
             self._warm_up(x.device)
-        self._forward = _Replayed(self._compute, x.device, shared.pool)
-        self._backward = _Replayed(self._compute_gradients, x.device, shared.pool)
+        self._forward = Replayed(self._compute, x.device, shared.pool)
+        self._backward = Replayed(self._compute_gradients, x.device, shared.pool)
         # A captured graph has no use for them.
         if x.is_cuda:
             self._y = None

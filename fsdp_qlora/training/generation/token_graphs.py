@@ -9,7 +9,6 @@ aliasing and what is copied when are the same.
 """
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +22,7 @@ from transformers import Cache, PreTrainedModel
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.sharding.graphed import reason_of_failure, why_not
 from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
+from fsdp_qlora.sharding.replayed import Replayed, tensors_of
 from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
 
 log = logging.getLogger("fsdp_qlora")
@@ -40,7 +40,7 @@ class TokenGraphs:
         self._graphs: dict[RecomputedBlock, _BlockGraph] = {}
         self.failure = ""
         """Why a block could not be captured; empty while none was refused."""
-        self._capture = partial(_Captured, device, _pool(device))
+        self._capture = partial(Replayed, device=device, pool=_pool(device))
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -89,60 +89,8 @@ def _pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-class _Captured:
-    """Work on static tensors: captured on a GPU, else done at each replay."""
-
-    def __init__(self, device: torch.device, pool: Any, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: Any = None
-        if device.type != "cuda":
-            return
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
-        with torch.cuda.stream(stream), _no_garbage_collected():
-            # Other threads, such as NCCL's, may ask for events meanwhile.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._result = work()
-            finally:
-                self._graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
-
-    def replay(self) -> Any:
-        """The result, in the same tensors each time."""
-        if self._graph is not None:
-            self._graph.replay()
-            return self._result
-        result = self._work()
-        if self._result is None:
-            self._result = result
-            return result
-        for kept, new in zip(_tensors(self._result), _tensors(result), strict=True):
-            kept.copy_(new)
-        return self._result
-
-
-@contextlib.contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """Collect no garbage in this block: the end of another graph would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _flat(arguments: Any) -> tuple[list[Any], Any]:
     return tree_flatten(arguments, is_leaf=lambda value: isinstance(value, Cache))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _flat(values)[0] if isinstance(leaf, torch.Tensor)]
 
 
 class _StaticArguments:
@@ -166,7 +114,7 @@ class _StaticArguments:
 
     def add_result(self, result: Any) -> None:
         """Mark the static tensors of a graph's result: blocks read them in place."""
-        self._results.update(map(id, _tensors(result)))
+        self._results.update(map(id, tensors_of(result)))
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The static tensor for an argument of a block that is captured now."""
@@ -194,7 +142,7 @@ class _BlockGraph:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         arguments: _StaticArguments,
-        capture: Callable[[Callable[[], Any]], _Captured],
+        capture: Callable[[Callable[[], Any]], Replayed],
     ) -> None:
         self._forward = forward
         self._arguments = arguments
