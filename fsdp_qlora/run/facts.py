@@ -12,6 +12,7 @@ import numpy as np
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.placement import PlacedModel
@@ -46,16 +47,24 @@ class Measured:
         self._placed = plan.placed
         self._has_warned = False
         self._planned_speed = self._tokens = self._seconds = 0.0
+        # They are chosen after the run is planned.
+        if ways_in_use().blocks == GRAPHS:
+            self._estimate_again(plan.placed.memory.recomputing)
+
+    def _estimate_again(self, recomputing: int) -> None:
+        """Estimate the memory with this number of recomputing blocks."""
+        placed = self._placed
+        step = dataclasses.replace(placed.step, recomputing=recomputing)
+        memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
+        self._placed = dataclasses.replace(placed, memory=memory)
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""
-        placed = self._placed
-        recomputing = record.get("recompute", self._placed.memory.recomputing)
+        planned_number = self._placed.memory.recomputing
+        recomputing = record.get("recompute", planned_number)
         # After a trial or a lack of memory other blocks recompute than the plan said.
-        if recomputing != placed.memory.recomputing:
-            step = dataclasses.replace(placed.step, recomputing=recomputing)
-            memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
-            self._placed = dataclasses.replace(placed, memory=memory)
+        if recomputing != planned_number:
+            self._estimate_again(recomputing)
             self._planned_speed = 0.0
         self._planned_speed = self._planned_speed or planned_speed(
             self._config, self._plan, self._placed, self._gpu
