@@ -10,12 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.standin_memory import SETTINGS
+from fsdp_qlora.utils.files import read_json
+from fsdp_qlora.utils.run_files import RUN
 from stand_in.environment import run
 from tests.helpers.metrics import read_metrics
 from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags
 
+STOPPED = 3
 MEMORY = ROOT / "stand_in/programs/graph_memory.py"
 PROGRAM = ROOT / "stand_in/programs/graphed_blocks.py"
 OPTIONS: dict[str, Any] = {
@@ -32,15 +35,24 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def trained(way: str, models: Models, folder: Path, *, ranks: int = 1) -> str:
+def trained(
+    way: str,
+    models: Models,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    output: str = "",
+    **options: Any,
+) -> str:
     """The output of a run."""
     write_rows(folder / "rows.jsonl", make_rows(32))
-    words = flags(**OPTIONS, model_name=models(), dataset=folder / "rows.jsonl")
+    words = flags(**OPTIONS | options, model_name=models(), dataset=folder / "rows.jsonl")
     settings: dict[str, object] = {"PHANTOM_VALUES": 1, "PHANTOM_CC": 90}
-    out = flags(output_dir=folder / way)
+    out = flags(output_dir=folder / (output or way))
     arguments = [PROGRAM, way, folder / "notes", *words, *out]
     ended = run(arguments, folder / f"of_{way}", ranks=ranks, settings=settings)
-    assert [rank.status for rank in ended] == [0] * ranks, ended[0].output[-4000:]
+    status = STOPPED if "max_hours" in options else 0
+    assert [rank.status for rank in ended] == [status] * ranks, ended[0].output[-4000:]
     return ended[0].output
 
 
@@ -75,6 +87,17 @@ def test_a_block_that_asks_the_device_trains_on_without(models: Models, tmp_path
     # nor in the rank's trial
     assert re.search(r"not graphs \(blocks\): (?!\d)", output)
     assert_same_bits(tmp_path / "plain", tmp_path / "reads")
+
+
+@pytest.mark.slow
+def test_graphs_of_a_run_are_taken_again_when_it_continues(models: Models, tmp_path: Path) -> None:
+    trained("chosen", models, tmp_path, output="whole")
+    output = trained("chosen", models, tmp_path, max_hours=1e-7)
+    assert re.search(r"blocks graphs \([\d.]+ -> [\d.]+ ms\)", output)
+    assert read_json(tmp_path / "chosen" / RUN)["ways"]["blocks"] == "graphs"
+    output = trained("chosen", models, tmp_path)
+    assert "Resuming at step 1" in output and "other kernels" not in output
+    assert_same_bits(tmp_path / "whole", tmp_path / "chosen")
 
 
 @pytest.mark.parametrize("rows", [2, 4])

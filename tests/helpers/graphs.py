@@ -65,3 +65,22 @@ def reading_rank(argv: list[str], notes: Path) -> int:
 
     GatedMlp.forward = read_and_compute  # type: ignore[method-assign]
     return graphed_rank(argv, notes)
+
+
+def choosing_rank(argv: list[str], notes: Path) -> int:
+    """A rank that takes graphs at its start wherever they are right, however long they take.
+
+    One that continues takes them only as a run does.
+    """
+    import train
+    from fsdp_qlora.model.kernels.in_use import GRAPHS
+    from fsdp_qlora.run import ways
+
+    fastest = ways.fastest
+
+    def prefer_graphs(found: Any, kept: str | None = None) -> str:
+        is_right = GRAPHS in found.milliseconds
+        return GRAPHS if is_right and kept is None else fastest(found, kept)
+
+    ways.fastest = prefer_graphs
+    return train.main(argv)
