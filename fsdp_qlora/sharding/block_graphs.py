@@ -184,6 +184,8 @@ class BlockGraphs:
                 self._compute()
                 self._compute_gradients()
         torch.cuda.current_stream(device).wait_stream(stream)
+        # Nor is that of the warm-up to the captures, which have a pool.
+        torch.cuda.empty_cache()
 
     # --- the work that is captured ---
 
