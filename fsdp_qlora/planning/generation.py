@@ -77,7 +77,6 @@ def plan_generation(
     """
     model = placed.model
     memory = placed.memory
-    layout = placed.layout
     itemsize = model.precision.compute_dtype.itemsize
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
@@ -92,10 +91,7 @@ def plan_generation(
     rounds = -(-per_rank // at_a_time)
     at_a_time = -(-per_rank // rounds)
     cache = at_a_time * answer_bytes
-    # Not those that come from the host for each pass, or from other ranks.
-    stays = not placed.placement.offload.blocks and (
-        not layout.frees_blocks or layout.num_shards == 1 or gathered > 0
-    )
+    stays = weights_stay(placed, is_gathered=gathered > 0)
     decoded = _bytes_decoded_once(placed, at_a_time, room - gathered - cache) if stays else 0
     seconds = None
     if gpu:
@@ -104,6 +100,17 @@ def plan_generation(
         )
         seconds = rounds * most_new * per_token
     return Generation(at_a_time, per_rank, cache, gathered, decoded, stays, seconds)
+
+
+def weights_stay(placed: PlacedModel, *, is_gathered: bool = False) -> bool:
+    """Whether the blocks' weights stay in their memory between passes without gradients.
+
+    They do not if they come from the host for each pass, or from other ranks, unless they are kept
+    gathered.
+    """
+    layout = placed.layout
+    moves = layout.frees_blocks and layout.num_shards > 1 and not is_gathered
+    return not moves and not placed.placement.offload.blocks
 
 
 def _room(placed: PlacedModel) -> int:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.planning.generation import weights_stay
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.run.facts import Measured
-from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat
 from fsdp_qlora.training.generation.samples import SAMPLE_TOKENS, Samples
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
@@ -42,9 +43,10 @@ def open_extra_measurements(
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
         stops = Stops(tokenizer, model, prompt_format.stop_text)
-        generator = TextGenerator(
-            model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
-        )
+        sampling = SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
+        # No decoded ones: there is memory for a training step alone.
+        kept = KeptWeights(are_in_place=weights_stay(plan.placed))
+        generator = TextGenerator(model, ranks, precision, stops, sampling, kept)
         samples = Samples(setup.questions, prompt_format, generator, folder)
         # The questions are token ids now, and need no template any more.
         prompt_format.close()

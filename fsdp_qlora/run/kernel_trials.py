@@ -72,8 +72,8 @@ class KernelForm:
     """Whether torch's kernel for documents of any lengths computes its attention."""
     deterministic: bool = False
     """Whether another run of the same must have the same bits."""
-    recomputes: bool = True
-    """Whether blocks may recompute."""
+    graphed: list[str] = field(default_factory=list)
+    """The parts that may be graphs: blocks, answers."""
     block: BlockForm | None = None
     """The blocks of its model that trains, if they may be graphs."""
 
@@ -99,7 +99,6 @@ class KernelForm:
             vocabulary=plan.meta.model.get_input_embeddings().num_embeddings,
             has_varlen=plan.documents == VARLEN,
             deterministic=config.deterministic,
-            recomputes=config.recompute != "none",
         )
 
     @classmethod
@@ -174,8 +173,9 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         yield _of_attention(form, device)
     if form.block is None:
         return
-    yield answer_trials(form.block, device)
-    if form.recomputes and form.rows * form.longest <= MOST_TOKENS:
+    if "answers" in form.graphed:
+        yield answer_trials(form.block, device)
+    if "blocks" in form.graphed and form.rows * form.longest <= MOST_TOKENS:
         yield graph_trials(form.block, form.lengths, device)
 
 

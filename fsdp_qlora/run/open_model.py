@@ -19,11 +19,13 @@ from fsdp_qlora.data.content import Chat, PromptContent
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
+from fsdp_qlora.model.kernels.in_use import use_ways
 from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.base import PlannedBase, open_base
 from fsdp_qlora.run.session import Session
+from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
@@ -93,7 +95,13 @@ class LoadedModel:
         *,
         at_a_time: int = 1,
     ) -> None:
-        placed = load_trained(config, session, folder)
+        tried: list[TriedKernels] = []
+
+        def try_kernels(placed: PlacedModel) -> None:
+            tried.append(TriedKernels.of(config, placed.model, graphed=["answers"]))
+
+        placed = load_trained(config, session, folder, try_kernels)
+        use_ways(tried[0].choose())
         plan = placed.model
         ranks = session.ranks
         self.ranks = ranks

@@ -17,9 +17,9 @@ from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import leave_result, save_result
 from fsdp_qlora.export.upload import push_result
-from fsdp_qlora.model.kernels.in_use import PLAIN, using_ways
+from fsdp_qlora.model.kernels.in_use import using_ways
 from fsdp_qlora.planning.fit import memory_settings
-from fsdp_qlora.planning.placement import check_resources, has_room_for_graphs
+from fsdp_qlora.planning.placement import check_resources
 from fsdp_qlora.planning.run_plan import with_rows_per_step
 from fsdp_qlora.run.base import FetchedBase, PlannedBase, teacher_base
 from fsdp_qlora.run.build_trainer import (
@@ -36,7 +36,7 @@ from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, sho
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.run.supervision import RunSupervisor
 from fsdp_qlora.run.teach import open_teacher
-from fsdp_qlora.run.ways import TriedKernels
+from fsdp_qlora.run.ways import TriedKernels, graphed_parts
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped
@@ -99,8 +99,8 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
             teacher_base(prepared.config, plan.teacher, session).fetch()
         warn_left_out(prepared.config, plan.model, base.weights)
         planned = [plan.model, *([plan.teacher.model] if plan.teacher else [])]
-        graphs = prepared.config.kernels != PLAIN and has_room_for_graphs(plan.placed)
-        kernels = TriedKernels.of(prepared.config, *planned, graphs=graphs)
+        graphed = graphed_parts(prepared.config, plan)
+        kernels = TriedKernels.of(prepared.config, *planned, graphed=graphed)
     session.start_group(plan.placed.layout)
     identity = agree(prepared, ranks, base.weights)
     start = folder.choose_start(identity)

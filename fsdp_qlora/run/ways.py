@@ -21,7 +21,9 @@ from fsdp_qlora.model.architecture.attention_kernels import CUDNN
 from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, Ways, ways_of_option
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
 from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
+from fsdp_qlora.planning.placement import has_room_for_graphs
 from fsdp_qlora.planning.plan import ModelPlan, layer_options
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.run.graph_trials import BlockForm
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.run.trial_process import NotTried, Verdicts, tried_apart
@@ -50,6 +52,18 @@ class Measured(NamedTuple):
 _NOTHING = Measured({}, {"others": "not tried on every rank"})
 
 
+def graphed_parts(config: TrainConfig, plan: Plan) -> list[str]:
+    """The parts of a run's model that may be graphs on this rank: blocks, answers."""
+    if config.kernels == PLAIN:
+        return []
+    parts = []
+    if plan.generation is not None or config.sample_prompts:
+        parts.append("answers")
+    if config.recompute != "none" and has_room_for_graphs(plan.placed):
+        parts.append("blocks")
+    return parts
+
+
 @dataclass(frozen=True)
 class TriedKernels:
     """The ways that a run may take. Made on every rank before ranks wait for each other.
@@ -64,20 +78,23 @@ class TriedKernels:
     failure: str = ""
 
     @classmethod
-    def of(cls, config: TrainConfig, *plans: ModelPlan, graphs: bool = False) -> "TriedKernels":
+    def of(
+        cls, config: TrainConfig, *plans: ModelPlan, graphed: Sequence[str] = ()
+    ) -> "TriedKernels":
         """Try the kernels of planned models on this machine, if it has a GPU.
 
         Args:
             plans: of the model that trains, and of a teacher.
-            graphs: whether the first one's blocks may be graphs.
+            graphed: the parts that may be graphs, for the first one: blocks, answers.
         """
         device = plans[0].machine.device
         if config.kernels == PLAIN or device.type != "cuda":
             return cls(config.kernels, device)
         form = KernelForm.of(config, *plans)
-        if graphs:
+        if graphed:
             layers = layer_options(config, plans[0].config, plans[0].packed)
-            form = replace(form, block=BlockForm.of(config, plans[0], layers))
+            block = BlockForm.of(config, plans[0], layers)
+            form = replace(form, block=block, graphed=[*graphed])
         verdicts: Verdicts = {}
         failure = ""
         try:

@@ -113,7 +113,7 @@ def _serve_in_session(
             before = ways_before(opened.records)
             check_identity(opened.records, options.folder, bases[0])
         planned_models = [base.placed.model for base in bases]
-        kernels = TriedKernels.of(bases[0].config, *planned_models)
+        kernels = TriedKernels.of(bases[0].config, *planned_models, graphed=["answers"])
     # The group owns the store from then on, so what else needs a part of it takes it before.
     failures = Failures(session.store_of("commands"), ranks)
     session.start_group(bases[0].placed.layout)
