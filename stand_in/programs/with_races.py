@@ -1,4 +1,5 @@
-"""A command of fsdp_qlora under the race checker: `with_races.py OUT.json FAULT COMMAND WORDS...`.
+"""A command of fsdp_qlora under the race checker: `with_races.py OUT.json FAULT COMMAND WORDS...`,
+or `.. FAULT chosen COMMAND ..` to compute by the ways that a card would choose.
 
 FAULT is "none" or one of `FAULTS`, which are made in torch's functions where the program (or FSDP2)
 calls them. OUT.json gets what was found and what was looked at; "{rank}" in it becomes the rank.
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from stand_in.programs.with_kernels import choose_kernels
 from stand_in.races import checking
 
 OURS = "/fsdp_qlora/"
@@ -72,6 +74,8 @@ def cpu_without_waiting(_: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
+# The first word of a command that computes by the ways that a card would choose.
+CHOSEN = "chosen"
 Stream = torch.cuda.Stream
 FAULTS = {
     "no_wait_for_copies": Fault(Stream, "wait_event", nothing, OURS),
@@ -83,6 +87,7 @@ FAULTS = {
     "fsdp2_records_no_event": Fault(Stream, "record_event", not_recorded, FSDP2),
     "no_wait_for_collectives": Fault(dist.Work, "wait", lambda *_: True),
     "host_writes_into_copies": Fault(torch.Tensor, "to", to_and_write, OURS),
+    "no_wait_for_tokens": Fault(torch.cuda.Event, "synchronize", nothing, OURS),
     "host_reads_before_it_waits": Fault(torch.Tensor, "cpu", cpu_without_waiting, OURS),
 }
 
@@ -90,6 +95,9 @@ FAULTS = {
 def main(out: str, fault: str, *words: str) -> None:
     if fault != "none":
         FAULTS[fault].make()
+    if words[0] == CHOSEN:
+        choose_kernels()
+        words = words[1:]
     sys.argv = ["fsdp_qlora", *words]
     with checking() as races:
         try:

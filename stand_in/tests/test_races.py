@@ -43,6 +43,8 @@ class Case(NamedTuple):
     command: str = "train"
     # of the model, where they are not the usual ones
     sizes: Mapping[str, object] = MappingProxyType({})
+    # whether it computes by the ways that a card would choose
+    by_chosen: bool = False
 
 
 EVERYDAY = Case(1, OFFLOAD, ("no_wait_for_copies",))
@@ -84,6 +86,9 @@ CASES = {
     "generate, CPU offload": Case(
         1, {**OFFLOAD, "max_new_tokens": 4}, ("no_wait_for_copies",), "generate"
     ),
+    "generate, graphs": Case(
+        1, {"max_new_tokens": 20}, ("no_wait_for_tokens",), "generate", by_chosen=True
+    ),
 }
 
 
@@ -112,7 +117,8 @@ def check(models, tmp_path_factory):
 
     def start(case: Case, fault: str = "none") -> list[dict[str, dict[str, int]]]:
         folder = tmp_path_factory.mktemp(fault)
-        program = [PROGRAMS / "with_races.py", folder / "races{rank}.json", fault, case.command]
+        program = [PROGRAMS / "with_races.py", folder / "races{rank}.json", fault]
+        program += [*["chosen"] * case.by_chosen, case.command]
         words = flags(**options(case, folder))
         ended = run([*program, *words], folder, ranks=case.ranks, timeout_seconds=600)
         assert fault != "none" or not any(rank.status for rank in ended), ended[0].output[-4000:]
