@@ -318,9 +318,13 @@ def check_memory(
 
 
 def has_room_for_graphs(placed: PlacedModel) -> bool:
-    """Whether this rank's GPU has room for the model's blocks as CUDA graphs; false on a CPU."""
+    """Whether this rank's GPU has room for the model's blocks as CUDA graphs.
+
+    False on a CPU, and where blocks have no graphs since their weights are copied from the host.
+    """
     machine = placed.model.machine
-    if machine.device.type != "cuda" or machine.is_elsewhere:
+    is_streamed = placed.placement.offload.blocks > 0 and placed.step.num_shards == 1
+    if machine.device.type != "cuda" or machine.is_elsewhere or is_streamed:
         return False
     with using_ways(ways_in_use()._replace(blocks=GRAPHS)):
         memory = estimate_memory(placed.model.meta.parts, placed.blocks, placed.step)

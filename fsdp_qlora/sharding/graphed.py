@@ -23,6 +23,7 @@ from fsdp_qlora.model.adapters.grouped import LinearGroup
 from fsdp_qlora.model.adapters.insert import magnitudes
 from fsdp_qlora.model.adapters.lora import LoraExperts
 from fsdp_qlora.model.experts import loops_over_experts
+from fsdp_qlora.model.module_state import state_of
 from fsdp_qlora.sharding.block_graphs import (
     Arguments,
     BlockGraphs,
@@ -44,9 +45,8 @@ _PASSES_BEFORE = 1
 _MOST_FORMS = 1024
 # Arguments of blocks that graphs may have, besides tensors.
 _CONSTANTS = (bool, int, float, str, torch.dtype)
-# Hooks on a block itself that may run once for both of its passes, by the modules that define them:
-# they gather or load its weights.
-_HOOKS_OF_BLOCK = ("torch.distributed.fsdp", "fsdp_qlora.sharding.weight_stream")
+# The module of hooks on a block itself that may run once for both of its passes: they gather.
+_FSDP = "torch.distributed.fsdp"
 
 
 class _Forms:
@@ -308,6 +308,9 @@ def why_not(block: nn.Module, *, trains: bool = True) -> str:
     trains: whether the block drops what it drops in training.
     """
     modules = [*block.modules()]
+    # Each load has other memory, which a graph's pass would keep until its backward pass.
+    if state_of(block).load_weights_to_gpu:
+        return "weights that are copied from the host"
     if magnitudes(block):
         return "DoRA"
     if any(loops_over_experts(module) or isinstance(module, LoraExperts) for module in modules):
@@ -354,7 +357,7 @@ def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 def _is_harmless(hook: Callable[..., Any], *, on_block: bool) -> bool:
     """Whether a hook may run once for both passes, on a block, or in a capture alone, inside."""
     if on_block:
-        return (hook.__module__ or "").startswith(_HOOKS_OF_BLOCK)
+        return (hook.__module__ or "").startswith(_FSDP)
     # It drops references.
     return isinstance(getattr(hook, "__self__", None), LinearGroup)
 
