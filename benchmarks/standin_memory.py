@@ -423,15 +423,15 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.run.build_trainer import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
-    from fsdp_qlora.sharding.recompute import wrap_blocks
+    from fsdp_qlora.sharding.recompute import set_recompute, wrap_blocks
 
     config, placed, data = plan_of(**case)
     plan = placed.model
     ranks = placed.model.machine.ranks
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
-    number = placed.step.recomputing
-    offload = config.recompute == "offload"
-    wrap_blocks(plan.meta.model, num_blocks=number, offload=offload)
+    step = placed.step
+    wrap_blocks(plan.meta.model, num_blocks=step.recomputing, offload=step.on_host.inputs)
+    set_recompute(plan.meta.model, step.recomputing, on_host=step.on_host.blocks)
     parts = plan.meta.parts
     strategy = placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)

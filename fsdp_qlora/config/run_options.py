@@ -53,13 +53,14 @@ class RunOptions:
     else full_shard; on a CPU full_shard.
     """
     recompute: Annotated[
-        Literal["auto", "all", "none", "offload"] | int, COUNT_OR_WORD, MAY_DIFFER
+        Literal["auto", "all", "none", "offload", "host"] | int, COUNT_OR_WORD, MAY_DIFFER
     ] = "auto"
     """Decoder blocks that recompute their activations in the backward pass instead of keeping them
     (activation checkpointing): all needs little memory, none is the fastest, a number means the
-    first ones, and offload is all with the blocks' inputs in host memory, for very long rows. On
-    GPUs auto finds the smallest number that fits, by probing before the first step; on a CPU auto
-    means all.
+    first ones, and offload is all with the blocks' inputs in host memory, for very long rows. host
+    recomputes none, and keeps the activations of all blocks but the last in host memory. On GPUs
+    auto finds the smallest number that fits, by probing before the first step; on a CPU auto means
+    all.
     """
     kernels: Annotated[Literal["auto", "plain"], MAY_DIFFER] = "auto"
     """Ways in which the parts of a block are computed. auto computes layers that share an input

@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
+from fsdp_qlora.planning.activations import Activations
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.graph_memory import graph_bytes
 from fsdp_qlora.planning.memory import Memory, Sizes, Step
@@ -75,6 +76,7 @@ class _Estimate:
         copies_adapters: whether adapters have 16-bit copies, which stay (weight_copies.py).
         reduces_each: whether gradients of several micro-batches are reduced one by one.
         graphs: memory of blocks that run as CUDA graphs; empty without any.
+        first: the first block that has a backward pass.
     """
 
     def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:
@@ -96,14 +98,26 @@ class _Estimate:
         self.gathered_sizes = [self._gathered(block, from_host=from_host) for block in parts.blocks]
         self.gathered = self._gathered_at_work()
         self.graphs = graph_bytes(parts, blocks, step, workspaces=_WORKSPACES)
+        # Blocks before the first that trains have no backward pass, and keep nothing for one.
+        self.first = next((i for i, count in enumerate(self.trained) if count), 0)
+        if self._trained_weights(parts.embedding):
+            self.first = 0
+        self.activations = Activations(
+            [block.kept for block in blocks],
+            self.hidden,
+            self.first,
+            step.recomputing,
+            step.on_host,
+        )
 
     def memory(self) -> Memory:
         step = self.step
         weights, on_host = self._weights()
         resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
         host = on_host | {_BUFFER: step.buffer_bytes}
-        if step.offloads_activations:
-            host["block inputs"] = step.recomputing * self.hidden
+        if any(step.on_host):
+            name = "block inputs" if step.on_host.inputs else "activations"
+            host[name] = self.activations.host_bytes
         if step.on_gpu:
             resident["workspaces"] = _WORKSPACES
             resident |= self.graphs
@@ -213,8 +227,7 @@ class _Estimate:
 
         Args:
             before: gradients and state that are there.
-            last_block: memory in the backward pass of the last block, for which activations are
-                kept.
+            last_block: memory in the backward pass of the last block.
         """
         step = self.step
         parts = self.parts
@@ -223,7 +236,8 @@ class _Estimate:
         if parts.head is not None and not parts.is_tied:
             of_head = self._trained_weights(parts.head)
         gradient = self._as_gathered(of_head)
-        kept = {name: last_block[name] for name in ("block inputs", "kept activations")}
+        here = self.activations.at_loss()
+        kept = {"block inputs": here.inputs, "kept activations": here.kept}
         # All stay, or the last block comes for its backward pass: by FSDP2 with the head's
         # gradient, by our stream earlier.
         waiting = last_block["gathered blocks"]
@@ -270,32 +284,25 @@ class _Estimate:
         """
         step = self.step
         num_blocks = len(self.blocks)
-        # Blocks before the first that trains have no backward pass, and keep nothing for one.
-        first = next((i for i, count in enumerate(self.trained) if count), 0)
-        if self._trained_weights(self.parts.embedding):
-            first = 0
-        keeping = max(first, step.recomputing)  # the first block that keeps its activations
+        activations = self.activations
         left = sum(self.trained)
         of_all = max(self._trained_weights(self.parts.model), 1)
         # FSDP2 keeps what it reduces until it reduces the next block's gradients.
         reducing = 0
         phases = []
-        for index in reversed(range(first, num_blocks)):
+        for index in reversed(range(self.first, num_blocks)):
             block = self.blocks[index]
             at_work = block.backward - block.kept
-            if index < step.recomputing:
+            if activations.recomputes(index):
                 # Of a graph's results there are copies.
                 at_work = 2 * self.hidden if self.graphs else block.recomputing
-            # From the host one block's input comes while another one's is in use.
-            most_inputs = 2 if step.offloads_activations else num_blocks
+            here = activations.in_backward(index)
             is_last = index == num_blocks - 1
             sizes = {
                 "gathered blocks": self.gathered[index],
                 "block at work": at_work,
-                "block inputs": self.hidden * min(index - first + 1, most_inputs),
-                "kept activations": sum(
-                    earlier.kept for earlier in self.blocks[keeping : index + 1]
-                ),
+                "block inputs": here.inputs,
+                "kept activations": here.kept,
                 "hidden states at the head": self.hidden * (step.passes if is_last else 1),
                 "gradients being reduced": 4 * reducing,
             }

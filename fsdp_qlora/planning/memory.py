@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.planning.activations import ON_DEVICE, OnHost
 from fsdp_qlora.planning.fit import Placement
 
 # Host memory of a rank's process without tensors, resident in a tiny model's run: Python, torch,
@@ -27,11 +28,12 @@ class Step:
     num_tokens: int
     """Tokens of a rank in the longest micro-batch."""
     recomputing: int
-    """Number of recomputing blocks, which are the first ones."""
+    """Number of blocks that do not keep their activations on the device, which are the first ones.
+    """
     has_micro_batches: bool = False
     """Whether a step accumulates the gradients of several micro-batches."""
-    offloads_activations: bool = False
-    """Whether block inputs are kept in host memory."""
+    on_host: OnHost = ON_DEVICE
+    """What these keep in host memory."""
     buffer_bytes: int = 0
     """Bytes for weights that are being loaded."""
     on_gpu: bool = True
@@ -73,7 +75,7 @@ class Memory:
     host: Sizes
     """Tensors in host memory."""
     recomputing: int
-    """Number of recomputing blocks."""
+    """Number of blocks that do not keep their activations on the device."""
     block: int
     """Bytes that one block more keeps if it keeps its activations."""
     overhead: int

@@ -26,6 +26,7 @@ from fsdp_qlora.model.kernels.in_use import GRAPHS, using_ways, ways_in_use, way
 from fsdp_qlora.model.model_parts import Offload, each_parameter
 from fsdp_qlora.model.row_sharing import context_blocker, sizes_that_divide_heads
 from fsdp_qlora.planning import fit
+from fsdp_qlora.planning.activations import OnHost
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement, with_margin
@@ -226,7 +227,7 @@ def _placed(
         UserError: --recompute is more than the model's blocks.
     """
     machine = plan.machine
-    recomputing = _recomputing(config, len(plan.meta.parts.blocks))
+    recomputing, on_host = _activations(config, len(plan.meta.parts.blocks))
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
     reference = config.objective_row.reference_beside(config)
     step = Step(
@@ -237,7 +238,7 @@ def _placed(
         num_tokens=-(-lengths.num_computed // config.context_size),
         recomputing=recomputing,
         has_micro_batches=config.gradient_accumulation_steps > 1,
-        offloads_activations=config.recompute == "offload",
+        on_host=on_host,
         buffer_bytes=bytes_of_variable(BUFFER),
         on_gpu=machine.device.type == "cuda",
         passes=1 if reference is Reference.NONE else 2,
@@ -248,8 +249,10 @@ def _placed(
     )
 
 
-def _recomputing(config: TrainConfig, num_blocks: int) -> int:
-    """The number of blocks that recompute at first."""
+def _activations(config: TrainConfig, num_blocks: int) -> tuple[int, OnHost]:
+    """The number of blocks that do not keep their activations on the device at first, and what
+    these keep on the host.
+    """
     recompute = config.recompute
     if isinstance(recompute, int):
         if recompute > num_blocks:
@@ -257,9 +260,12 @@ def _recomputing(config: TrainConfig, num_blocks: int) -> int:
                 f"--recompute {recompute}: the model has {num_blocks} decoder blocks. Give at "
                 "most that, or all."
             )
-        return recompute
+        return recompute, OnHost()
+    if recompute == "host":
+        # Those of the last block are used again at once.
+        return num_blocks - 1, OnHost(blocks=num_blocks - 1)
     # auto begins with all: a probe on the GPU then finds how many need not (fit.py).
-    return 0 if recompute == "none" else num_blocks
+    return 0 if recompute == "none" else num_blocks, OnHost(inputs=recompute == "offload")
 
 
 def check_resources(config: TrainConfig, placed: PlacedModel) -> None:

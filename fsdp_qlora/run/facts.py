@@ -56,7 +56,7 @@ class Measured:
         placed = self._placed
         step = dataclasses.replace(placed.step, recomputing=recomputing)
         memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
-        self._placed = dataclasses.replace(placed, memory=memory)
+        self._placed = dataclasses.replace(placed, memory=memory, step=step)
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""

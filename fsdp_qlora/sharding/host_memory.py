@@ -14,7 +14,7 @@ import itertools
 import logging
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -96,13 +96,21 @@ class SideStream:
 
         Returns an event at the end of the copy; None on a CPU, where the copy is done.
         """
+        return self.copy_all([(target, source)])
+
+    def copy_all(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.cuda.Event | None:
+        """Copy to each target its source, as `copy` does, with one event for all."""
         if self.stream is None or self.compute is None:
-            target.copy_(source)
+            for target, source in pairs:
+                target.copy_(source)
             return None
-        # That work may still write the source, or use the memory that the target has now.
+        # That work may still write the sources, or use the memory that the targets have now.
         self.stream.wait_stream(self.compute)
         with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
     def finish(self) -> None:

@@ -18,6 +18,7 @@ from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.sharding.graphed import GraphedBlocks
+from fsdp_qlora.sharding.host_activations import ActivationStore
 from fsdp_qlora.sharding.host_memory import InputStore
 
 
@@ -25,12 +26,15 @@ class RecomputedBlock(ActivationWrapper):
     """A decoder block that keeps only its input, and recomputes its activations in backward.
 
     is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the
-    bit. store: keeps the input on the host; None if it stays on the device. follow: computes the
-    output, of this block and its arguments, while its weights are gathered (see `ReferencePass`).
-    graphs: computes the block by CUDA graphs where it can; None to do without.
+    bit. moves: then host memory keeps them, by `activations`, which is None if no block of the
+    model does so. store: keeps the input on the host; None if it stays on the device. follow:
+    computes the output, of this block and its arguments, while its weights are gathered (see
+    `ReferencePass`). graphs: computes the block by CUDA graphs where it can; None to do without.
     """
 
     is_on = True
+    moves = False
+    activations: ActivationStore | None = None
 
     def __init__(self, block: nn.Module, store: InputStore | None = None) -> None:
         super().__init__(block)
@@ -44,6 +48,11 @@ class RecomputedBlock(ActivationWrapper):
         return self.compute(*args, **kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
+        if self.activations is None or not torch.is_grad_enabled():
+            return self._compute(*args, **kwargs)
+        return self.activations.run(self._compute, self, args, kwargs, moves=self.moves)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
         if not self.is_on or not torch.is_grad_enabled():
             return block(*args, **kwargs)
@@ -74,15 +83,27 @@ def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: boo
     set_recompute(model, num_blocks)
 
 
-def set_recompute(model: nn.Module, num_blocks: int) -> None:
+def set_recompute(model: nn.Module, num_blocks: int, *, on_host: int = 0) -> None:
     """Choose the blocks that recompute: the first `num_blocks`. Others keep their activations.
 
     The last blocks keep theirs, since the backward pass frees these first, before another block
     needs memory for its recomputation. Any other choice of as many blocks has the same or a higher
     peak.
+
+    Args:
+        on_host: of the first blocks, the number that does not recompute, but keeps its activations
+            in host memory.
     """
-    for index, block in enumerate(recomputed_blocks(model)):
-        block.is_on = index < num_blocks
+    blocks = recomputed_blocks(model)
+    store = next((block.activations for block in blocks if block.activations), None)
+    if on_host:
+        store = store or ActivationStore()
+        store.lag = num_blocks // on_host
+    for index, block in enumerate(blocks):
+        # Spread evenly, so that the copies of a slow link have the time of the blocks between.
+        block.moves = index < num_blocks and is_spread(index, on_host, num_blocks)
+        block.is_on = index < num_blocks and not block.moves
+        block.activations = store
         # A block that keeps its activations computes norms and gated products again, which is cheap
         # beside their memory. One that recomputes keeps nothing of them anyway.
         set_save_inputs_only(block, not block.is_on)
@@ -92,6 +113,11 @@ def set_graphs(model: nn.Module, graphs: GraphedBlocks | None) -> None:
     """Have the blocks that recompute do it by CUDA graphs, or do without."""
     for block in recomputed_blocks(model):
         block.graphs = graphs
+
+
+def is_spread(index: int, chosen: int, number: int) -> bool:
+    """Whether `index` is one of `chosen` that are spread evenly among `number`, with the last."""
+    return (index + 1) * chosen // number > index * chosen // number
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
