@@ -28,7 +28,7 @@ from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 # compute dtype, by where blocks come from. "trained" counts float32 numbers for each weight of a
 # block that trains whole; from the host it is gathered in memory of a stream of its own, and copied
 # out. "exchanged" counts a rank's hidden states where ranks share rows, as what is exchanged for
-# attention has sizes of its own.
+# attention has sizes of its own. "moved" counts what a block moves to host memory.
 ALLOCATOR = {
     "gathered": 0.8,
     "device": 0.8,
@@ -36,6 +36,8 @@ ALLOCATOR = {
     "trained": 0.4,
     "trained from host": 1.3,
     "exchanged": 0.5,
+    "moved": 0.3,
+    "moved beside host": 1.1,
 }
 # cuBLAS has a workspace for the threads of forward and backward passes, which torch allocates.
 _WORKSPACES = 2 * 8_519_680
@@ -397,6 +399,7 @@ class _Estimate:
             return 0
         whole = max(self._trained_weights(block, adapters=False) for block in self.parts.blocks)
         source = "gathered" if step.num_shards > 1 else "device"
+        from_host = step.placement.offload.blocks > 0
         if step.gathers_from_host:
             source = "host"
         itemsize = step.precision.compute_dtype.itemsize
@@ -410,7 +413,12 @@ class _Estimate:
         exchanged = 0.0
         if step.layout.context_size > 1:
             exchanged = ALLOCATOR["exchanged"] * self.hidden
-        return int(ALLOCATOR[source] * largest * itemsize + of_trained * 4 * whole + exchanged)
+        moved = 0.0
+        if step.on_host.blocks:
+            of_block = self.activations.moved_bytes / step.on_host.blocks
+            moved = ALLOCATOR["moved beside host" if from_host else "moved"] * of_block
+        of_weights = ALLOCATOR[source] * largest * itemsize + of_trained * 4 * whole
+        return int(of_weights + exchanged + moved)
 
     def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:
         """Bytes of a module's unsharded weights, without adapters.
