@@ -81,7 +81,7 @@ class ActivationStore:
             output = compute(*args, **kwargs)
         # Before the next block allocates, and after this one has had its time.
         while self._leaving and self._leaving[0].number + self.lag <= self._number:
-            self._leaving.pop(0).leave()
+            self._leaving.pop(0).release()
         # The gradient of a block's output is the first thing in its part of the backward pass.
         hidden = output if isinstance(output, torch.Tensor) else output[0]
         if before is not None and (moves or is_next) and hidden.requires_grad:
@@ -176,10 +176,10 @@ class _Moved:
         self._find_staying = set
         self._lease = None
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Free the device's memory when the copies to the host are done."""
         for storage in self._alive():
-            storage.leave()
+            storage.release()
 
     def come(self, _: torch.Tensor | None = None) -> None:
         """Start to copy all back to the device, in the order in which it is needed."""
@@ -210,7 +210,7 @@ class _Storage:
         memory = [part for _, part in self.parts]
         return zip(on_device.split([len(part) for part in memory]), memory, strict=True)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Free the device's memory."""
         if self.on_device is not None:
             # It is the compute stream's: the next tensor there may overwrite it.
@@ -227,7 +227,7 @@ class _Storage:
     def __del__(self) -> None:
         # Autograd frees it in its own thread, with whichever stream current: `SideStream` knows the
         # compute stream by itself.
-        self.leave()
+        self.release()
 
 
 class _View(NamedTuple):

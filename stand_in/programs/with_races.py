@@ -80,7 +80,7 @@ Stream = torch.cuda.Stream
 FAULTS = {
     "no_wait_for_copies": Fault(Stream, "wait_event", nothing, OURS),
     "no_wait_for_computation": Fault(Stream, "wait_stream", nothing, OURS),
-    "no_wait_before_memory_is_freed": Fault(Stream, "wait_event", nothing, OURS, within="leave"),
+    "no_wait_before_memory_is_freed": Fault(Stream, "wait_event", nothing, OURS, within="release"),
     "no_event": Fault(Stream, "record_event", not_recorded, OURS),
     "fsdp2_waits_for_no_event": Fault(Stream, "wait_event", nothing, FSDP2),
     "fsdp2_waits_for_no_stream": Fault(Stream, "wait_stream", nothing, FSDP2),

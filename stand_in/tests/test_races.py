@@ -58,6 +58,19 @@ CASES = {
     "activation offload": Case(
         1, {"recompute": "offload"}, ("no_wait_for_computation", "no_wait_before_memory_is_freed")
     ),
+    # wide enough that gates and queries go to the host
+    "activations on the host": Case(
+        2,
+        {"recompute": "host", "gradient_accumulation_steps": 2},
+        ("no_event", "no_wait_for_computation", "no_wait_before_memory_is_freed"),
+        sizes={"intermediate_size": 2048, "hidden_size": 512},
+    ),
+    "activations and weights on the host": Case(
+        1,
+        {"recompute": "host", **OFFLOAD},
+        ("no_wait_for_copies", "no_wait_before_memory_is_freed"),
+        sizes={"intermediate_size": 2048, "hidden_size": 512},
+    ),
     "ddp, recompute auto": Case(
         2,
         {"sharding_strategy": "ddp", "recompute": "auto"},

@@ -47,6 +47,8 @@ MIXTURE = {
     "moe_intermediate_size": 64,
 }
 EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
+# Gates and queries of which go to host memory, and nothing else.
+WIDE = {"intermediate_size": 2048, "hidden_size": 512}
 STEPS = {
     "1 rank, both offloads": Step(
         1,
@@ -59,6 +61,12 @@ STEPS = {
             "device_to_host beside": 198_656,
             "device_to_host at work": 64,
         },
+    ),
+    "full_shard, host activations": Step(
+        2,
+        {"recompute": "host", "gradient_accumulation_steps": 2},
+        {},
+        model=WIDE,
     ),
     "full_shard, 2 micro-batches": Step(
         2,
