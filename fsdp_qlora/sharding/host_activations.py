@@ -187,7 +187,10 @@ class _Moved:
             storage.come()
 
     def _alive(self) -> "Iterator[_Storage]":
-        return (storage for each in self._storages if (storage := each()) is not None)
+        for reference in self._storages:
+            storage = reference()
+            if storage is not None:
+                yield storage
 
 
 class _Storage:

@@ -11,6 +11,7 @@ computes, "beside" it on another stream. What a number should be:
 - Offloaded weights, of one rank, come beside the computation once forward and once backward, but
   for the two modules that are there where the passes turn; inputs of blocks go once and come back
   once, but for the last.
+- Activations on the host go once and come back once, but for those of the last block.
 - The host waits once, for all ranks' numbers.
 """
 
@@ -65,7 +66,18 @@ STEPS = {
     "full_shard, host activations": Step(
         2,
         {"recompute": "host", "gradient_accumulation_steps": 2},
-        {},
+        {
+            "syncs": 1,
+            "all_gather": (27, 28_163_328),
+            "send": (4, 131_072),
+            "recv": (4, 126_976),
+            "all_reduce": (4, 960),
+            "reduce_scatter": (6, 2_621_440),
+            "host_to_device beside": 23_838_720,
+            "host_to_device at work": 98_944,
+            "device_to_host beside": 23_838_720,
+            "device_to_host at work": 128,
+        },
         model=WIDE,
     ),
     "full_shard, 2 micro-batches": Step(
