@@ -148,6 +148,8 @@ class _Estimate:
             host=_positive(host),
             recomputing=step.recomputing,
             block=max(block.kept for block in self.blocks),
+            block_input=self.hidden,
+            moved=self.activations.moved_bytes,
             overhead=self._overhead(),
         )
 

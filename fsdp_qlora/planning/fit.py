@@ -16,6 +16,7 @@ import bisect
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,8 +28,10 @@ from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
+from fsdp_qlora.planning.fit_host import HostLimits, fit_on_host, measure_link
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.training.trainer import Trainer
+from fsdp_qlora.utils.machine import host_memory_free
 from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
@@ -252,13 +255,17 @@ class MemoryWatch:
     """Adds blocks with recompute when a step has come near the end of the memory.
 
     Args:
-        recomputing: blocks with recompute now.
+        recomputing: blocks that do not keep their activations on the GPU now.
         most: GiB that a rank may reserve; the same on every rank.
+        on_host: of these blocks, the number that keeps them in host memory.
     """
 
-    def __init__(self, model: nn.Module, recomputing: int, *, most: float) -> None:
+    def __init__(
+        self, model: nn.Module, recomputing: int, *, most: float, on_host: int = 0
+    ) -> None:
         self.model = model
         self.recomputing = recomputing
+        self.on_host = on_host
         self.most = most
         self.blocks = len(recomputed_blocks(model))
 
@@ -272,7 +279,7 @@ class MemoryWatch:
         self.recomputing = min(
             self.blocks, self.recomputing + math.ceil(_MORE_BLOCKS * self.blocks)
         )
-        set_recompute(self.model, self.recomputing)
+        set_recompute(self.model, self.recomputing, on_host=self.on_host)
         # What is reserved never falls by itself: without this each later step would add blocks.
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -288,14 +295,24 @@ class MemoryWatch:
 
 
 def fit_on_gpu(
-    trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None
+    trainer: Trainer,
+    data: RowsInMemory,
+    *,
+    block_bytes: int,
+    moved_bytes: int = 0,
+    too_few: int | None = None,
 ) -> None:
     """Recompute as few blocks as fit on every rank's GPU, and more after a step near its limit.
 
-    Called on every rank. Arguments as for `fit_recompute` and `Trainer.try_longest`.
+    Of these, as many keep their activations in host memory as makes a step faster.
+
+    Called on every rank. Other arguments as for `fit_recompute` and `Trainer.try_longest`.
+
+    Args:
+        moved_bytes: of a block's activations in host memory; 0 to keep none there.
     """
     device = trainer.ranks.device
-    longest = trainer.longest(data)
+    micro_batch, rounds = trainer.longest(data)
     left_free = max(_LEAST_FREE, int(_FREE_SHARE * torch.cuda.mem_get_info(device)[1]))
 
     def reservable() -> int:
@@ -305,16 +322,29 @@ def fit_on_gpu(
     def try_step() -> tuple[int, int]:
         # Otherwise blocks of memory that an earlier probe reserved would count for this one.
         release_cached_memory(device)  # peaks count from here
-        held = trainer.try_micro_batch(data.table, *longest)
+        held = trainer.try_micro_batch(data.table, micro_batch, rounds)
         return held, reservable() - torch.cuda.max_memory_reserved(device) - left_free
+
+    def timed_step() -> tuple[float, float]:
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        _, room = try_step()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - started) / min(2, rounds), room
 
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
 
-    recomputing = fit_recompute(
-        trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few
-    )
+    model = trainer.model
+    recomputing = fit_recompute(model, try_step, least, block_bytes=block_bytes, too_few=too_few)
     most = least((reservable() - _FREE_IN_STEPS * left_free) / GIB)
-    watch = MemoryWatch(trainer.model, recomputing, most=most)
+    on_host = 0
+    # After a lack of memory the safest setting comes before the fastest.
+    if recomputing and moved_bytes and too_few is None:
+        free = least(host_memory_free(trainer.ranks.local_world_size))
+        micro_batches = rounds * trainer.options.total_steps
+        limits = HostLimits(moved_bytes, least(measure_link(device)), free, micro_batches)
+        on_host = fit_on_host(model, recomputing, timed_step, least, limits)
+    watch = MemoryWatch(model, recomputing, most=most, on_host=on_host)
     trainer.watch_memory = watch.stepped
     log.debug("Recompute: %d of %d blocks, found by probing.", recomputing, watch.blocks)

@@ -42,6 +42,14 @@ class Gpu(NamedTuple):
     capability: int = 86
     usable: float = 0.98
 
+    @property
+    def host_link(self) -> float:
+        """GB/s between GPU and host, in each direction."""
+        if self.link < _NVLINK:
+            return self.link
+        # PCIe 4.0 x16, or 5.0 from Hopper on
+        return 40.0 if self.capability >= 90 else 20.0
+
     def beside_torch(self, layout: Layout) -> dict[str, int]:
         """Bytes of the GPU that torch's allocator does not get, by what they are."""
         is_linked = self.link >= _NVLINK

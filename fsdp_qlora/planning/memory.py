@@ -78,6 +78,10 @@ class Memory:
     """Number of blocks that do not keep their activations on the device."""
     block: int
     """Bytes that one block more keeps if it keeps its activations."""
+    block_input: int
+    """Bytes of a block's input."""
+    moved: int
+    """Bytes of activations that go to host memory in a micro-batch, and come back."""
     overhead: int
     """Bytes that the allocator reserves and does not use."""
 

@@ -78,8 +78,15 @@ class PlanReport:
         counts = [count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps]
         pieces = max(counts, default=1)
         # An MLP is only divided inside a block that recomputes: others keep all of its activations.
-        if memory.recomputing and pieces > 1:
+        on_host = self.placed.step.on_host.blocks
+        if memory.recomputing > on_host and pieces > 1:
             yield f"long rows: MLPs in {pieces} pieces of tokens"
+        if on_host:
+            per_token = memory.moved / on_host / num_tokens
+            yield (
+                f"activations of {on_host} blocks in host memory: {format_bytes(int(per_token))} "
+                "a token and block"
+            )
         ranks = self.placed.layout.context_size
         if ranks > 1:
             per_block = exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks)

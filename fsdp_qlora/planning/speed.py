@@ -47,6 +47,10 @@ class Work(NamedTuple):
     """Matrix products with one expert each."""
     blocks: float = 0
     """Passes through a block, whether forward, recomputed or backward."""
+    moved: float = 0
+    """Bytes of activations that go to host memory, and come back."""
+    meanwhile: float = 0
+    """The share of the computation that is the forward pass of the blocks that move them."""
     last_again: tuple[float, float] = (0, 0)
     """The part of `operations` and of `decoding` in the last products of blocks that recompute."""
 
@@ -196,7 +200,12 @@ def seconds(work: Work, gpu: Gpu, program: Program) -> float:
     # The host launches ahead of the GPU, so the slower of them decides.
     both = max(computing, launching) + program.turns * min(computing, launching)
     communicating = (work.link + work.host) / (gpu.link * 1e9)
-    return both + communicating - _OVERLAP * min(both, communicating)
+    # Activations move meanwhile, and a backward pass takes twice as long. Only what takes longer
+    # is waited for.
+    moving = work.moved / (gpu.host_link * 1e9)
+    forward = work.meanwhile * both
+    waiting = max(0, moving - forward) + max(0, moving - 2 * forward)
+    return both + communicating - _OVERLAP * min(both, communicating) + waiting
 
 
 def tokens_per_second(
@@ -210,7 +219,8 @@ def tokens_per_second(
     """
     ranks = plan.layout.context_size
     references = plan.step.passes - 1
-    again = plan.memory.recomputing / size.blocks * size.trains
+    leaving = plan.memory.recomputing
+    again = (leaving - plan.step.on_host.blocks) / size.blocks * size.trains
     # Ranks that share a row have equal parts of its tokens and, in attention, of its heads.
     share = micro_batch._replace(
         tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks
@@ -225,7 +235,11 @@ def tokens_per_second(
         references=references,
     )
     exchanged = (1 + size.trains + again + references) * exchanged_bytes(size, share.tokens, ranks)
-    work = work._replace(link=work.link + exchanged)
+    work = work._replace(
+        link=work.link + exchanged,
+        moved=plan.memory.moved * share.tokens / plan.step.num_tokens,
+        meanwhile=leaving / size.blocks / (3 + again + references),
+    )
     return micro_batch.useful / seconds(work, gpu, this_program(ways, gpu, size.kernel_share))
 
 

@@ -335,4 +335,11 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
         trainer.try_longest(rows)
     else:
-        fit_on_gpu(trainer, rows, block_bytes=plan.placed.memory.block, too_few=start.too_few)
+        memory = plan.placed.memory
+        fit_on_gpu(
+            trainer,
+            rows,
+            block_bytes=memory.block,
+            moved_bytes=memory.block + memory.block_input,
+            too_few=start.too_few,
+        )

@@ -95,9 +95,10 @@ def set_recompute(model: nn.Module, num_blocks: int, *, on_host: int = 0) -> Non
             in host memory.
     """
     blocks = recomputed_blocks(model)
-    store = next((block.activations for block in blocks if block.activations), None)
+    store = None
     if on_host:
-        store = store or ActivationStore()
+        before = (block.activations for block in blocks if block.activations)
+        store = next(before, None) or ActivationStore()
         store.lag = num_blocks // on_host
     for index, block in enumerate(blocks):
         # Spread evenly, so that the copies of a slow link have the time of the blocks between.

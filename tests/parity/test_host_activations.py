@@ -1,6 +1,5 @@
 """Activations in host memory: the numbers of a run that keeps or recomputes them, to the bit."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from fsdp_qlora.sharding import host_activations
 from fsdp_qlora.sharding.host_activations import ActivationStore
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import train_ok
 

@@ -17,6 +17,14 @@ from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.search import PlannedRun, Planner
 from fsdp_qlora.utils.text import GIB, format_bytes, format_count
 
+_OF_A_STEP = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "context_parallel_size",
+    "sharding_strategy",
+    "use_cpu_offload",
+)
+_WORTH = 1.05  # times as fast: what is proposed
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 
 
@@ -60,6 +68,7 @@ def describe(
                 "each adapter in memory"
             )
     yield _speed_line(run, offer.cost(run))
+    yield from _host_lines(offer.planner, run)
     if run.fits:
         yield f"  {command_line(run)}"
         return
@@ -132,6 +141,23 @@ def _speed_line(run: PlannedRun, cost: float | None) -> str:
     price = "" if cost is None else f", {cost:,.2f} US dollars"
     speed = f"about {run.tokens_per_second:,.0f} tokens/s: {run.hours:,.1f} hours"
     return f"{speed} for {format_count(run.tokens)} tokens{price}"
+
+
+def _host_lines(planner: Planner, run: PlannedRun) -> Iterator[str]:
+    """How fast activations in host memory are beside recomputing, where one of them is planned."""
+    config = run.config
+    moves = config.recompute == "host"
+    if not moves and (config.recompute not in ("auto", "all") or not run.placed.memory.recomputing):
+        return
+    same = {name: getattr(config, name) for name in _OF_A_STEP}
+    other = planner.planned(**same, recompute="all" if moves else "host")
+    ratio = run.tokens_per_second / other.tokens_per_second
+    link = f"the host's link of {run.gpus.gpu.host_link:g} GB/s"
+    if moves:
+        slower = "" if ratio > 1 else ": too slow"
+        yield f"by {link} {ratio:.2f} times as fast as --recompute all{slower}"
+    elif other.fits_with_margin and 1 / ratio > _WORTH:
+        yield f"by {link} {1 / ratio:.2f} times as fast with --recompute host"
 
 
 def command_line(run: PlannedRun) -> str:

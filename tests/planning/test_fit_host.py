@@ -1,0 +1,67 @@
+"""Which blocks keep their activations in host memory, by a measured link and steps that are tried."""
+
+import pytest
+from torch import nn
+
+from fsdp_qlora.planning.fit import MemoryWatch
+from fsdp_qlora.planning.fit_host import HostLimits, fit_on_host
+from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from tests.layers.test_probes import BLOCKS, _model
+
+# bytes of a block, which recomputes in a second
+LIMITS = HostLimits(block_bytes=100, link=100.0, free=1e4, micro_batches=10)
+
+
+def moving(model: nn.Module) -> list[int]:
+    return [index for index, block in enumerate(recomputed_blocks(model)) if block.moves]
+
+
+def recomputing(model: nn.Module) -> int:
+    return sum(block.is_on for block in recomputed_blocks(model))
+
+
+class FakeSteps:
+    """Steps of blocks that take a second forward and two backward, and wait for no link."""
+
+    def __init__(self, model: nn.Module, room: int, slower: float) -> None:
+        self.model = model
+        self.room = room
+        self.slower = slower
+        self.tried: list[list[int]] = []
+
+    def __call__(self) -> tuple[float, float]:
+        moved = moving(self.model)
+        self.tried.append(moved)
+        return 3 * BLOCKS + recomputing(self.model) + self.slower * len(moved), self.room
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("first", "limits", "steps", "expected"),
+    [
+        (8, {}, {}, [0, 1, 2, 3, 4, 5, 6]),
+        (4, {}, {}, [0, 1, 2, 3]),
+        # Half of them, spread evenly: copies have the time of two blocks.
+        (8, {"link": 60.0}, {}, [1, 3, 5, 6]),
+        (8, {"free": 600.0}, {}, [2, 4, 6]),
+        # A link, a host and a run for which it is not tried.
+        (8, {"link": 5.0}, {}, None),
+        (8, {"free": 100.0}, {}, None),
+        (8, {"micro_batches": 1, "block_bytes": 2**40, "link": 2.0**40, "free": 2.0**50}, {}, None),
+        # Tried and taken back: no faster than it was, or without room.
+        (8, {}, {"slower": 1.1}, []),
+        (8, {}, {"room": -1}, []),
+    ],
+)
+def test_activations_go_to_the_host_where_that_is_faster(first, limits, steps, expected):
+    model = _model()
+    set_recompute(model, first)
+    fake = FakeSteps(model, **{"room": 0, "slower": 0.0, **steps})
+    number = fit_on_host(model, first, fake, lambda value: value, LIMITS._replace(**limits))
+    assert moving(model) == (expected or []) and number == len(expected or [])
+    assert len(fake.tried) == (1 if expected is None else 3)
+    leaving = first if not number else min(first, BLOCKS - 1)
+    assert recomputing(model) == leaving - number
+    watch = MemoryWatch(model, leaving, most=1.0, on_host=number)
+    if leaving < BLOCKS:
+        assert watch.stepped(2.0) == leaving + 1 and len(moving(model)) == number
