@@ -20,8 +20,8 @@ log = logging.getLogger("fsdp_qlora")
 
 # Times as fast as recomputing, both expected and tried: what is worth the host's memory.
 _WORTH = 1.05
-_TRIED_BYTES = 2**26
-_ROUNDS = 4
+_TRIED_BYTES = 2**24
+_ROUNDS = 8
 # Bytes a second: an H200's host pinned a GiB in 0.7 s.
 _PINNING = GIB
 _OF_FREE = 0.5  # share of the host's free memory that may be pinned
@@ -103,17 +103,25 @@ def fit_on_host(
     timed_step()  # which allocates host memory
     tried, room = timed_step()
     tried = -least(-tried)
-    is_better = least(room) >= 0 and seconds > _WORTH * tried
-    log.info(
-        "Recompute: %d of %d blocks keep their activations in host memory: a micro-batch takes "
-        "%.2f s %s %.2f s.",
-        number if is_better else 0,
-        blocks,
-        tried if is_better else seconds,
-        "instead of" if is_better else "without, and with those of some",
-        seconds if is_better else tried,
-    )
-    if is_better:
+    fits = least(room) >= 0
+    if fits and seconds > _WORTH * tried:
+        log.info(
+            "Recompute: %d of %d blocks keep their activations in host memory, and %d recompute: a "
+            "micro-batch takes %.2f s instead of %.2f.",
+            number,
+            blocks,
+            leaving - number,
+            tried,
+            seconds,
+        )
         return number
+    log.info(
+        "Recompute: no activations go to host memory. With those of %d blocks a micro-batch takes "
+        "%.2f s, without %.2f%s.",
+        number,
+        tried,
+        seconds,
+        "" if fits else ", and the GPU's memory does not suffice",
+    )
     set_recompute(model, recomputing)
     return 0

@@ -41,10 +41,13 @@ class Gpu(NamedTuple):
     achieved: float | None = None
     capability: int = 86
     usable: float = 0.98
+    to_host: float | None = None
 
     @property
     def host_link(self) -> float:
         """GB/s between GPU and host, in each direction."""
+        if self.to_host:
+            return self.to_host
         if self.link < _NVLINK:
             return self.link
         # PCIe 4.0 x16, or 5.0 from Hopper on

@@ -315,11 +315,15 @@ def check_memory(
     host = psutil.virtual_memory()
     needed = sum(memory.host.values())
     if needed > free:
+        what = " to load its part of the model"
+        if memory.moved:
+            what = f", {memory.moved / GIB:.1f} GiB of them for activations"
+        less = "--recompute all needs none for activations. " if memory.moved else ""
         is_held = host.available < needed * ranks_on_host <= host.total
         raise (OutOfMemory if is_held else UserError)(
-            f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, "
+            f"This rank needs {needed / GIB:.1f} GiB of host memory{what}, "
             f"and {free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). "
-            "More ranks, --use_cpu_offload false or a smaller model need less."
+            f"{less}More ranks, --use_cpu_offload false or a smaller model need less."
         )
 
 

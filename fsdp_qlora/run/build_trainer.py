@@ -36,6 +36,7 @@ from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.planning.reading import warn_of_padded_rope
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.run.host_link import describe_link
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import kept_gathered
@@ -329,6 +330,8 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
     """Try the longest rows on the GPU. How many blocks must recompute is found if that is open."""
     rows = RowsInMemory(plan.data.known_rows, plan.data.train_rows)
     if config.recompute != "auto":
+        if config.recompute == "host":
+            describe_link(config, plan, trainer.ranks.device)
         trainer.try_longest(rows)
     elif start.failed_starts:
         # The trial itself may have ended it: the safest setting comes before the fastest.

@@ -1,4 +1,4 @@
-"""Which blocks keep their activations in host memory, by a measured link and steps that are tried."""
+"""Which blocks keep their activations in host memory: by a measured link, and steps tried."""
 
 import pytest
 from torch import nn
