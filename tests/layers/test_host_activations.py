@@ -11,6 +11,7 @@ from fsdp_qlora.planning.activations import Activations, OnHost
 from fsdp_qlora.sharding import host_activations
 from fsdp_qlora.sharding.host_activations import ActivationStore
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute, wrap_blocks
+from tests.helpers.host_activations import poison
 from tests.layers.test_offload import BLOCKS, SIZE, Model, gradients
 
 # blocks that do not keep their activations on the device, and those of them on the host
@@ -19,15 +20,7 @@ CHOICES = [(4, 4), (3, 3), (4, 2), (3, 1), (4, 1), (2, 2)]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves tensors of any size in small parts, and overwrites host memory that is given back."""
-
-    def poison(self: ActivationStore, part: torch.Tensor) -> None:
-        give_back(self, part.fill_(255))
-
-    give_back = ActivationStore.give_back
-    monkeypatch.setattr(ActivationStore, "give_back", poison)
-    monkeypatch.setattr(host_activations, "LEAST_BYTES", 33)
-    monkeypatch.setattr(host_activations, "PART_BYTES", 200)
+    poison(monkeypatch, least=33, part=200)
 
 
 class Where:
