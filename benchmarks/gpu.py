@@ -64,6 +64,7 @@ PARTS: dict[str, Part] = {
     "resume": Part(115, ("tests/gpu/test_resume.py",)),
     "answers": Part(115, ("tests/gpu/test_answers.py",)),
     "offload": Part(65),
+    "host_activations": Part(60),
     "decode": Part(90),
     "types": Part(130),
     "context": Part(110),

@@ -334,16 +334,21 @@ class Timed:
     def _compare(self, record: dict[str, Any], rows: np.ndarray) -> None:
         """Note what the plan says of a step, as a run does in its facts.json."""
         plan = self.run.plan
-        number = sum(block.is_on for block in recomputed_blocks(self.run.trainer.model))
+        blocks = recomputed_blocks(self.run.trainer.model)
+        moving = sum(block.moves for block in blocks)
+        recomputing = sum(block.is_on for block in blocks)
         data = dataclasses.replace(plan.data, train_rows=rows)
         schedule = dataclasses.replace(plan.schedule, num_rows=len(rows))
         gpu = gpu_of(torch.cuda.get_device_properties(self.device))
         measured = Measured(
             self.run.config, dataclasses.replace(plan, data=data, schedule=schedule), gpu
         )
-        self.planned[f"{number} blocks recompute"] = measured.stepped(
-            {**record, "recompute": number}
-        )["measured"]
+        name = f"{recomputing} blocks recompute"
+        if moving:
+            name += f", {moving} on the host"
+        self.planned[name] = measured.stepped({**record, "recompute": recomputing + moving})[
+            "measured"
+        ]
 
     def steps(self, rows: np.ndarray) -> dict[str, Any]:
         """The losses of all steps on these rows, the first gradient norm, the seconds of the

@@ -125,6 +125,7 @@ def test_gpu_benchmark_compares_ways_and_goes_on_after_one_that_fails(tmp_path):
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path):
     chosen = [
         "offload",
+        "host_activations",
         "decode",
         "types",
         "formats",
@@ -159,6 +160,8 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
     whole = result["parts"]["whole"]
     assert whole["losses"]["offloaded"] == pytest.approx(whole["losses"]["resident"], rel=1e-4)
     assert [*rows["offload, 70B blocks"]["figures"]] == ["resident", "offloaded", "2 of 2 blocks"]
+    of_activations = rows["activations, 70B blocks, 2 x 32"]["figures"]
+    assert [*of_activations] == ["recomputed", "host", "half", "kept"]
     assert rows["longest context, 8B"]["figures"]["longest"] == 1536
     assert all(value > 0 for row in rows.values() for value in row["figures"].values())
     text = report.read_text()

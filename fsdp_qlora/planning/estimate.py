@@ -36,7 +36,7 @@ ALLOCATOR = {
     "trained": 0.4,
     "trained from host": 1.3,
     "exchanged": 0.5,
-    "moved": 0.3,
+    "moved": 0.4,
     "moved beside host": 1.1,
 }
 # cuBLAS has a workspace for the threads of forward and backward passes, which torch allocates.

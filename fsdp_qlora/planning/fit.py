@@ -345,6 +345,8 @@ def fit_on_gpu(
         micro_batches = rounds * trainer.options.total_steps
         limits = HostLimits(moved_bytes, least(measure_link(device)), free, micro_batches)
         on_host = fit_on_host(model, recomputing, timed_step, least, limits)
+    if on_host:  # then the last block keeps its activations
+        recomputing = min(recomputing, len(recomputed_blocks(model)) - 1)
     watch = MemoryWatch(model, recomputing, most=most, on_host=on_host)
     trainer.watch_memory = watch.stepped
     log.debug("Recompute: %d of %d blocks, found by probing.", recomputing, watch.blocks)

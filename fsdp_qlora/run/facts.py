@@ -15,6 +15,7 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.memory import Step
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.program_speed import Parts, expected_ways
 from fsdp_qlora.planning.run_plan import Plan
@@ -49,22 +50,24 @@ class Measured:
         self._planned_speed = self._tokens = self._seconds = 0.0
         # They are chosen after the run is planned.
         if ways_in_use().blocks == GRAPHS:
-            self._estimate_again(plan.placed.memory.recomputing)
+            self._estimate_again(plan.placed.step)
 
-    def _estimate_again(self, recomputing: int) -> None:
-        """Estimate the memory with this number of recomputing blocks."""
+    def _estimate_again(self, step: Step) -> None:
+        """Estimate the memory of another step."""
         placed = self._placed
-        step = dataclasses.replace(placed.step, recomputing=recomputing)
         memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
         self._placed = dataclasses.replace(placed, memory=memory, step=step)
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""
-        planned_number = self._placed.memory.recomputing
-        recomputing = record.get("recompute", planned_number)
+        placed = self._placed
+        recomputing = record.get("recompute", placed.memory.recomputing)
+        moving = sum(getattr(block, "moves", False) for block in placed.model.meta.parts.blocks)
+        on_host = placed.step.on_host._replace(blocks=moving)
+        step = dataclasses.replace(placed.step, recomputing=recomputing, on_host=on_host)
         # After a trial or a lack of memory other blocks recompute than the plan said.
-        if recomputing != planned_number:
-            self._estimate_again(recomputing)
+        if step != placed.step:
+            self._estimate_again(step)
             self._planned_speed = 0.0
         self._planned_speed = self._planned_speed or planned_speed(
             self._config, self._plan, self._placed, self._gpu

@@ -19,7 +19,7 @@ TESTS = [
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
 # tests/test_benchmarks.py has all measured parts, on the CPU and with values.
-PARTS = ["box", "ways", "attention", "graphs", "offload", "context"]
+PARTS = ["box", "ways", "attention", "graphs", "offload", "host_activations", "context"]
 
 
 @pytest.mark.nightly
@@ -71,6 +71,8 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     graphs = parts["graphs"]
     assert graphs["same_bits"] and not graphs["not_captured"] and graphs["pool_bytes"]
     assert len(parts["offload"]["rows"][0]["figures"]) == 3
+    assert parts["host_activations"]["link_gb_s"] > 0
+    assert [len(row["figures"]) for row in parts["host_activations"]["rows"]] == [4, 4]
     text = report.read_text()
     planned = parts["offload"]["planned"]
     assert "On the stand-in for CUDA" in text and "| offload | resident | " in text

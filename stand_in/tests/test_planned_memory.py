@@ -10,7 +10,7 @@ from stand_in.environment import run
 from tests.helpers.run import ROOT
 
 CASES = json.loads(RESULTS.read_text())["cases"]
-AGAIN = ["8b_ddp", "8b_packed", "moe"]
+AGAIN = ["8b_ddp", "8b_packed", "8b_host", "moe"]
 NIGHTLY = ["8b", "8b_12", "8b_1x512", "8b_int8", "8b_padding_free", "8b_lora", "7b"]
 
 
