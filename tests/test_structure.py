@@ -48,8 +48,9 @@ MOST = {
     "files at the package's root": 3,
     # The last one chooses between kernels that are proved at the start and those of libraries.
     "options": 97,
-    # The last one tries blocks as graphs, which is for blocks that recompute.
-    "files that name recompute": 24,
+    # The last ones try blocks as graphs, which is for blocks that recompute, and plan and choose
+    # those whose activations the host keeps instead.
+    "files that name recompute": 29,
     "mentions of world_size outside the layout": 83,
     "places that ask for the kind of rows": 27,
 }

@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_qlora.sharding.host_activations import PARTS_AT_ONCE
-from fsdp_qlora.sharding.recompute import is_spread
+from fsdp_qlora.sharding.host_activations import PARTS_AT_ONCE, is_spread
 
 
 class OnHost(NamedTuple):
-    """What is kept in host memory of the first blocks, which do not keep all on the device."""
+    """Activations in host memory of the first blocks, which do not keep all on the device."""
 
     inputs: bool = False
-    """The inputs of all of them, which recompute."""
+    """The inputs of all of them, which are computed again."""
     blocks: int = 0
-    """The number of blocks that keep all activations there. The others recompute."""
+    """The number of blocks that keep all activations there. The others are computed again."""
 
 
 ON_DEVICE = OnHost()
@@ -47,7 +46,7 @@ class Activations:
         moved = [index for index in range(leaving) if is_spread(index, on_host.blocks, leaving)]
         self.moved = [index for index in moved if index >= first]
 
-    def recomputes(self, index: int) -> bool:
+    def is_computed_again(self, index: int) -> bool:
         """Whether a block computes its activations again."""
         return index < self.leaving and index not in self.moved
 
@@ -73,7 +72,7 @@ class Activations:
         for index in range(self.first, last + 1):
             if index in here or index not in self.moved:
                 inputs += 1
-                kept += 0 if self.recomputes(index) else self.kept[index]
+                kept += 0 if self.is_computed_again(index) else self.kept[index]
         # From the host one block's input comes while another one's is in use.
         if self.on_host.inputs:
             inputs = min(inputs, 2)

@@ -297,7 +297,7 @@ class _Estimate:
         for index in reversed(range(self.first, num_blocks)):
             block = self.blocks[index]
             at_work = block.backward - block.kept
-            if activations.recomputes(index):
+            if activations.is_computed_again(index):
                 # Of a graph's results there are copies.
                 at_work = 2 * self.hidden if self.graphs else block.recomputing
             here = activations.in_backward(index)

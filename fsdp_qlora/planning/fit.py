@@ -29,7 +29,7 @@ from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.fit_host import HostLimits, fit_on_host, measure_link
-from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from fsdp_qlora.sharding.recompute import recomputed_blocks, reserve_host_memory, set_recompute
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.machine import host_memory_free
 from fsdp_qlora.utils.text import GIB
@@ -332,6 +332,13 @@ def fit_on_gpu(
         torch.cuda.synchronize(device)
         return (time.perf_counter() - started) / min(2, rounds), room
 
+    def reserve(size: int) -> bool:
+        try:
+            reserve_host_memory(trainer.model, size, device)
+        except MemoryError:
+            return False
+        return True
+
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
 
@@ -344,7 +351,7 @@ def fit_on_gpu(
         free = least(host_memory_free(trainer.ranks.local_world_size))
         micro_batches = rounds * trainer.options.total_steps
         limits = HostLimits(moved_bytes, least(measure_link(device)), free, micro_batches)
-        on_host = fit_on_host(model, recomputing, timed_step, least, limits)
+        on_host = fit_on_host(model, recomputing, timed_step, reserve, least, limits)
     if on_host:  # then the last block keeps its activations
         recomputing = min(recomputing, len(recomputed_blocks(model)) - 1)
     watch = MemoryWatch(model, recomputing, most=most, on_host=on_host)

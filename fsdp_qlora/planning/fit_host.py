@@ -28,7 +28,7 @@ _OF_FREE = 0.5  # share of the host's free memory that may be pinned
 
 
 class HostLimits(NamedTuple):
-    """What the smallest of the ranks has.
+    """The limits of the smallest rank.
 
     block_bytes: of a block's activations. link: bytes a second from and to the host, at once. free:
     bytes of host memory. micro_batches: of the run.
@@ -60,6 +60,7 @@ def fit_on_host(
     model: nn.Module,
     recomputing: int,
     timed_step: Callable[[], tuple[float, float]],
+    reserve: Callable[[int], bool],
     least: Callable[[float], float],
     limits: HostLimits,
 ) -> int:
@@ -71,6 +72,7 @@ def fit_on_host(
         recomputing: number of blocks that recompute, which are the first ones.
         timed_step: runs forward and backward. Returns seconds, and bytes left free beyond what a
             probe leaves; negative if it used some of that.
+        reserve: allocates bytes of host memory; returns whether that succeeded.
         least: the smallest of the ranks' numbers.
         limits: the same on every rank.
     """
@@ -79,28 +81,24 @@ def fit_on_host(
     leaving = min(recomputing, blocks - 1)
     if not leaving:
         return 0
-    seconds = -least(-timed_step()[0])
+    seconds, room = timed_step()
+    seconds = -least(-seconds)
     # A backward pass takes as long as two forward passes.
     of_block = seconds / (3 * blocks + recomputing)
-    of_copies = limits.block_bytes / limits.link
-    by_link = int(leaving * of_block / of_copies)
-    by_memory = int(_OF_FREE * limits.free / limits.block_bytes)
-    number = min(leaving, by_link, by_memory)
-    saved = number * of_block
-    pinning = number * limits.block_bytes / _PINNING
-    is_worth_it = seconds > _WORTH * (seconds - saved)
-    if not is_worth_it or saved * limits.micro_batches < pinning:
-        log.info(
-            "Recompute: no activations go to host memory. A block takes %.1f ms forward, its "
-            "activations %.1f ms by a link of %.1f GB/s, and there is room for those of %d blocks.",
-            1e3 * of_block,
-            1e3 * of_copies,
-            limits.link / 1e9,
-            by_memory,
-        )
+    number = _expected(leaving, of_block, limits)
+    # The device has those of two blocks, where recomputation has those of one. If others keep
+    # theirs, the peak is before that.
+    if least(room) < limits.block_bytes and blocks - recomputing < 2:
+        number = 0
+    if seconds <= _WORTH * (seconds - number * of_block):
+        _say_why_not(of_block, limits)
         return 0
     set_recompute(model, leaving, on_host=number)
-    timed_step()  # which allocates host memory
+    if not least(reserve(number * limits.block_bytes)):
+        log.info("Recompute: no activations go to host memory, which cannot be pinned.")
+        set_recompute(model, recomputing)
+        return 0
+    timed_step()  # warms up
     tried, room = timed_step()
     tried = -least(-tried)
     fits = least(room) >= 0
@@ -125,3 +123,33 @@ def fit_on_host(
     )
     set_recompute(model, recomputing)
     return 0
+
+
+def _expected(leaving: int, of_block: float, limits: HostLimits) -> int:
+    """The number of blocks whose activations the link moves while others compute.
+
+    It is 0 if the run is too short to make up for pinning the host's memory.
+
+    Args:
+        leaving: the maximum.
+        of_block: seconds of a block's forward pass.
+    """
+    if of_block * limits.micro_batches < limits.block_bytes / _PINNING:
+        return 0
+    by_link = int(leaving * of_block * limits.link / limits.block_bytes)
+    by_memory = int(_OF_FREE * limits.free / limits.block_bytes)
+    return min(leaving, by_link, by_memory)
+
+
+def _say_why_not(of_block: float, limits: HostLimits) -> None:
+    log.info(
+        "Recompute: no activations go to host memory. A block takes %.1f ms forward, and its "
+        "activations %.1f ms by a link of %.1f GB/s, in each of %d micro-batches; the host has "
+        "%.1f GiB free for each rank, and a block takes %.2f there and on the GPU.",
+        1e3 * of_block,
+        1e3 * limits.block_bytes / limits.link,
+        limits.link / 1e9,
+        limits.micro_batches,
+        limits.free / GIB,
+        limits.block_bytes / GIB,
+    )

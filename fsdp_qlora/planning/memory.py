@@ -33,7 +33,7 @@ class Step:
     has_micro_batches: bool = False
     """Whether a step accumulates the gradients of several micro-batches."""
     on_host: OnHost = ON_DEVICE
-    """What these keep in host memory."""
+    """Their activations in host memory."""
     buffer_bytes: int = 0
     """Bytes for weights that are being loaded."""
     on_gpu: bool = True

@@ -40,7 +40,7 @@ from fsdp_qlora.run.host_link import describe_link
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import kept_gathered
-from fsdp_qlora.sharding.recompute import ReferencePass, set_graphs
+from fsdp_qlora.sharding.recompute import ReferencePass, reserve_host_memory, set_graphs
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
@@ -331,7 +331,11 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
     rows = RowsInMemory(plan.data.known_rows, plan.data.train_rows)
     if config.recompute != "auto":
         if config.recompute == "host":
-            describe_link(config, plan, trainer.ranks.device)
+            device = trainer.ranks.device
+            describe_link(config, plan, device)
+            size = plan.placed.memory.host.get("activations", 0)
+            # Before a pass, in which other ranks would wait for one whose memory cannot be pinned.
+            reserve_host_memory(trainer.model, size, device)
         trainer.try_longest(rows)
     elif start.failed_starts:
         # The trial itself may have ended it: the safest setting comes before the fastest.

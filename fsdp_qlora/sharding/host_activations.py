@@ -26,12 +26,17 @@ _PARTS = 8  # allocated and pinned together
 PARTS_AT_ONCE = _PARTS * PART_BYTES
 
 
+def is_spread(index: int, chosen: int, number: int) -> bool:
+    """Whether `index` is one of `chosen` that are spread evenly among `number`, with the last."""
+    return (index + 1) * chosen // number > index * chosen // number
+
+
 class ActivationStore:
     """Moves what the blocks of a model save.
 
-    What has been copied to the host stays on the device until `lag` blocks later, where the compute
-    stream waits for the copies: so the device has that of two blocks, and the copies have all the
-    time until then.
+    Activations that are on the host stay on the device, too, until `lag` blocks later, where the
+    compute stream waits for the copies: so the device has those of two blocks, and copies have all
+    the time until then.
 
     Attributes:
         lag: blocks from one that moves to the next.
@@ -88,13 +93,26 @@ class ActivationStore:
             hidden.register_hook(before.come)
         return output
 
+    def reserve(self, size: int, device: torch.device) -> None:
+        """Allocate host memory of `size` bytes in all, before a step needs it.
+
+        Raises:
+            MemoryError: it cannot be allocated or pinned.
+        """
+        self.side = self.side or SideStream(device)
+        while self.total < size:
+            self._allocate()
+
     def take_part(self) -> torch.Tensor:
         """Host memory that is not in use."""
         if not self.free:
-            pinned = self.side is not None and self.side.stream is not None
-            self.free = split_arena([PART_BYTES] * _PARTS, pinned=pinned, what="activations")
-            self.total += _PARTS * PART_BYTES
+            self._allocate()
         return self.free.pop()
+
+    def _allocate(self) -> None:
+        pinned = self.side is not None and self.side.stream is not None
+        self.free += split_arena([PART_BYTES] * _PARTS, pinned=pinned, what="activations")
+        self.total += _PARTS * PART_BYTES
 
     def give_back(self, part: torch.Tensor) -> None:
         """Take host memory that is not in use any more.
@@ -116,12 +134,12 @@ class _Lease:
 
 
 class _Moved:
-    """What a block saves in one forward pass.
+    """Activations that a block saves in one forward pass.
 
     Autograd alone keeps the storages alive: it frees each, on the device and on the host, after the
     last function that has saved a part of it.
 
-    number: the store's, of the block.
+    number: of the block, counted by the store.
     """
 
     def __init__(self, store: ActivationStore, number: int, block: nn.Module, inputs: Any) -> None:

@@ -18,7 +18,7 @@ from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.sharding.graphed import GraphedBlocks
-from fsdp_qlora.sharding.host_activations import ActivationStore
+from fsdp_qlora.sharding.host_activations import ActivationStore, is_spread
 from fsdp_qlora.sharding.host_memory import InputStore
 
 
@@ -116,9 +116,15 @@ def set_graphs(model: nn.Module, graphs: GraphedBlocks | None) -> None:
         block.graphs = graphs
 
 
-def is_spread(index: int, chosen: int, number: int) -> bool:
-    """Whether `index` is one of `chosen` that are spread evenly among `number`, with the last."""
-    return (index + 1) * chosen // number > index * chosen // number
+def reserve_host_memory(model: nn.Module, size: int, device: torch.device) -> None:
+    """Allocate `size` bytes of host memory for the activations that blocks move there.
+
+    Raises:
+        MemoryError: it cannot be allocated or pinned.
+    """
+    for block in recomputed_blocks(model)[:1]:
+        if block.activations is not None:
+            block.activations.reserve(size, device)
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:

@@ -314,7 +314,7 @@ BAD_WORDS = {
         "--use_gradient_checkpointing: expected true or false, got 'maybe'"
     ),
     "--recompute 3 --use_gradient_checkpointing true": "Give one",
-    "--recompute some": "--recompute: expected auto|all|none|offload|INT, got 'some'",
+    "--recompute some": "--recompute: expected auto|all|none|offload|host|INT, got 'some'",
     "--use_cpu_offload maybe": "--use_cpu_offload: expected auto|true|false|INT, got 'maybe'",
     "--use_cpu_offload -2": "--use_cpu_offload must be above 1 if it is a number",
     "--batch_size 2 3": "--batch_size: expected one value, got 2: 2 3",

@@ -27,8 +27,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offloaded base": (2, {"use_cpu_offload": True, "precision": "bf16"}),
     "DoRA with dropout": (1, {"train_type": "bnb_dora", "lora_dropout": 0.2}),
     "beside a reference": (1, {"objective": "dpo", "precision": "bf16"}),
+    "shared rows": (2, {"context_parallel_size": 2, "precision": "fp32"}),
+    "experts": (
+        2,
+        {
+            "family": "qwen3_moe",
+            "precision": "bf16",
+            "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+        },
+    ),
+    "a hybrid": (1, {"family": "qwen3_next", "precision": "fp32"}),
     "all weights": (2, {"train_type": "full", "precision": "bf16", "lr": 1e-4}),
 }
+
+NIGHTLY = ("shared rows", "experts", "a hybrid", "ddp, plain ways")
 
 
 def train_rank(argv: list[str], moves: bool) -> int:
@@ -64,12 +76,14 @@ def trained(
     return read_metrics(folder), load_file(folder / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize("case", all_slow_but("full_shard in bf16", CASES))
+@pytest.mark.parametrize("case", all_slow_but("full_shard in bf16", CASES, nightly=NIGHTLY))
 def test_a_run_has_the_bits_of_one_that_keeps_or_recomputes(case, models, tmp_path):
     ranks, changes = CASES[case]
+    changes = dict(changes)
+    family = changes.pop("family", "llama")
     rows = make_pairs(16) if "objective" in changes else make_rows(16)
     options: dict[str, Any] = {
-        "model_name": models(num_hidden_layers=4),
+        "model_name": models(family, num_hidden_layers=4),
         "dataset": write_rows(tmp_path / "rows.jsonl", rows),
         "context_length": 256,
         "batch_size": 1,

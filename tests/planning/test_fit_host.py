@@ -23,16 +23,24 @@ def recomputing(model: nn.Module) -> int:
 class FakeSteps:
     """Steps of blocks that take a second forward and two backward, and wait for no link."""
 
-    def __init__(self, model: nn.Module, room: int, slower: float) -> None:
+    def __init__(
+        self, model: nn.Module, room: int = 0, slower: float = 0.0, host: float = 1e4
+    ) -> None:
         self.model = model
-        self.room = room
+        self.room = room  # of steps that move activations
         self.slower = slower
+        self.host = host
         self.tried: list[list[int]] = []
 
     def __call__(self) -> tuple[float, float]:
         moved = moving(self.model)
         self.tried.append(moved)
-        return 3 * BLOCKS + recomputing(self.model) + self.slower * len(moved), self.room
+        return 3 * BLOCKS + recomputing(self.model) + self.slower * len(moved), (
+            self.room if moved else 100
+        )
+
+    def reserve(self, size: int) -> bool:
+        return size <= self.host
 
 
 @pytest.mark.quick
@@ -51,13 +59,18 @@ class FakeSteps:
         # Tried and taken back: no faster than it was, or without room.
         (8, {}, {"slower": 1.1}, []),
         (8, {}, {"room": -1}, []),
+        # Host memory that cannot be pinned, and a GPU without room for one block more.
+        (8, {}, {"host": 600.0}, None),
+        (8, {"block_bytes": 101}, {}, None),
     ],
 )
 def test_activations_go_to_the_host_where_that_is_faster(first, limits, steps, expected):
     model = _model()
     set_recompute(model, first)
-    fake = FakeSteps(model, **{"room": 0, "slower": 0.0, **steps})
-    number = fit_on_host(model, first, fake, lambda value: value, LIMITS._replace(**limits))
+    fake = FakeSteps(model, **steps)
+    number = fit_on_host(
+        model, first, fake, fake.reserve, lambda value: value, LIMITS._replace(**limits)
+    )
     assert moving(model) == (expected or []) and number == len(expected or [])
     assert len(fake.tried) == (1 if expected is None else 3)
     leaving = first if not number else min(first, BLOCKS - 1)
