@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
-from fsdp_qlora.planning.fit_host import HostLimits, fit_on_host, measure_link
+from fsdp_qlora.planning.fit_host import HostLimits, Trials, fit_on_host, measure_link
 from fsdp_qlora.sharding.recompute import recomputed_blocks, reserve_host_memory, set_recompute
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.machine import host_memory_free
@@ -294,6 +295,15 @@ class MemoryWatch:
         return self.recomputing
 
 
+def _reserve(model: nn.Module, device: torch.device, size: int) -> bool:
+    """Allocate host memory for activations; whether that succeeded."""
+    try:
+        reserve_host_memory(model, size, device)
+    except MemoryError:
+        return False
+    return True
+
+
 def fit_on_gpu(
     trainer: Trainer,
     data: RowsInMemory,
@@ -332,13 +342,6 @@ def fit_on_gpu(
         torch.cuda.synchronize(device)
         return (time.perf_counter() - started) / min(2, rounds), room
 
-    def reserve(size: int) -> bool:
-        try:
-            reserve_host_memory(trainer.model, size, device)
-        except MemoryError:
-            return False
-        return True
-
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
 
@@ -348,10 +351,14 @@ def fit_on_gpu(
     on_host = 0
     # After a lack of memory the safest setting comes before the fastest.
     if recomputing and moved_bytes and too_few is None:
-        free = least(host_memory_free(trainer.ranks.local_world_size))
-        micro_batches = rounds * trainer.options.total_steps
-        limits = HostLimits(moved_bytes, least(measure_link(device)), free, micro_batches)
-        on_host = fit_on_host(model, recomputing, timed_step, reserve, least, limits)
+        trials = Trials(timed_step, partial(_reserve, model, device), least)
+        limits = HostLimits(
+            block_bytes=moved_bytes,
+            link=least(measure_link(device)),
+            free=least(host_memory_free(trainer.ranks.local_world_size)),
+            micro_batches=rounds * trainer.options.total_steps,
+        )
+        on_host = fit_on_host(model, recomputing, trials, limits)
     if on_host:  # then the last block keeps its activations
         recomputing = min(recomputing, len(recomputed_blocks(model)) - 1)
     watch = MemoryWatch(model, recomputing, most=most, on_host=on_host)

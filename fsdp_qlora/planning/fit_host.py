@@ -56,24 +56,32 @@ def measure_link(device: torch.device) -> float:
     return _ROUNDS * _TRIED_BYTES / (time.perf_counter() - started)
 
 
-def fit_on_host(
-    model: nn.Module,
-    recomputing: int,
-    timed_step: Callable[[], tuple[float, float]],
-    reserve: Callable[[int], bool],
-    least: Callable[[float], float],
-    limits: HostLimits,
-) -> int:
+class Trials(NamedTuple):
+    """The trials of a rank.
+
+    timed_step: runs forward and backward. Returns seconds, and bytes left free beyond what a probe
+    leaves; negative if it used some of that. reserve: allocates bytes of host memory; returns
+    whether that succeeded. least: the smallest of the ranks' numbers.
+    """
+
+    timed_step: Callable[[], tuple[float, float]]
+    reserve: Callable[[int], bool]
+    least: Callable[[float], float]
+
+    def step(self) -> tuple[float, float]:
+        """The seconds of the slowest rank, and the bytes left free on the fullest."""
+        # the first one warms up
+        seconds, room = min(self.timed_step(), self.timed_step())
+        return -self.least(-seconds), self.least(room)
+
+
+def fit_on_host(model: nn.Module, recomputing: int, trials: Trials, limits: HostLimits) -> int:
     """Set and return how many of the recomputing blocks keep their activations on the host.
 
     Called on every rank.
 
     Args:
         recomputing: number of blocks that recompute, which are the first ones.
-        timed_step: runs forward and backward. Returns seconds, and bytes left free beyond what a
-            probe leaves; negative if it used some of that.
-        reserve: allocates bytes of host memory; returns whether that succeeded.
-        least: the smallest of the ranks' numbers.
         limits: the same on every rank.
     """
     blocks = len(recomputed_blocks(model))
@@ -81,48 +89,44 @@ def fit_on_host(
     leaving = min(recomputing, blocks - 1)
     if not leaving:
         return 0
-    seconds, room = timed_step()
-    seconds = -least(-seconds)
+    seconds, room = trials.step()
     # A backward pass takes as long as two forward passes.
     of_block = seconds / (3 * blocks + recomputing)
     number = _expected(leaving, of_block, limits)
     # The device has those of two blocks, where recomputation has those of one. If others keep
     # theirs, the peak is before that.
-    if least(room) < limits.block_bytes and blocks - recomputing < 2:
+    if room < limits.block_bytes and blocks - recomputing < 2:
         number = 0
     if seconds <= _WORTH * (seconds - number * of_block):
         _say_why_not(of_block, limits)
         return 0
     set_recompute(model, leaving, on_host=number)
-    if not least(reserve(number * limits.block_bytes)):
-        log.info("Recompute: no activations go to host memory, which cannot be pinned.")
-        set_recompute(model, recomputing)
-        return 0
-    timed_step()  # warms up
-    tried, room = timed_step()
-    tried = -least(-tried)
-    fits = least(room) >= 0
-    if fits and seconds > _WORTH * tried:
-        log.info(
-            "Recompute: %d of %d blocks keep their activations in host memory, and %d recompute: a "
-            "micro-batch takes %.2f s instead of %.2f.",
-            number,
-            blocks,
-            leaving - number,
-            tried,
-            seconds,
-        )
+    if _is_faster(number, seconds, trials, limits):
         return number
+    set_recompute(model, recomputing)
+    return 0
+
+
+def _is_faster(number: int, seconds: float, trials: Trials, limits: HostLimits) -> bool:
+    """Whether a step is faster with the activations of `number` blocks in host memory, and fits.
+
+    seconds: of a step without.
+    """
+    if not trials.least(trials.reserve(number * limits.block_bytes)):
+        log.info("Recompute: no activations go to host memory, which cannot be pinned.")
+        return False
+    tried, room = trials.step()
+    is_faster = room >= 0 and seconds > _WORTH * tried
     log.info(
-        "Recompute: no activations go to host memory. With those of %d blocks a micro-batch takes "
-        "%.2f s, without %.2f%s.",
+        "Recompute: with the activations of %d blocks in host memory a micro-batch takes %.2f s, "
+        "and without %.2f%s. They %s.",
         number,
         tried,
         seconds,
-        "" if fits else ", and the GPU's memory does not suffice",
+        "" if room >= 0 else "; the GPU's memory does not suffice",
+        "go there" if is_faster else "do not go there",
     )
-    set_recompute(model, recomputing)
-    return 0
+    return is_faster
 
 
 def _expected(leaving: int, of_block: float, limits: HostLimits) -> int:

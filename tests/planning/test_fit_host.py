@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from fsdp_qlora.planning.fit import MemoryWatch
-from fsdp_qlora.planning.fit_host import HostLimits, fit_on_host
+from fsdp_qlora.planning.fit_host import HostLimits, Trials, fit_on_host
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from tests.layers.test_probes import BLOCKS, _model
 
@@ -69,10 +69,10 @@ def test_activations_go_to_the_host_where_that_is_faster(first, limits, steps, e
     set_recompute(model, first)
     fake = FakeSteps(model, **steps)
     number = fit_on_host(
-        model, first, fake, fake.reserve, lambda value: value, LIMITS._replace(**limits)
+        model, first, Trials(fake, fake.reserve, lambda value: value), LIMITS._replace(**limits)
     )
     assert moving(model) == (expected or []) and number == len(expected or [])
-    assert len(fake.tried) == (1 if expected is None else 3)
+    assert len(fake.tried) == (2 if expected is None else 4)
     leaving = first if not number else min(first, BLOCKS - 1)
     assert recomputing(model) == leaving - number
     watch = MemoryWatch(model, leaving, most=1.0, on_host=number)
