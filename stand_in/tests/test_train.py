@@ -88,6 +88,7 @@ LINEAR = ("qwen3_5_text", HYBRIDS["qwen3_5_text"].shape)
 EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
 EVALUATED = {"eval_fraction": 0.25, "eval_steps": 1}
 STOPPED = {"max_hours": 1e-7}
+WIDE = {"num_hidden_layers": 4, "intermediate_size": 2048, "hidden_size": 512}
 HOPPER = {"precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 1}
 # tests/gpu/test_values.py has every train type, precision and optimizer on one rank.
 CASES: dict[str, Case] = {
@@ -116,6 +117,20 @@ CASES: dict[str, Case] = {
     "ddp, offload": Case({"sharding_strategy": "ddp", **OFFLOAD}),
     "2 blocks of 4 offloaded, full": Case({"use_cpu_offload": 2, "train_type": "full"}),
     "both offloads": Case({**OFFLOAD, "recompute": "offload"}),
+    # wide enough that gates and queries go to the host; on the CPU all blocks keep their own
+    "activations on the host, bf16": Case(
+        {**HOPPER, "recompute": "host"},
+        capability=90,
+        model=("llama", WIDE),
+        on_cpu={"kernels": "plain", "recompute": "none"},
+        # as for a run on the stand-in that keeps them
+        allowed=HALVES._replace(weights=0.1),
+    ),
+    "activations and weights on the host": Case(
+        {**OFFLOAD, "recompute": "host", "gradient_accumulation_steps": 2, "batch_size": 1},
+        model=("llama", WIDE),
+        on_cpu={"recompute": "none"},
+    ),
     "everything left to auto": Case({"recompute": "auto", "sharding_strategy": "auto"}),
     "new tokens": Case({"add_tokens": "<new>,sort", **OFFLOAD}),
     "new tokens, hybrid": Case(
