@@ -288,6 +288,8 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog):
         host={},
         recomputing=4,
         block=1,
+        block_input=1,
+        moved=0,
         overhead=gib,
     )
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)

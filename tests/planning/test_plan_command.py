@@ -386,6 +386,26 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(plan, planned
     assert best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
 
 
+def test_a_plan_says_what_activations_on_the_host_take_and_gain(plan, planned):
+    two = {"model_name": "llama-2-70b", "context_length": 2048, "use_cpu_offload": True}
+    by_link = r"by the host's link of ([\d.]+) GB/s ([\d.]+) times as fast (.*)"
+    found = {}
+    for gpu in ("RTX 4090", "RTX 3090"):
+        for recompute in ("host", "all"):
+            _, said = plan("--gpu", gpu, "--num_gpus", "2", recompute=recompute, **two)
+            [found[gpu, recompute]] = re.findall(by_link, said) or [None]
+            assert ("activations of 79 blocks in host memory" in said) is (recompute == "host")
+    # Planned, as both ways of asking say; the published card had a slow slot.
+    assert found["RTX 4090", "host"][1] == found["RTX 4090", "all"][1] > "1.05"
+    assert found["RTX 4090", "all"][2] == "with --recompute host"
+    assert found["RTX 3090", "host"][1] < "1" and found["RTX 3090", "host"][2].endswith("too slow")
+    assert found["RTX 3090", "all"] is None
+    one = {"model_name": "qwen3-8b", "context_length": 8192, "recompute": "host"}
+    assert planned(*CARD_OF_24_GIB, **one)["fits"]
+    status, said = plan(*CARD_OF_24_GIB, "--host_ram_gib", "16", **one)
+    assert status == 1 and "of 16 GiB, too much" in said
+
+
 def test_a_plan_says_how_many_ranks_must_share_a_long_row(plan, planned, caplog):
     options = {"model_name": "qwen3-8b", "context_length": 196608}
     status, said = plan(*TWO_CARDS, **options)
