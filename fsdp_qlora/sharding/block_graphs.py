@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.sharding.replayed import Replayed
+from fsdp_qlora.sharding.replayed import GraphPool, Replayed
 from fsdp_qlora.sharding.static_memory import (
     BlockTensors,
     Staging,
@@ -84,7 +84,7 @@ class SharedMemory:
 
     def __init__(self, x: torch.Tensor, most: int) -> None:
         self.x, self.grad_y, self.result = (x.new_zeros(most) for _ in range(3))
-        self.pool = torch.cuda.graph_pool_handle() if x.is_cuda else None
+        self.pool = GraphPool(x.device)
 
     @property
     def nbytes(self) -> int:

@@ -121,3 +121,13 @@ def test_a_replay_is_one_launch_and_its_pool_is_counted(replays):
     assert launches["captured"] == 2 * 2  # a product and relu
     assert launches["waits"] == 0
     assert launches["pool"] == launches["allocated at the capture"] == launches["released"] > 0
+
+
+def test_after_a_failed_capture_torch_draws_captures_and_frees_memory(tmp_path):
+    program = [PROGRAMS / "failed_capture.py"]
+    [rank] = run(program, tmp_path, settings={"PHANTOM_GIB": 0.28})
+    assert rank.status == 0, rank.output[-4000:]
+    found = json.loads(rank.output.splitlines()[-1])
+    assert "during capture" in found.pop("error")
+    # Later captures of the same pool use its memory.
+    assert found == {"draws": True, "captures": True, "frees": True, "more": 0}

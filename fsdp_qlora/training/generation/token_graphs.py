@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.sharding.graphed import reason_of_failure, why_not
 from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
-from fsdp_qlora.sharding.replayed import Replayed, tensors_of
+from fsdp_qlora.sharding.replayed import GraphPool, Replayed, tensors_of
 from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
 
 log = logging.getLogger("fsdp_qlora")
@@ -40,7 +40,7 @@ class TokenGraphs:
         self._graphs: dict[RecomputedBlock, _BlockGraph] = {}
         self.failure = ""
         """Why a block could not be captured; empty while none was refused."""
-        self._capture = partial(Replayed, device=device, pool=_pool(device))
+        self._capture = partial(Replayed, device=device, pool=GraphPool(device))
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -83,10 +83,6 @@ class TokenGraphs:
             return None
         self._graphs[block] = graph
         return graph
-
-
-def _pool(device: torch.device) -> Any:
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _flat(arguments: Any) -> tuple[list[Any], Any]:
