@@ -11,6 +11,7 @@ from fsdp_qlora.planning.fit import with_margin, without_margin
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.speed import seconds_per_pass
+from fsdp_qlora.training.generation.model_cache import LENGTH_MULTIPLE
 from fsdp_qlora.utils.text import GIB, format_bytes
 
 _LEAST_ON_CPU = GIB  # bytes for the completions of a rank on a CPU, whose steps may need less
@@ -78,21 +79,26 @@ def plan_generation(
     model = placed.model
     memory = placed.memory
     itemsize = model.precision.compute_dtype.itemsize
+    if model.machine.device.type == "cuda":
+        # Graphs have a cache of a fixed length (training/generation/model_cache.py).
+        longest = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
     room = _room(placed)
     at_a_time = min(per_rank, max(1, room // answer_bytes))
     gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes, free)
+    beside_gathered = room - gathered
     if free is not None:
         beside = sum(memory.resident.values()) + memory.overhead + gathered
-        room = max(room, without_margin(free) - beside)
+        beside_gathered = max(beside_gathered, without_margin(free) - beside)
+        room = max(room, beside_gathered)
         at_a_time = min(per_rank, max(1, room // answer_bytes))
     # Equal rounds: a small last one would take as long as a full one, token by token.
     rounds = -(-per_rank // at_a_time)
     at_a_time = -(-per_rank // rounds)
     cache = at_a_time * answer_bytes
     stays = weights_stay(placed, is_gathered=gathered > 0)
-    decoded = _bytes_decoded_once(placed, at_a_time, room - gathered - cache) if stays else 0
+    decoded = _bytes_decoded_once(placed, at_a_time, beside_gathered - cache) if stays else 0
     seconds = None
     if gpu:
         per_token = seconds_per_pass(

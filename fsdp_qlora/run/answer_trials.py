@@ -49,7 +49,7 @@ class _Block:
 
     def __init__(self, form: BlockForm, device: torch.device) -> None:
         self.model = form.build(device).eval()
-        reason = why_not_graphed(self.model)
+        reason = why_not_graphed(self.model, _PROMPT + _TOKENS)
         if reason:
             raise RuntimeError(reason)
         precision = PRECISIONS[form.precision]

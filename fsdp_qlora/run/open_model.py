@@ -126,8 +126,11 @@ class LoadedModel:
             most_new,
             free=None,
         )
-        self._keeps_gathered = generation.gathered > 0
-        kept = KeptWeights(generation.decoded > 0, generation.stays)
+        # Beside fewer prompts than are asked for at a time there is room that they will take.
+        has_room = generation.at_a_time == at_a_time
+        self._keeps_gathered = has_room and generation.gathered > 0
+        is_in_place = has_room and generation.stays
+        kept = KeptWeights(has_room and generation.decoded > 0, is_in_place)
         self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling, kept)
 
     def kept_gathered(self) -> contextlib.AbstractContextManager[None]:

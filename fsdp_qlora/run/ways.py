@@ -214,8 +214,8 @@ def kept_ways(before: Mapping[str, str] | None) -> Mapping[str, str]:
     """The ways that a run keeps. One that was plain altogether did not choose them."""
     if before is None or before.get("linears", PLAIN) == PLAIN:
         return {}
-    # Its micro-batches were not filled up.
-    return {"blocks": PLAIN} | dict(before)
+    # Its micro-batches were not filled up, and its answers' keys not padded.
+    return {"blocks": PLAIN, "answers": PLAIN} | dict(before)
 
 
 def describe(found: Mapping[str, Measured], chosen: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.sharding.recompute import wrap_blocks
+from fsdp_qlora.sharding.replayed import Replayed
 from fsdp_qlora.training.generation import token_graphs
 from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
 from fsdp_qlora.training.generation.passes import Batch, Passes
@@ -89,7 +90,7 @@ def test_a_prompt_of_several_answers_is_computed_once():
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_blocks_on_static_tensors_give_the_same_answers(family, monkeypatch):
     model = _model(family)
-    assert can_be_static(model.config)
+    assert can_be_static(model.config, 3)
     batch = Batch.of(PROMPTS, shares_prompts=True)
     expected = _greedy(model, batch)
     wrap_blocks(model, offload=False)
@@ -97,7 +98,7 @@ def test_blocks_on_static_tensors_give_the_same_answers(family, monkeypatch):
     staged = []
 
     def poisoned(self: Any, tensor: torch.Tensor, twin: torch.Tensor) -> None:
-        if tensor is not twin and (id(tensor), id(twin)) not in self._copied:
+        if tensor is not twin and self._copied.get(id(twin)) is not tensor:
             twin.fill_(1 if twin.dtype == torch.bool else 7)
             staged.append(twin)
         stage(self, tensor, twin)
@@ -108,4 +109,44 @@ def test_blocks_on_static_tensors_give_the_same_answers(family, monkeypatch):
     # positions. The first token has no graph.
     kinds = {"llama": 1, "gemma3_text": 2}[family]
     assert len(staged) <= (NEW_TOKENS - 2) * (2 + 3 * kinds)
-    assert not can_be_static(_model("mamba").config)
+    assert not can_be_static(_model("mamba").config, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "longest", "attention", "reason"),
+    [
+        ("llama", 100, "sdpa", ""),
+        ("gemma3_text", 4, "sdpa", ""),
+        ("gemma3_text", 5, "sdpa", "a sliding window is shorter"),
+        ("llama", 100, "flash_attention_2", "attention by flash_attention_2"),
+        ("mamba", 100, "sdpa", "its cache"),
+        ("minimax", 100, "sdpa", "its cache"),
+    ],
+)
+def test_tokens_have_graphs_only_where_their_cache_is_masked(family, longest, attention, reason):
+    model = _model(family)
+    wrap_blocks(model, offload=False)
+    model.config._attn_implementation = attention
+    assert token_graphs.why_not_graphed(model, longest).startswith(reason)
+    assert bool(token_graphs.why_not_graphed(model, longest)) == bool(reason)
+
+
+def test_a_block_that_cannot_be_captured_runs_without_a_graph(monkeypatch, caplog):
+    model = _model("llama")
+    batch = Batch.of(PROMPTS, shares_prompts=True)
+    expected = _greedy(model, batch)
+    wrap_blocks(model, offload=False)
+    graphs: list[Any] = []
+
+    def refuse(work: Any, *, device: torch.device, pool: Any) -> Any:
+        graphs.append(work)
+        if len(graphs) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Replayed(work, device, pool)
+
+    monkeypatch.setattr(token_graphs, "Replayed", refuse)
+    with caplog.at_level("INFO"):
+        assert _greedy(model, batch, NEW_TOKENS) == expected
+    assert len(graphs) == 2
+    assert "Answers: no graphs (operation not permitted" in caplog.text
+    assert "not permitted" in token_graphs.why_not_graphed(model, 20)

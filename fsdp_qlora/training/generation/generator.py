@@ -5,7 +5,6 @@ Every rank has its own prompts, and all ranks run the same number of forward pas
 
 import contextlib
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -24,9 +23,7 @@ from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.training.generation.model_cache import shares_prompts
 from fsdp_qlora.training.generation.passes import Batch, Passes
 from fsdp_qlora.training.generation.sampling import Completion, Draws, SamplingOptions, Stops
-from fsdp_qlora.training.generation.token_graphs import why_not_graphed
-
-log = logging.getLogger("fsdp_qlora")
+from fsdp_qlora.training.generation.token_graphs import say_no_graphs, why_not_graphed
 
 # Tokens of an answer from which graphs are worth their captures, which take as long as two tokens.
 _GRAPHED_TOKENS = 16
@@ -67,8 +64,6 @@ class TextGenerator:
         self.stops = stops
         self._options = options
         self._weights = weights
-        # why graphs do not compute the tokens, once it is known
-        self._reason: str | None = None
 
     def generate(
         self,
@@ -144,7 +139,7 @@ class TextGenerator:
         decoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._weights.are_decoded:
             decoding = decoded_once(model, len(batch.places), device)
-        most = self._options.max_new_tokens if self._are_graphed() else None
+        most = self._most_graphed(batch)
         head = shared_head_of(model)
         try:
             with decoding, self._precision.autocasting(device):
@@ -155,17 +150,19 @@ class TextGenerator:
             # A forward pass alone leaves weights gathered.
             reshard_all(model)
 
-    def _are_graphed(self) -> bool:
-        """Whether graphs compute the tokens; where they were chosen, the log says why not."""
-        if ways_in_use().answers != GRAPHS or self._options.max_new_tokens < _GRAPHED_TOKENS:
-            return False
-        if self._reason is None:
-            self._reason = why_not_graphed(self._model)
-            if not self._weights.are_in_place:
-                self._reason = "weights move between tokens"
-            if self._reason:
-                log.info("Answers: no graphs (%s)", self._reason)
-        return not self._reason
+    def _most_graphed(self, batch: Batch) -> int | None:
+        """Tokens of an answer, if graphs compute them; else the log has said why they do not."""
+        most = self._options.max_new_tokens
+        if ways_in_use().answers != GRAPHS or most < _GRAPHED_TOKENS:
+            return None
+        reason = "weights move between tokens"
+        if self._weights.are_in_place:
+            longest = most + max(map(len, batch.prompts))
+            reason = why_not_graphed(self._model, longest)
+        if reason:
+            say_no_graphs(reason)
+            return None
+        return most
 
     def answer_all(
         self,

@@ -14,8 +14,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-# The alignment of attention's kernels, in tokens.
-_MULTIPLE = 64
+# Lengths of caches of fixed size are multiples of it: the alignment of attention's kernels.
+LENGTH_MULTIPLE = 64
 
 # transformers' names of the argument, which differ by model and by version
 _ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -32,10 +32,19 @@ def cache_argument(model: PreTrainedModel) -> str | None:
     return next((name for name in _ARGUMENTS if name in parameters), None)
 
 
-def can_be_static(config: PreTrainedConfig) -> bool:
-    """Whether all layers of a model keep keys and values, and nothing else."""
-    cache = StaticCache(config=config, max_cache_len=_MULTIPLE)
-    return all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in cache.layers)
+def can_be_static(config: PreTrainedConfig, num_blocks: int) -> bool:
+    """Whether each block of a model keeps keys and values of its own, and nothing else."""
+    layers = StaticCache(config=config, max_cache_len=LENGTH_MULTIPLE).layers
+    kinds = {type(layer) for layer in layers}
+    return len(layers) >= num_blocks and kinds <= {StaticLayer, StaticSlidingWindowLayer}
+
+
+def sliding_windows(config: PreTrainedConfig) -> list[int]:
+    """The tokens that the layers with a sliding window keep, of each layer."""
+    layers = DynamicCache(config=config).layers
+    return [
+        layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)
+    ]
 
 
 def is_filled(cache: DynamicCache) -> bool:
@@ -51,15 +60,15 @@ def static_cache(
 ) -> StaticCache:
     """Copy a cache of prompts to one of fixed size, once for each answer.
 
-    A layer with a sliding window gets the full length, too: its mask leaves out what is behind the
-    window. The library's own static layer for it counts tokens on the host, which a graph does not.
+    A layer with a sliding window gets the full length, too, which its mask limits to the window.
+    The library's own static layer for it counts tokens on the host, which a graph does not.
 
     Args:
         places: of each answer's prompt among the prompts, int64 [B].
         num_known: tokens of the longest prompt.
         most: tokens of the longest prompt with the longest answer.
     """
-    length = -(-most // _MULTIPLE) * _MULTIPLE
+    length = -(-most // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     static = StaticCache(config=config, max_cache_len=length)
     for index, layer in enumerate(cache.layers):
         keys = layer.keys
@@ -73,5 +82,5 @@ def static_cache(
         copy.cumulative_length.fill_(num_known)
         static.layers[index] = copy
         # The two are in memory for one layer only.
-        layer.reset()
+        layer.keys = layer.values = None
     return static

@@ -9,8 +9,10 @@ aliasing and what is copied when are the same.
 """
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -19,13 +21,25 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
+from fsdp_qlora.model.architecture.attention import REPEATED
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.sharding.graphed import reason_of_failure, why_not
 from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
 from fsdp_qlora.sharding.replayed import GraphPool, Replayed, tensors_of
-from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
+from fsdp_qlora.training.generation.model_cache import (
+    can_be_static,
+    shares_prompts,
+    sliding_windows,
+)
 
 log = logging.getLogger("fsdp_qlora")
+
+# Models of which a block could not be captured, and why: another batch would fail, too.
+_failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+# Arguments that are compared by their values.
+_CONSTANTS = (bool, int, float, str)
+# Implementations of attention that take a mask for each pair of tokens.
+_MASKED = ("sdpa", REPEATED, "eager")
 
 
 class TokenGraphs:
@@ -35,6 +49,7 @@ class TokenGraphs:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
         self._blocks = recomputed_blocks(model)
         self._arguments = _StaticArguments()
         self._graphs: dict[RecomputedBlock, _BlockGraph] = {}
@@ -74,15 +89,21 @@ class TokenGraphs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> "_BlockGraph | None":
+        # A capture computes nothing: where one fails, the block runs without, and so do later ones.
+        if any(isinstance(value, MutableMapping) for value in (*args, *kwargs.values())):
+            self._fail("an argument that blocks write to")
+            return None
         try:
             graph = _BlockGraph(forward, args, kwargs, self._arguments, self._capture)
-        except RuntimeError as error:
-            # A capture computes nothing: the block, and those after it, run without one.
-            self.failure = reason_of_failure(error)
-            log.info("Answers: no graphs (%s)", self.failure)
+        except Exception as error:  # of a driver or a library
+            self._fail(reason_of_failure(error))
             return None
         self._graphs[block] = graph
         return graph
+
+    def _fail(self, reason: str) -> None:
+        self.failure = _failures[self._model] = reason
+        say_no_graphs(reason)
 
 
 def _flat(arguments: Any) -> tuple[list[Any], Any]:
@@ -96,9 +117,8 @@ class _StaticArguments:
     """
 
     def __init__(self) -> None:
-        # The tensors of the pass that were copied, by their ids and their static tensors'. They are
-        # kept alive, so that no others get their ids.
-        self._copied: dict[tuple[int, int], torch.Tensor] = {}
+        # The tensors of the pass that were copied, by the ids of their static tensors.
+        self._copied: dict[int, torch.Tensor] = {}
         # static tensors that were made in the pass, by the ids of the tensors for which
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._results: set[int] = set()
@@ -122,11 +142,10 @@ class _StaticArguments:
 
     def stage(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:
         """Copy an argument to its static tensor, unless it is there."""
-        key = (id(tensor), id(twin))
-        if tensor is twin or key in self._copied:
+        if tensor is twin or self._copied.get(id(twin)) is tensor:
             return
         twin.copy_(tensor)
-        self._copied[key] = tensor
+        self._copied[id(twin)] = tensor
 
 
 class _BlockGraph:
@@ -186,14 +205,32 @@ def _fits(leaf: Any, known: Any) -> bool:
             and leaf.shape == known.shape
             and leaf.dtype == known.dtype
         )
-    return leaf is known or (type(leaf) is type(known) and bool(leaf == known))
+    return leaf is known or (isinstance(leaf, _CONSTANTS) and leaf == known)
 
 
-def why_not_graphed(model: PreTrainedModel) -> str:
-    """The reason why a model's tokens are not computed by graphs; empty if they can be."""
-    if not shares_prompts(model) or not can_be_static(model.config.get_text_config(decoder=True)):
-        return "its cache is not of keys and values alone"
+@functools.cache
+def say_no_graphs(reason: str) -> None:
+    """Log why tokens are not computed by graphs, each reason once."""
+    log.info("Answers: no graphs (%s)", reason)
+
+
+def why_not_graphed(model: PreTrainedModel, longest: int) -> str:
+    """The reason why a model's tokens are not computed by graphs; empty if they can be.
+
+    longest: tokens of a prompt with its answer.
+    """
+    if model in _failures:
+        return _failures[model]
+    config = model.config.get_text_config(decoder=True)
     blocks = recomputed_blocks(model)
+    if not shares_prompts(model) or not can_be_static(config, len(blocks)):
+        return "its cache is not of a block's keys and values alone"
+    # A cache of fixed size has them all, and a plan those in the window.
+    if any(window < longest for window in sliding_windows(config)):
+        return "a sliding window is shorter than prompt and answer"
+    # Others have no mask for a cache that is not full.
+    if config._attn_implementation not in _MASKED:
+        return f"attention by {config._attn_implementation}"
     if blocks != [*find_blocks(model)]:
         return "its blocks are not wrapped"
     reasons = [why_not(unwrapped(block), trains=False) for block in blocks]
