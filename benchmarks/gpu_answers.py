@@ -3,14 +3,13 @@
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu_parts import (
-    GIB,
     build,
     note,
     process_group,
@@ -20,7 +19,7 @@ from benchmarks.gpu_parts import (
     row,
     work_of,
 )
-from benchmarks.gpu_steps import Batch, Timed
+from benchmarks.gpu_steps import GIB, Batch, Timed
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, using_ways, ways_in_use
 from fsdp_qlora.training.generation.generator import NONE_KEPT, KeptWeights, TextGenerator
@@ -70,14 +69,14 @@ def measure_decode(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def _answer(
-    train: Timed, ranks: Ranks, way: str, prompts: dict[int, Sequence[int]], tokens: int
+    train: Timed, ranks: Ranks, way: str, prompts: Mapping[int, Sequence[int]], tokens: int
 ) -> tuple[float, list[int]]:
     """The median seconds of a token, and all tokens that were drawn."""
     chosen, kept = _WAYS[way]
     model = train.run.trainer.model
     precision = train.run.plan.placed.model.precision
     # No end token: all answers have all tokens.
-    stops = Stops(SimpleNamespace(eos_token_id=None), model, "")  # type: ignore[arg-type]
+    stops = Stops(SimpleNamespace(eos_token_id=None), model, "")
     options = SamplingOptions(tokens, temperature=1.0, seed=1)
     generator = TextGenerator(model, ranks, precision, stops, options, kept)
     passes: list[float] = []

@@ -92,12 +92,6 @@ def _compute_operator(way: Way, func: Any, args: Any, kwargs: Any, outputs: Any)
         fill(func, outputs, on_cpu(found))
 
 
-@functools.cache
-def _let_graphs_compute() -> None:
-    library().phantom_on_compute(_compute)
-
-
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 def _compute(number: int) -> int:
     """Called by a launch for each captured operator; 0 where it fails."""
     try:
@@ -108,3 +102,12 @@ def _compute(number: int) -> int:
         traceback.print_exc()
         return 0
     return 1
+
+
+# Kept here: C holds only its address.
+_callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(_compute)
+
+
+@functools.cache
+def _let_graphs_compute() -> None:
+    library().phantom_on_compute(_callback)
