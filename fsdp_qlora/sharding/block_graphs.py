@@ -197,8 +197,7 @@ class BlockGraphs:
             # A cast that autocast keeps would be of one block's weights.
             cast = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
             stack.enter_context(cast)
-            # Hooks around the block would move static tensors elsewhere.
-            stack.enter_context(saved_tensors_hooks(_same, _same))
+            stack.enter_context(without_hooks())
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -276,6 +275,11 @@ class BlockGraphs:
         for has_gradient, copy in zip(self._has_gradient, copies, strict=True):
             gradients.append(copy if has_gradient else None)
         return gradients
+
+
+def without_hooks() -> saved_tensors_hooks:
+    """Have hooks around a block get none of its tensors, which they would move elsewhere."""
+    return saved_tensors_hooks(_same, _same)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 On a fast GPU a step with short micro-batches takes as long as the host needs to launch it. A graph
 is launched at once. The gathers of FSDP2 and its reductions stay outside (block_graphs.py).
 
-A block has the same bits as without a graph: each proves it when it is first computed by one.
+A block has the same bits as without a graph: each proves it once, for the output of the first form
+of inputs that a graph computes for it.
 """
 
 import logging
@@ -30,6 +31,7 @@ from fsdp_qlora.sharding.block_graphs import (
     SharedMemory,
     StagedBlock,
     StructureMemory,
+    without_hooks,
 )
 from fsdp_qlora.sharding.static_memory import BlockTensors
 
@@ -166,12 +168,13 @@ class GraphedBlocks:
         if not self._begin(block, args, kwargs):
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         attributes = vars(block)
+        own = attributes.get("forward")
         # Python finds it before the class's own. Hooks, such as FSDP2's, run around it.
-        attributes["forward"] = partial(self._forward, block)
+        attributes["forward"] = partial(self._forward, block, own)
         try:
             return block(*args, **kwargs)
         finally:
-            attributes.pop("forward", None)
+            _put_back(block, own)
 
     def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is computed by a graph, or one is to be captured for it."""
@@ -196,28 +199,48 @@ class GraphedBlocks:
             return False
         return structure.forms.may_capture()
 
-    def _forward(self, block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replace a block's forward, within its hooks."""
+    def _forward(
+        self, block: nn.Module, own: Any, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replace a block's forward, within its hooks. own: the block's own attribute, if any."""
         # The model's own again, for captures and proofs.
-        del vars(block)["forward"]
+        _put_back(block, own)
         known = self._blocks[block]
         structure = known.structure
-        arguments = structure.forms.arguments
-        graphs = structure.forms.now
         try:
-            staged = self._stage(known, block, x)
-            if graphs is None:
-                assert structure.memory is not None
-                graphs = BlockGraphs(structure.memory, staged, x, arguments)
-                structure.forms.add(graphs)
-            if not known.is_proved:
-                _prove(graphs, staged, x, args, kwargs, arguments)
-                known.is_proved = True
+            # A capture runs both passes, and a proof the block's own.
+            with without_hooks():
+                graphs, staged = self._ready(known, block, x, args, kwargs)
         except Exception as error:
-            self._give_up(structure, reason_of_failure(error))
+            structure.reason = reason_of_failure(error)
+        # Not above, where the error's frames keep the static memory.
+        if structure.reason:
+            self._give_up(structure)
             self._say_not(block, structure.reason)
             return checkpoint(block.forward, x, *args, use_reentrant=False, **kwargs)
-        return graphs(staged, x, arguments)
+        return graphs(staged, x, structure.forms.arguments)
+
+    def _ready(
+        self,
+        known: _Block,
+        block: nn.Module,
+        x: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[BlockGraphs, StagedBlock]:
+        """The graphs for a call, captured and proved, and the gathered block."""
+        structure = known.structure
+        arguments = structure.forms.arguments
+        staged = self._stage(known, block, x)
+        graphs = structure.forms.now
+        if graphs is None:
+            assert structure.memory is not None
+            graphs = BlockGraphs(structure.memory, staged, x, arguments)
+            structure.forms.add(graphs)
+        if not known.is_proved:
+            _prove(graphs, staged, x, args, kwargs, arguments)
+            known.is_proved = True
+        return graphs, staged
 
     def _stage(self, known: _Block, block: nn.Module, x: torch.Tensor) -> StagedBlock:
         """The block with its gathered tensors, which usually are the same as in passes before."""
@@ -238,9 +261,8 @@ class GraphedBlocks:
             self._shared[kind] = SharedMemory(x, self._most_tokens * x.shape[-1])
         return self._shared[kind]
 
-    def _give_up(self, structure: _Structure, reason: str) -> None:
-        """Have no graphs for a structure. Backward passes under way keep theirs until they end."""
-        structure.reason = reason
+    def _give_up(self, structure: _Structure) -> None:
+        """Free a structure's graphs. Backward passes under way keep theirs until they end."""
         structure.memory = None
         structure.forms = _Forms(self._by_bounds)
         for known in self._blocks.values():
@@ -266,6 +288,14 @@ class GraphedBlocks:
             log.log(logging.DEBUG if self._is_trial else logging.INFO, "Graphs: not for %s", what)
 
 
+def _put_back(block: nn.Module, forward: Any) -> None:
+    """Give a block its own forward again; None for its class's."""
+    if forward is None:
+        vars(block).pop("forward", None)
+    else:
+        vars(block)["forward"] = forward
+
+
 def _prove(
     graphs: BlockGraphs,
     staged: StagedBlock,
@@ -279,8 +309,13 @@ def _prove(
         expected = staged.block.forward(x, *args, **kwargs)
         found = graphs.output(staged, x, arguments)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    if not torch.equal(found, expected):
+    # As bytes: NaN is as good as in the block's own output.
+    if not torch.equal(_as_bytes(found), _as_bytes(expected)):
         raise RuntimeError("a graph gives other numbers")
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def reason_of_failure(error: BaseException) -> str:

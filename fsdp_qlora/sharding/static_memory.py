@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 
 # Bytes at a multiple of which torch's allocator for CUDA gives memory.
 _ALIGNMENT = 512
@@ -50,6 +51,7 @@ class BlockTensors:
         if not all(tensor.is_contiguous() for tensor in self.tensors):
             raise ValueError("a weight is not contiguous")
         self.trained = [index for index, tensor in enumerate(self.tensors) if tensor.requires_grad]
+        self._quantized = [each for each in block.modules() if isinstance(each, QuantizedWeight)]
         # They share the tensors' storage, which FSDP2 frees and fills again.
         self._aliases = [tensor.detach() for tensor in self.tensors]
 
@@ -80,6 +82,9 @@ class BlockTensors:
             yield
         finally:
             self._put(before)
+            # They would keep the memory of the others.
+            for layer in self._quantized:
+                layer.forget_views()
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         for (owner, name), tensor in zip(self._places, tensors, strict=False):
