@@ -10,6 +10,7 @@ aliasing and what is copied when are the same.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ class Arguments(NamedTuple):
         names = tuple(kwargs)
         values = (*args, *kwargs.values())
         return cls(names, values, leaves, form, (str(form), *facts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def are_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call has the very same objects."""
@@ -154,8 +160,9 @@ class BlockGraphs:
             for leaf in arguments.leaves
         ]
         self._form = arguments.form
-        # the leaf that a static argument was copied from, and its version then
-        self._staged: list[tuple[Any, int]] = [(None, 0)] * len(self._arguments)
+        # the leaf that a static argument was copied from, as long as it lives, and its version
+        self._staged: list[tuple[weakref.ref[torch.Tensor], int] | None]
+        self._staged = [None] * len(self._arguments)
         self._autocast = (
             x.device.type,
             torch.get_autocast_dtype(x.device.type),
@@ -247,10 +254,10 @@ class BlockGraphs:
             if not isinstance(leaf, torch.Tensor):
                 continue
             # All blocks of a pass have the same.
-            before, version = self._staged[index]
-            if before is not leaf or version != leaf._version:
+            before = self._staged[index]
+            if before is None or before[0]() is not leaf or before[1] != leaf._version:
                 self._arguments[index].copy_(leaf)
-                self._staged[index] = (leaf, leaf._version)
+                self._staged[index] = (weakref.ref(leaf), leaf._version)
 
     def __call__(self, staged: StagedBlock, x: torch.Tensor, arguments: Arguments) -> Any:
         """A block's output, whose gradients go to its input and to its trained tensors."""

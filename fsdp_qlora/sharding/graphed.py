@@ -43,6 +43,9 @@ _MOST_GRAPHS = 16
 _PASSES = 64
 # Passes of a form of inputs before its capture: one that does not come again is not worth it.
 _PASSES_BEFORE = 1
+# Bytes of a block's arguments besides its input, such as masks: each form has static memory for
+# them, which no plan counts.
+_MOST_OF_ARGUMENTS = 2**24
 # Forms of inputs that are counted.
 _MOST_FORMS = 1024
 # Arguments of blocks that graphs may have, besides tensors.
@@ -192,6 +195,10 @@ class GraphedBlocks:
             return False
         elif structure.forms.of_call(x, args[1:], kwargs) is not None:
             return True
+        elif structure.forms.arguments.nbytes > _MOST_OF_ARGUMENTS:
+            size = _MOST_OF_ARGUMENTS >> 20
+            self._say(f"micro-batches whose masks and other arguments have more than {size} MiB")
+            return False
         else:
             structure.reason = why_not_with(structure.forms.arguments)
         if structure.reason:

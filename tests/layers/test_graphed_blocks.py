@@ -118,3 +118,14 @@ def test_a_block_keeps_a_forward_of_its_own(model):
     compute(model)
     assert vars(block)["forward"] is own and calls
     assert graphs_of(model).nbytes
+
+
+def test_large_arguments_have_no_static_memory(model, monkeypatch):
+    monkeypatch.setattr(graphed, "_MOST_OF_ARGUMENTS", 0)
+    compute(model)
+    graphs = graphs_of(model)
+    assert "masks and other arguments" in graphs.reasons[0] and not graphs.nbytes
+    # micro-batches with smaller ones have
+    monkeypatch.setattr(graphed, "_MOST_OF_ARGUMENTS", 2**24)
+    compute(model)
+    assert graphs.nbytes
