@@ -116,6 +116,11 @@ def set_graphs(model: nn.Module, graphs: GraphedBlocks | None) -> None:
         block.graphs = graphs
 
 
+def has_graphs(model: nn.Module) -> bool:
+    """Whether blocks of the model recompute by CUDA graphs where they can."""
+    return any(block.graphs is not None for block in recomputed_blocks(model))
+
+
 def reserve_host_memory(model: nn.Module, size: int, device: torch.device) -> None:
     """Allocate `size` bytes of host memory for the activations that blocks move there.
 

@@ -23,6 +23,7 @@ from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.distributed.supervision.stops import NUM_FLAGS, Control
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
+from fsdp_qlora.sharding.recompute import has_graphs
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.loss_scale import LossScale
 from fsdp_qlora.training.objective import TokenMean, Totals
@@ -325,7 +326,11 @@ class Trainer:
         Args:
             data: all rows to train on.
         """
-        self.try_micro_batch(data.table, *self.longest(data))
+        micro_batch, rounds = self.longest(data)
+        self.try_micro_batch(data.table, micro_batch, rounds)
+        if has_graphs(self.model):
+            # They are captured when inputs of a form come again.
+            self.try_micro_batch(data.table, micro_batch, rounds)
 
     def longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
         """Find the run's longest micro-batch, and the maximum rounds per step.
