@@ -17,7 +17,7 @@ from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
 from fsdp_qlora.planning.activations import Activations
 from fsdp_qlora.planning.blocks import BlockBytes
-from fsdp_qlora.planning.graph_memory import graph_bytes
+from fsdp_qlora.planning.graph_memory import filled_up, graph_bytes, have_graphs
 from fsdp_qlora.planning.memory import Memory, Sizes, Step
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
@@ -60,6 +60,8 @@ def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step)
     Args:
         blocks: as measured for its longest micro-batch.
     """
+    if have_graphs(parts, step):
+        blocks, step = filled_up(blocks, step)
     return _Estimate(parts, blocks, step).memory()
 
 
@@ -271,11 +273,15 @@ class _Estimate:
         return points
 
     def _at_proof(self) -> Sizes:
-        """Transient memory where a block is computed with and without a graph."""
+        """Transient memory where a block is computed with and without a graph, or captured.
+
+        A capture is preceded by both passes without.
+        """
         num_blocks = self.step.recomputing
+        blocks = self.blocks[:num_blocks]
         return {
             "gathered blocks": max(self.gathered[:num_blocks]),
-            "block at work": max(block.forward for block in self.blocks[:num_blocks]),
+            "block at work": max(max(block.forward, block.recomputing) for block in blocks),
             # and both outputs
             "block inputs": self.hidden * (num_blocks + 2),
         }
@@ -298,8 +304,8 @@ class _Estimate:
             block = self.blocks[index]
             at_work = block.backward - block.kept
             if activations.is_computed_again(index):
-                # Of a graph's results there are copies.
-                at_work = 2 * self.hidden if self.graphs else block.recomputing
+                # Also beside graphs: inputs of a form run without before they have a graph.
+                at_work = block.recomputing
             here = activations.in_backward(index)
             is_last = index == num_blocks - 1
             sizes = {

@@ -30,6 +30,7 @@ from fsdp_qlora.planning.activations import OnHost
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement, with_margin
+from fsdp_qlora.planning.graph_memory import blocks_by_graphs
 from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
@@ -327,18 +328,31 @@ def check_memory(
         )
 
 
-def has_room_for_graphs(placed: PlacedModel) -> bool:
+def has_room_for_graphs(placed: PlacedModel, *, may_keep: bool) -> bool:
     """Whether this rank's GPU has room for the model's blocks as CUDA graphs.
 
-    False on a CPU, and where blocks have no graphs since their weights are copied from the host.
+    False on a CPU, and where blocks have no graphs, such as those whose weights are copied from the
+    host.
+
+    Args:
+        may_keep: blocks keep their activations if there is room; then they need no graphs.
     """
     machine = placed.model.machine
     is_streamed = placed.placement.offload.blocks > 0 and placed.step.num_shards == 1
     if machine.device.type != "cuda" or machine.is_elsewhere or is_streamed:
         return False
-    with using_ways(ways_in_use()._replace(blocks=GRAPHS)):
-        memory = estimate_memory(placed.model.meta.parts, placed.blocks, placed.step)
+    step = placed.step
+    parts = placed.model.meta.parts
+    if not blocks_by_graphs(parts, step):
+        return False
     free, _ = torch.cuda.mem_get_info(machine.device)
+    if may_keep:
+        fewer = dataclasses.replace(step, recomputing=step.recomputing - 1)
+        if with_margin(estimate_memory(parts, placed.blocks, fewer).reserved) <= free:
+            log.debug("Graphs: not with blocks that can keep their activations.")
+            return False
+    with using_ways(ways_in_use()._replace(blocks=GRAPHS)):
+        memory = estimate_memory(parts, placed.blocks, step)
     has_room = with_margin(memory.reserved) <= free
     if not has_room:
         log.info(

@@ -154,7 +154,7 @@ def build_forward(
     # A few tokens show how this model's loss can be computed, before a step depends on it.
     forward.probe()
     if ways_in_use().blocks == GRAPHS:
-        longest = filled_length(config.batch_size * config.longest_row * row_kind.num_documents)
+        longest = filled_length(plan.placed.step.num_tokens)
         by_bounds = reads_bounds(model.config, forward.attention)
         set_graphs(model, GraphedBlocks(longest, by_bounds=by_bounds))
     return forward
@@ -340,6 +340,9 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
     elif start.failed_starts:
         # The trial itself may have ended it: the safest setting comes before the fastest.
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
+        trainer.try_longest(rows)
+    elif ways_in_use().blocks == GRAPHS:
+        log.info("Recompute: all blocks, which run as CUDA graphs.")
         trainer.try_longest(rows)
     else:
         memory = plan.placed.memory

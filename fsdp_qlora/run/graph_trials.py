@@ -19,7 +19,14 @@ from fsdp_qlora.model.architecture.attention import attending, reads_bounds
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision
 from fsdp_qlora.model.build_model import LayerOptions, build_model
-from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, using_ways, ways_of_option
+from fsdp_qlora.model.kernels.in_use import (
+    GRAPHS,
+    PLAIN,
+    Ways,
+    using_ways,
+    ways_in_use,
+    ways_of_option,
+)
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.graphed import GraphedBlocks
@@ -41,7 +48,7 @@ class BlockForm(NamedTuple):
     """The model and the options that a block is built from. It goes to a process as JSON.
 
     config: as in config.json. lora: as `LoraOptions`. options: the quantizer's. attention: as the
-    option asks for it. documents: as in `ModelPlan`.
+    option asks for it. documents: as in `ModelPlan`. num_tokens: of the longest micro-batch.
     """
 
     config: dict[str, Any]
@@ -52,6 +59,7 @@ class BlockForm(NamedTuple):
     options: dict[str, Any]
     attention: str
     documents: str | None
+    num_tokens: int = 0
 
     @classmethod
     def of(
@@ -144,7 +152,7 @@ def graph_trials(form: BlockForm, lengths: list[int], device: torch.device) -> P
     """The trials of a block on micro-batches with rows of these lengths."""
     short = [min(_SHORT, lengths[0])] * _DOCUMENTS
     proof = partial(_trial, form, short, device)
-    timed = partial(_trial, form, lengths, device)
+    timed = partial(_timed, form, lengths, device)
     return PartTrials(
         "blocks",
         [GRAPHS],
@@ -154,8 +162,17 @@ def graph_trials(form: BlockForm, lengths: list[int], device: torch.device) -> P
     )
 
 
-def _trial(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
+def _timed(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
+    """A trial by the ways in use, as far as they are chosen."""
+    ways = ways_in_use()._replace(linears=ways_of_option("auto").linears)
+    return _trial(form, lengths, device, ways)
+
+
+def _trial(
+    form: BlockForm, lengths: list[int], device: torch.device, others: Ways | None = None
+) -> Trial:
     tried = _TriedBlock(form, lengths, device)
+    tried.others = others or tried.others
     ways = {
         PLAIN: tried.plain,
         GRAPHS: tried.by_graphs,
@@ -164,9 +181,13 @@ def _trial(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
 
 
 class _TriedBlock:
-    """A model of one block, and the arguments of a micro-batch with rows of these lengths."""
+    """A model of one block, and the arguments of a micro-batch with rows of these lengths.
+
+    others: how its parts are computed.
+    """
 
     def __init__(self, form: BlockForm, lengths: list[int], device: torch.device) -> None:
+        self.others = ways_of_option("auto")
         self._precision = PRECISIONS[form.precision]
         self._device = device
         self._implementation = form.documents
@@ -220,7 +241,7 @@ class _TriedBlock:
         # The backward pass computes the block again, by the same ways.
         with (
             attending(self._model, self._implementation),
-            using_ways(ways_of_option("auto")),
+            using_ways(self.others),
         ):
             with self._precision.autocasting(self._device):
                 output = self._model.base_model(

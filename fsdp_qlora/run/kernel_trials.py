@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
 from fsdp_qlora.model.architecture.attention import VARLEN
 from fsdp_qlora.model.architecture.attention_kernels import FLASH4
 from fsdp_qlora.model.architecture.attention_ways import (
@@ -175,8 +174,10 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         return
     if "answers" in form.graphed:
         yield answer_trials(form.block, device)
-    if "blocks" in form.graphed and form.rows * form.longest <= MOST_TOKENS:
-        yield graph_trials(form.block, form.lengths, device)
+    # The last one: `TriedKernels` times it by the ways of the others.
+    if "blocks" in form.graphed:
+        lengths = [max(form.block.num_tokens // form.rows, 1)] * form.rows
+        yield graph_trials(form.block, lengths, device)
 
 
 def _by_tokens(part: str, form: KernelForm, make: Callable[[int], Trial]) -> PartTrials:

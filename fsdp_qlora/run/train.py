@@ -100,7 +100,8 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
         warn_left_out(prepared.config, plan.model, base.weights)
         planned = [plan.model, *([plan.teacher.model] if plan.teacher else [])]
         graphed = graphed_parts(prepared.config, plan)
-        kernels = TriedKernels.of(prepared.config, *planned, graphed=graphed)
+        num_tokens = plan.placed.step.num_tokens
+        kernels = TriedKernels.of(prepared.config, *planned, graphed=graphed, num_tokens=num_tokens)
     session.start_group(plan.placed.layout)
     identity = agree(prepared, ranks, base.weights)
     start = folder.choose_start(identity)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.graph_lengths import filled_length
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory
 from fsdp_qlora.model.architecture.attention_kernels import CUDNN
-from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, Ways, ways_of_option
+from fsdp_qlora.model.kernels.in_use import GRAPHS, PLAIN, Ways, using_ways, ways_of_option
 from fsdp_qlora.model.kernels.trial import PartTrials, milliseconds, reason_of, why_wrong
 from fsdp_qlora.model.quantizers.padded_groups import PADDED, experts_way
 from fsdp_qlora.planning.placement import has_room_for_graphs
@@ -59,7 +60,7 @@ def graphed_parts(config: TrainConfig, plan: Plan) -> list[str]:
     parts = []
     if plan.generation is not None or config.sample_prompts:
         parts.append("answers")
-    if config.recompute != "none" and has_room_for_graphs(plan.placed):
+    if has_room_for_graphs(plan.placed, may_keep=config.recompute == "auto"):
         parts.append("blocks")
     return parts
 
@@ -79,13 +80,18 @@ class TriedKernels:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, *plans: ModelPlan, graphed: Sequence[str] = ()
+        cls,
+        config: TrainConfig,
+        *plans: ModelPlan,
+        graphed: Sequence[str] = (),
+        num_tokens: int = 0,
     ) -> "TriedKernels":
         """Try the kernels of planned models on this machine, if it has a GPU.
 
         Args:
             plans: of the model that trains, and of a teacher.
             graphed: the parts that may be graphs, for the first one: blocks, answers.
+            num_tokens: of the longest micro-batch, for its blocks as graphs.
         """
         device = plans[0].machine.device
         if config.kernels == PLAIN or device.type != "cuda":
@@ -94,6 +100,8 @@ class TriedKernels:
         if graphed:
             layers = layer_options(config, plans[0].config, plans[0].packed)
             block = BlockForm.of(config, plans[0], layers)
+            if block is not None:
+                block = block._replace(num_tokens=filled_length(num_tokens))
             form = replace(form, block=block, graphed=[*graphed])
         verdicts: Verdicts = {}
         failure = ""
@@ -141,8 +149,15 @@ class TriedKernels:
 
     def _all_measured(self, form: KernelForm) -> dict[str, Measured]:
         """This rank's findings, by part. It raises nothing, since the others wait for it."""
+        found: dict[str, Measured] = {}
+        ways = ways_of_option(self.option)
         try:
-            return {part.part: self._measured(part) for part in trials(form, self.device)}
+            for part in trials(form, self.device):
+                # The last part is timed by the ways of those before.
+                with using_ways(ways):
+                    found[part.part] = self._measured(part)
+                ways = ways._replace(**{part.part: fastest(found[part.part])})
+            return found
         except Exception as error:  # a broken installation of a library
             log.debug("Kernels: %s", error)
             return {}

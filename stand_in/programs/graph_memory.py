@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import random_rows_of
 from benchmarks.standin_memory import build
 from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.model.kernels.in_use import GRAPHS, use_ways
 from fsdp_qlora.sharding.recompute import recomputed_blocks
 from stand_in.kernels import chosen_ways
+
+ROW = 2048
 
 
 def pool_bytes() -> int:
@@ -27,6 +30,10 @@ def main(rows: int) -> None:
     trainer, placed, all_rows = build(shape="8b", layers=3, recompute="all", batch_size=rows)
     for _ in range(4):
         trainer.train_step(StepRows(0, *all_rows))
+    # Inputs of another form run without a graph at first, beside the memory of those that are made.
+    lengths = [ROW] * (rows - 1) + [ROW - rows * ROW // 16]
+    table = random_rows_of(lengths, 1000, masked=0, seed=1)
+    trainer.train_step(StepRows(0, table, all_rows.rows))
     graphs: Any = recomputed_blocks(trainer.model)[0].graphs
     planned = placed.memory.resident
     found = {

@@ -1,0 +1,78 @@
+"""Which models' blocks are planned as graphs, and with which tokens."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
+from fsdp_qlora.distributed.layout import Layout
+from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.build_model import LayerOptions, build_model
+from fsdp_qlora.model.kernels.in_use import GRAPHS, Ways, using_ways
+from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.planning.activations import OnHost
+from fsdp_qlora.planning.blocks import BlockBytes
+from fsdp_qlora.planning.estimate import estimate_memory
+from fsdp_qlora.planning.fit import Placement
+from fsdp_qlora.planning.graph_memory import blocks_by_graphs
+from fsdp_qlora.planning.memory import Step
+from tests.helpers.models import SIZES
+
+pytestmark = pytest.mark.quick
+
+STEP = Step(
+    precision=PRECISIONS["bf16"],
+    optimizer="adamw",
+    layout=Layout(1, 1, "full_shard"),
+    placement=Placement("full_shard"),
+    num_tokens=4100,
+    recomputing=4,
+)
+
+
+def parts_of(family: str = "llama", **changes: Any) -> ModelParts:
+    config = AutoConfig.for_model(family, **SIZES | {"num_hidden_layers": 4} | changes)
+    layers = LayerOptions(LoraOptions(rank=4), {"quant_type": "nf4", "double_quant": True})
+    kind = TRAIN_TYPES["qlora"]
+    cpu = torch.device("cpu")
+    return build_model(config, kind, STEP.precision, cpu, layers, attn_implementation="sdpa").parts
+
+
+def test_graphs_are_for_models_with_many_blocks_by_them():
+    parts = parts_of()
+
+    def by_graphs(**changes: Any) -> list[int]:
+        return blocks_by_graphs(parts, dataclasses.replace(STEP, **changes))
+
+    assert by_graphs() == [0, 1, 2, 3]
+    assert by_graphs(recomputing=2) == [0, 1]
+    assert by_graphs(recomputing=1) == by_graphs(recomputing=0) == []
+    # of three that do not keep theirs on the GPU, two are on the host
+    assert by_graphs(recomputing=3, on_host=OnHost(blocks=2)) == []
+    assert by_graphs(recomputing=3, on_host=OnHost(blocks=1)) == [0, 1]
+    assert by_graphs(num_tokens=MOST_TOKENS) and not by_graphs(num_tokens=MOST_TOKENS + 1)
+    # experts behind dense blocks
+    for dense, expected in (([0], []), ([0, 1, 2], [0, 1, 2])):
+        mixture = parts_of("qwen3_moe", mlp_only_layers=dense)
+        assert blocks_by_graphs(mixture, STEP) == expected
+
+
+def test_memory_with_graphs_is_that_without_of_filled_tokens_and_their_own():
+    parts = parts_of()
+    block = BlockBytes(kept=4100 * 500, backward=4100 * 900, recomputing=4100 * 800, forward=0)
+
+    def backward(**changes: Any) -> tuple[dict[str, int], dict[str, int]]:
+        memory = estimate_memory(parts, [block] * 4, dataclasses.replace(STEP, **changes))
+        return memory.phases["backward"], memory.resident
+
+    plain, _ = backward()
+    with using_ways(Ways(blocks=GRAPHS)):
+        filled, resident = backward()
+    for name in ("block at work", "block inputs", "hidden states at the head"):
+        assert filled[name] == plain[name] * 4608 // 4100, name
+    assert resident["graphs' pool"] and resident["static tensors of graphs"]
