@@ -50,7 +50,7 @@ MOST = {
     "options": 97,
     # The last ones try blocks as graphs, which is for blocks that recompute, and plan and choose
     # those whose activations the host keeps instead.
-    "files that name recompute": 29,
+    "files that name recompute": 28,
     "mentions of world_size outside the layout": 83,
     "places that ask for the kind of rows": 27,
 }
