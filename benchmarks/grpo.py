@@ -148,8 +148,9 @@ def seconds_of_ours(options: argparse.Namespace, clone: Path, folder: Path) -> f
     run_quietly(command, clone, folder)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
+    # A step's own seconds are without those of its answers.
     steps = [
-        record["step_seconds"]
+        record["generation_seconds"] + record["step_seconds"]
         for record in records
         if "step_seconds" in record and "generation_seconds" in record
     ]
