@@ -9,7 +9,7 @@ of inputs that a graph computes for it.
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -49,7 +49,7 @@ _MOST_OF_ARGUMENTS = 2**24
 # Forms of inputs that are counted.
 _MOST_FORMS = 1024
 # Arguments of blocks that graphs may have, besides tensors.
-_CONSTANTS = (bool, int, float, str, torch.dtype)
+CONSTANTS = (bool, int, float, str, torch.dtype)
 # The module of hooks on a block itself that may run once for both of its passes: they gather.
 _FSDP = "torch.distributed.fsdp"
 
@@ -368,16 +368,23 @@ def why_not(block: nn.Module, *, trains: bool = True) -> str:
 
 def why_not_with(arguments: Arguments) -> str:
     """The reason in a block's arguments why it gets no graph; empty if there is none."""
-    for value in arguments.values:
-        # Blocks hand tensors to later ones in it.
-        if isinstance(value, MutableMapping):
-            return "an argument that blocks write to"
+    reason = why_not_written(arguments.values)
+    if reason:
+        return reason
     for leaf in arguments.leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
                 return "an argument besides the input has a gradient"
-        elif leaf is not None and not isinstance(leaf, _CONSTANTS):
+        elif leaf is not None and not isinstance(leaf, CONSTANTS):
             return f"an argument of type {type(leaf).__name__}"
+    return ""
+
+
+def why_not_written(values: Iterable[object]) -> str:
+    """The reason if one of a block's arguments is written to; empty if none is."""
+    # Blocks hand tensors to later ones in a mapping.
+    if any(isinstance(value, MutableMapping) for value in values):
+        return "an argument that blocks write to"
     return ""
 
 
@@ -422,4 +429,4 @@ def structure_facts(block: nn.Module) -> Iterator[object]:
 def _is_constant(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
-    return value is None or isinstance(value, (*_CONSTANTS, FunctionType))
+    return value is None or isinstance(value, (*CONSTANTS, FunctionType))

@@ -51,6 +51,8 @@ _DESCRIPTION = {
 }
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 
+# transformers' names of the argument for a cache, which differ by model and by version
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 # Packages whose kernels transformers' code of such layers calls, by the names that it imports.
 KERNELS = {
     "fla": "flash-linear-attention",
@@ -268,10 +270,8 @@ def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cache_argument(layer: nn.Module, cache: CarriedState) -> dict[str, CarriedState]:
-    # transformers' names of the argument, which differ by model
-    names = ("cache", "cache_params", "past_key_values")
     parameters = inspect.signature(type(layer).forward).parameters
-    return {name: cache for name in names if name in parameters}
+    return {name: cache for name in CACHE_ARGUMENTS if name in parameters}
 
 
 def groups(lengths: list[int]) -> Iterator[list[int]]:

@@ -14,11 +14,10 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from fsdp_qlora.model.architecture.token_mixers import CACHE_ARGUMENTS
+
 # Lengths of caches of fixed size are multiples of it: the alignment of attention's kernels.
 LENGTH_MULTIPLE = 64
-
-# transformers' names of the argument, which differ by model and by version
-_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
@@ -29,7 +28,7 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 def cache_argument(model: PreTrainedModel) -> str | None:
     """The name of the argument that takes a model's cache; None if there is none."""
     parameters = inspect.signature(type(model).forward).parameters
-    return next((name for name in _ARGUMENTS if name in parameters), None)
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
 def can_be_static(config: PreTrainedConfig, num_blocks: int) -> bool:

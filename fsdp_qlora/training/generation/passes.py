@@ -50,7 +50,8 @@ class Passes:
 
     Args:
         counts: distinct prompts and answers of each of `sharing_ranks`.
-        most: tokens of an answer, for passes by graphs (`can_be_graphed`); None for passes without.
+        most: tokens of an answer, for passes by graphs; None for passes without. The model must
+            allow them (`why_not_graphed`).
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,12 @@ from transformers import Cache, PreTrainedModel
 
 from fsdp_qlora.model.architecture.attention import REPEATED
 from fsdp_qlora.model.architecture.decoder import find_blocks
-from fsdp_qlora.sharding.graphed import reason_of_failure, why_not
+from fsdp_qlora.sharding.graphed import (
+    CONSTANTS,
+    reason_of_failure,
+    why_not,
+    why_not_written,
+)
 from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
 from fsdp_qlora.sharding.replayed import GraphPool, Replayed, tensors_of
 from fsdp_qlora.training.generation.model_cache import (
@@ -36,8 +41,6 @@ log = logging.getLogger("fsdp_qlora")
 
 # Models of which a block could not be captured, and why: another batch would fail, too.
 _failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Arguments that are compared by their values.
-_CONSTANTS = (bool, int, float, str)
 # Implementations of attention that take a mask for each pair of tokens.
 _MASKED = ("sdpa", REPEATED, "eager")
 
@@ -90,8 +93,9 @@ class TokenGraphs:
         kwargs: dict[str, Any],
     ) -> "_BlockGraph | None":
         # A capture computes nothing: where one fails, the block runs without, and so do later ones.
-        if any(isinstance(value, MutableMapping) for value in (*args, *kwargs.values())):
-            self._fail("an argument that blocks write to")
+        reason = why_not_written((*args, *kwargs.values()))
+        if reason:
+            self._fail(reason)
             return None
         try:
             graph = _BlockGraph(forward, args, kwargs, self._arguments, self._capture)
@@ -205,7 +209,7 @@ def _fits(leaf: Any, known: Any) -> bool:
             and leaf.shape == known.shape
             and leaf.dtype == known.dtype
         )
-    return leaf is known or (isinstance(leaf, _CONSTANTS) and leaf == known)
+    return leaf is known or (isinstance(leaf, CONSTANTS) and leaf == known)
 
 
 @functools.cache
