@@ -79,9 +79,8 @@ def plan_generation(
     model = placed.model
     memory = placed.memory
     itemsize = model.precision.compute_dtype.itemsize
-    if model.machine.device.type == "cuda":
-        # Graphs have a cache of a fixed length (training/generation/model_cache.py).
-        longest = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    # A cache has room for further tokens (training/generation/model_cache.py).
+    longest = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
     room = _room(placed)

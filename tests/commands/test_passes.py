@@ -4,12 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.replayed import Replayed
 from fsdp_qlora.training.generation import token_graphs
-from fsdp_qlora.training.generation.model_cache import can_be_static, shares_prompts
+from fsdp_qlora.training.generation.model_cache import (
+    LENGTH_MULTIPLE,
+    RoomyLayer,
+    can_be_static,
+    make_roomy,
+    shares_prompts,
+)
 from fsdp_qlora.training.generation.passes import Batch, Passes
 
 NEW_TOKENS = 10
@@ -85,6 +91,27 @@ def test_a_prompt_of_several_answers_is_computed_once():
     )
     _greedy(model, Batch.of([PROMPTS[0]] * 8, shares_prompts=True))
     assert seen == [(1, 7)] + [(8, 1)] * (NEW_TOKENS - 1)
+
+
+def test_a_cache_with_room_keeps_what_the_librarys_own_keeps():
+    caches = [DynamicCache(), DynamicCache()]
+    moved = []
+    for step in range(2 * LENGTH_MULTIPLE):
+        states = torch.randn(3, 2, 5 if step == 0 else 1, 4)
+        (keys, values), expected = (cache.update(states, -states, 0) for cache in caches)
+        assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+        moved.append(keys.data_ptr())
+        if step in (0, 9):
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([2, 0, 0]))
+        if step == 20:
+            for cache in caches:
+                cache.crop(-3)
+        make_roomy(caches[0])
+    # Memory is taken where rows were chosen, tokens taken away, and the room was used up.
+    assert len(dict.fromkeys(moved)) <= 1 + 3 + 2
+    layer = type(caches[0].layers[0])
+    assert layer is RoomyLayer and caches[0].get_seq_length() == caches[1].get_seq_length() == 129
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -4,6 +4,7 @@ Passes that run as CUDA graphs need the copy.
 """
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
@@ -16,8 +17,60 @@ from transformers.cache_utils import (
 
 from fsdp_qlora.model.architecture.token_mixers import CACHE_ARGUMENTS
 
-# Lengths of caches of fixed size are multiples of it: the alignment of attention's kernels.
+# Memory for keys and values has room for a multiple of these tokens: the alignment of attention's
+# kernels.
 LENGTH_MULTIPLE = 64
+
+
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # the library has no types
+    """A layer's keys and values, each in memory with room for further tokens.
+
+    The library's own layer copies all of them for each token.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    _room: tuple[torch.Tensor, ...] = ()
+    _used: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, layer: DynamicLayer) -> "RoomyLayer":
+        """A layer that has the keys and values of another one, and continues them."""
+        roomy = cls()
+        roomy.__dict__.update(layer.__dict__)
+        return roomy
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            return super().update(key_states, value_states, *args, **kwargs)
+        known = self.keys.shape[-2]
+        end = known + key_states.shape[-2]
+        # Others may have replaced them: by a choice of rows, or without the last tokens.
+        is_ours = self._used and self.keys is self._used[0] and self.values is self._used[1]
+        if not is_ours or end > self._room[0].shape[-2]:
+            self._room = (_with_room(self.keys, end), _with_room(self.values, end))
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, known:end] = states
+        self._used = (self._room[0][:, :, :end], self._room[1][:, :, :end])
+        self.keys, self.values = self._used
+        return self._used
+
+
+def _with_room(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """A copy of keys or values [B, G, T, D] with room for at least `num_tokens` tokens."""
+    length = -(-num_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    room = states.new_empty(*states.shape[:2], length, states.shape[-1])
+    room[:, :, : states.shape[2]] = states
+    return room
+
+
+def make_roomy(cache: DynamicCache) -> None:
+    """Give the layers of a cache that keep all tokens room for further ones."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[index] = RoomyLayer.of(layer)
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:

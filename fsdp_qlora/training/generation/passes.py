@@ -19,6 +19,7 @@ from fsdp_qlora.sharding.vocabulary import shared_head_of
 from fsdp_qlora.training.generation.model_cache import (
     cache_argument,
     is_filled,
+    make_roomy,
     shares_prompts,
     static_cache,
 )
@@ -92,10 +93,12 @@ class Passes:
         is_static = self._most is not None and is_filled(self._cache)
         if is_static:
             self._make_static(places)
+        elif self._has_copies:
+            self._cache.reorder_cache(places)
+        if isinstance(self._cache, DynamicCache):
+            make_roomy(self._cache)
         if not self._has_copies:
             return logits
-        if not is_static:
-            self._cache.reorder_cache(places)
         self._ids = self._ids[places]
         self._mask = self._mask[places]
         self._positions = self._positions[places]
