@@ -334,12 +334,13 @@ def measure(**case: Any) -> dict[str, Any]:
     import torch
 
     from fsdp_qlora.data.batches.schedule import StepRows
+    from fsdp_qlora.data.longest_rows import longest_of_table
     from stand_in.programs.with_routes import fix_routes
 
     fix_routes()
     trainer, _, rows = build(**case)
     loaded = torch.cuda.memory_allocated()
-    trainer.try_longest(rows)
+    trainer.try_longest(longest_of_table(rows, trainer.collator))
     for step in range(3):
         trainer.train_step(StepRows(step, *rows))
     return {

@@ -27,7 +27,7 @@ class RowKind(NamedTuple):
     num_documents: texts of a row. num_learned: those of them that are learned from. described: in
     messages. objective: one that learns from such rows. is_sampled: they are completions that the
     model gives during training. has_teacher: the second document is the same answer to the
-    teacher's prompt.
+    teacher's prompt. shares_prompts: documents that are learned from may have a prompt in common.
     """
 
     name: str
@@ -37,13 +37,14 @@ class RowKind(NamedTuple):
     objective: str
     is_sampled: bool = False
     has_teacher: bool = False
+    shares_prompts: bool = False
 
 
 TEXTS = RowKind("texts", 1, 1, "texts", "sft")
-PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo")
+PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo", shares_prompts=True)
 # The second document is another row's answer to the same prompt.
 LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
-PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo", is_sampled=True)
+PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo", is_sampled=True, shares_prompts=True)
 _PROMPT = "a teacher_prompt or a teacher_system"
 TEACHER_ROWS = RowKind("teacher_rows", 2, 1, f"texts with {_PROMPT}", "distill", has_teacher=True)
 TEACHER_PROMPTS = RowKind(

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
+import numpy as np
+
+from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
 from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.data.content import Row
 
@@ -54,3 +56,24 @@ def rows_of_prompts(prompts: Sequence[Prompt]) -> TokenizedRows:
         [()] * len(prompts),
         [prompt.row_number for prompt in prompts],
     )
+
+
+def rows_of_answers(
+    prompts: Sequence[Prompt], num_tokens: int, *, has_teacher: bool
+) -> TokenizedRows:
+    """Rows as a run samples them: an answer of `num_tokens` tokens behind each prompt.
+
+    has_teacher: whether the same answer follows the teacher's prompt in a second document.
+    """
+    before: list[list[int]] = []
+    numbers: list[int] = []
+    for prompt in prompts:
+        before.append(prompt.ids)
+        if has_teacher:
+            before.append(prompt.teacher_ids or prompt.ids)
+        numbers += [prompt.row_number] * (2 if has_teacher else 1)
+    table = join_completions(before, [[0] * num_tokens] * len(before), numbers)
+    if has_teacher:
+        return beside_teacher(table)
+    tokens = np.array([len(ids) for ids in before], np.int64)
+    return table.with_columns("row", prompt_tokens=tokens)

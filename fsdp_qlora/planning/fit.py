@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.schedule import RowsInMemory
+from fsdp_qlora.data.longest_rows import LongestRows
 from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
@@ -306,7 +306,7 @@ def _reserve(model: nn.Module, device: torch.device, size: int) -> bool:
 
 def fit_on_gpu(
     trainer: Trainer,
-    data: RowsInMemory,
+    longest: LongestRows,
     *,
     block_bytes: int,
     moved_bytes: int = 0,
@@ -322,7 +322,6 @@ def fit_on_gpu(
         moved_bytes: of a block's activations in host memory; 0 to keep none there.
     """
     device = trainer.ranks.device
-    micro_batch, rounds = trainer.longest(data)
     left_free = max(_LEAST_FREE, int(_FREE_SHARE * torch.cuda.mem_get_info(device)[1]))
 
     def reservable() -> int:
@@ -332,7 +331,7 @@ def fit_on_gpu(
     def try_step() -> tuple[int, int]:
         # Otherwise blocks of memory that an earlier probe reserved would count for this one.
         release_cached_memory(device)  # peaks count from here
-        held = trainer.try_micro_batch(data.table, micro_batch, rounds)
+        held = trainer.try_micro_batch(longest)
         return held, reservable() - torch.cuda.max_memory_reserved(device) - left_free
 
     def timed_step() -> tuple[float, float]:
@@ -340,7 +339,7 @@ def fit_on_gpu(
         started = time.perf_counter()
         _, room = try_step()
         torch.cuda.synchronize(device)
-        return (time.perf_counter() - started) / min(2, rounds), room
+        return (time.perf_counter() - started) / min(2, longest.num_rounds), room
 
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
@@ -356,7 +355,7 @@ def fit_on_gpu(
             block_bytes=moved_bytes,
             link=least(measure_link(device)),
             free=least(host_memory_free(trainer.ranks.local_world_size)),
-            micro_batches=rounds * trainer.options.total_steps,
+            micro_batches=longest.num_rounds * trainer.options.total_steps,
         )
         on_host = fit_on_host(model, recomputing, trials, limits)
     if on_host:  # then the last block keeps its activations

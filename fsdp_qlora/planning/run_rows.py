@@ -6,10 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
+from fsdp_qlora.data.batches.shared_tokens import (
+    RowTokens,
+    SharedTokens,
+    shared_in_groups,
+    shared_in_pairs,
+)
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.architecture.attention import can_share
 from fsdp_qlora.planning.placement import longest_allowed
@@ -103,8 +108,16 @@ class RunRows:
         self.data = data
         self.schedule = schedule
         self.lengths = np.minimum(data.lengths, schedule.context_length)
-        self._shares_prompts = config.objective_row.kind_of_rows(config) == PAIRS and can_share(
-            documents
+        kind = config.objective_row.kind_of_rows(config)
+        shares = kind.shares_prompts and schedule.keeps_prompts and can_share(documents)
+        rows = data.known_rows
+        self._shares_in_pairs = shares and len(rows.splits) > 0
+        own = rows.learned_from(shares_prompts=self._shares_in_pairs).own + data.completion_length
+        prompts = None
+        if shares and not self._shares_in_pairs:
+            prompts = np.minimum(rows.lengths, schedule.context_length)
+        self._computed = RowTokens(
+            np.minimum(own, schedule.context_length), rows.row_numbers, prompts
         )
 
     def planned(self) -> PlannedRows:
@@ -122,15 +135,17 @@ class RunRows:
 
     def longest(self) -> Lengths:
         """The run's longest micro-batch, padding included."""
-        computed = self.data.known_rows.num_learned_from(shares_prompts=self._shares_prompts)
-        computed = np.minimum(computed + self.data.completion_length, self.schedule.context_length)
-        longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)
+        longest, _ = self.schedule.longest_micro_batch(
+            self.data.train_rows, self.lengths, self._computed
+        )
         most_values = np.sort(self.data.train.images.num_values)[-self.schedule.batch_size :].sum()
         return self._lengths_of(longest)._replace(image_values=int(most_values))
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""
-        steps = self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)
+        steps = self.schedule.rounds_of_first_steps(
+            self.data.train_rows, self.lengths, self._computed.prompts
+        )
         rounds = list(itertools.chain.from_iterable(steps))
         # a round's longest micro-batch is its first
         longest = [self._lengths_of(first) for first, *_ in rounds]
@@ -153,6 +168,17 @@ class RunRows:
         tokens = np.minimum(lengths, most).tolist()
         if self.schedule.padding:
             tokens = [max(tokens, default=0)] * len(tokens)
-        if not self._shares_prompts:
-            return Lengths(tokens)
-        return Lengths(tokens, np.minimum(rows.num_shared[micro_batch], most).tolist())
+        return Lengths(tokens, self._shared(micro_batch, most))
+
+    def _shared(self, micro_batch: np.ndarray, most: int) -> SharedTokens | None:
+        """The tokens that documents of a micro-batch share, at most `most` of each."""
+        if self._shares_in_pairs:
+            shared = shared_in_pairs(self.data.known_rows.num_shared[micro_batch])
+        elif self._computed.prompts is not None:
+            groups = self._computed.groups[micro_batch]
+            shared = shared_in_groups(groups, self._computed.prompts[micro_batch])
+        else:
+            return None
+        return SharedTokens(
+            np.minimum(shared.counts, most).tolist(), np.asarray(shared.sources).tolist()
+        )

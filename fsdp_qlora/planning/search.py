@@ -228,7 +228,8 @@ class Planner:
 
     def _measure(self, lengths: Lengths, shares: int) -> list[BlockBytes]:
         """Bytes that each block keeps and needs for a micro-batch, shared by `shares` ranks."""
-        key = (shares, *lengths.of_documents, *(lengths.shared or ()))
+        shared = lengths.shared.counts if lengths.shared else ()
+        key = (shares, *lengths.of_documents, *shared)
         model = self.model
         if key not in self._blocks:
             with using_ways(ways_of_option(self.config.kernels)):

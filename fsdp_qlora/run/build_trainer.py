@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.checkpoint.start import Start
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import PAIRS, LossSettings, Reference
+from fsdp_qlora.config.objectives import LossSettings, Reference
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.graph_lengths import filled_length
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.target_values import TargetValues
+from fsdp_qlora.data.longest_rows import longest_rows
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
@@ -121,7 +122,7 @@ def build_forward(
         check_context(probed, context)
     objective = config.objective_row
     row_kind = objective.kind_of_rows(config)
-    shares = row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed)
+    may_share = row_kind.shares_prompts and schedule.keeps_prompts
     collator = Collator(
         schedule,
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be
@@ -130,7 +131,7 @@ def build_forward(
         rank=ranks.rank,
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
-        shares_prompts=shares,
+        shares_prompts=may_share and shares_prompts(plan, probed),
         fills_up=ways_in_use().blocks == GRAPHS,
         has_teacher=row_kind.has_teacher,
         target_values=target_values,
@@ -222,19 +223,21 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
 
 
 def shares_prompts(plan: Plan, probed: Probed) -> bool:
-    """Whether the shared prompt of a pair can be computed once.
+    """Whether the shared prompt of a pair, or of answers, can be computed once.
 
     Logs the answer. Called on every rank.
     """
-    data = plan.data.train
     # With the tolerance of bfloat16: a prompt that is computed once is summed in another order.
     reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
     if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
         reason = "ranks that share a row have one state for a document"
     if reason:
-        log.info("The prompt of a pair is computed with each answer: %s.", reason)
+        log.info("A prompt is computed with each of its answers: %s.", reason)
+    elif plan.data.prompts:
+        log.info("A prompt is computed once for its answers in a micro-batch.")
     else:
-        useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()
+        data = plan.data.train
+        useful = len(data.input_ids) / data.computed(shares_prompts=True).own.sum()
         log.info(
             "The prompt of a pair is computed once: %.2f tokens of both answers per token "
             "computed.",
@@ -328,7 +331,7 @@ def open_engine(
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU. How many blocks must recompute is found if that is open."""
-    rows = RowsInMemory(plan.data.known_rows, plan.data.train_rows)
+    longest = longest_rows(plan.data, trainer.collator)
     if config.recompute != "auto":
         if config.recompute == "host":
             device = trainer.ranks.device
@@ -336,19 +339,19 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
             size = plan.placed.memory.host.get("activations", 0)
             # Before a pass, in which other ranks would wait for one whose memory cannot be pinned.
             reserve_host_memory(trainer.model, size, device)
-        trainer.try_longest(rows)
+        trainer.try_longest(longest)
     elif start.failed_starts:
         # The trial itself may have ended it: the safest setting comes before the fastest.
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
-        trainer.try_longest(rows)
+        trainer.try_longest(longest)
     elif ways_in_use().blocks == GRAPHS:
         log.info("Recompute: all blocks, which run as CUDA graphs.")
-        trainer.try_longest(rows)
+        trainer.try_longest(longest)
     else:
         memory = plan.placed.memory
         fit_on_gpu(
             trainer,
-            rows,
+            longest,
             block_bytes=memory.block,
             moved_bytes=memory.block + memory.block_input,
             too_few=start.too_few,

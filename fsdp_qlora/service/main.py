@@ -21,6 +21,7 @@ from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
+from fsdp_qlora.data.longest_rows import longest_of_table
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
@@ -237,7 +238,8 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
     if ranks.device.type == "cuda":
         row = np.zeros(config.longest_row, np.int32)
         table = join_completions([row[:1]] * size, [row[1:]] * size, np.arange(size))
-        trainer.try_longest(RowsInMemory(table, np.arange(size)))
+        rows = RowsInMemory(table, np.arange(size))
+        trainer.try_longest(longest_of_table(rows, trainer.collator))
     options = {
         name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS
     }

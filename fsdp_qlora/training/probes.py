@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
+from fsdp_qlora.data.batches.shared_tokens import SharedTokens
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.distributed.process_group import gather_numbers
@@ -323,7 +324,8 @@ def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
     second = torch.cat([first[:num_shared], second[num_shared:]])
     # Alone, and not in a padded batch: there rope may depend on the length of the longest row.
     alone = probed.logits(second[None])[0, num_shared:].double()
-    documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
+    shared = SharedTokens([0, num_shared], [0, 0]) if num_shared else None
+    documents = describe_documents(list(_LENGTHS), shared)
     with attending(model, probed.documents):
         row = torch.cat([first, second[num_shared:]])[None]
         behind = probed.logits(row, **documents)[0, len(first) :].double()

@@ -17,7 +17,8 @@ import torch
 from fsdp_qlora.data.batches.collator import Batches
 from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
+from fsdp_qlora.data.batches.schedule import StepRows
+from fsdp_qlora.data.longest_rows import LongestRows
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.distributed.supervision.stops import NUM_FLAGS, Control
@@ -316,34 +317,20 @@ class Trainer:
         record["memory_gib"] = self._memory_record(exchanged.memory)
         return record
 
-    def try_longest(self, data: RowsInMemory) -> None:
+    def try_longest(self, longest: LongestRows) -> None:
         """Run the longest micro-batch forward and backward, so that a lack of memory shows now.
 
         Every rank runs it, and no step is taken. Memory for the optimizer's state is allocated
         meanwhile, and gradients are accumulated if the run does so. The run's numbers do not
         change: every step seeds its own randomness, and the gradients are discarded.
-
-        Args:
-            data: all rows to train on.
         """
-        micro_batch, rounds = self.longest(data)
-        self.try_micro_batch(data.table, micro_batch, rounds)
+        self.try_micro_batch(longest)
         if has_graphs(self.model):
             # They are captured when inputs of a form come again.
-            self.try_micro_batch(data.table, micro_batch, rounds)
+            self.try_micro_batch(longest)
 
-    def longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
-        """Find the run's longest micro-batch, and the maximum rounds per step.
-
-        Goes through the schedule of the whole run.
-        """
-        computed = data.table.num_learned_from(shares_prompts=self.collator.shares_prompts)
-        return self.schedule.longest_micro_batch(data.rows, data.table.lengths, computed)
-
-    def try_micro_batch(
-        self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int
-    ) -> int:
-        """Run one micro-batch forward and backward; returns the bytes allocated in between.
+    def try_micro_batch(self, longest: LongestRows) -> int:
+        """Run a micro-batch forward and backward; returns the bytes allocated in between.
 
         Returns:
             The maximum bytes that are allocated on the GPU between a forward and a backward pass,
@@ -354,7 +341,7 @@ class Trainer:
         state = self.optimizer.room_for_state()
         # The second of two rounds computes beside the first one's accumulated gradients; a third
         # would need no more memory.
-        batches = self.collator.repeated(table, micro_batch, min(2, num_rounds))
+        batches = self.collator.repeated(longest.table, longest.rows, min(2, longest.num_rounds))
         most_bytes = 0
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1

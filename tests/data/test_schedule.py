@@ -15,6 +15,7 @@ from fsdp_qlora.data.batches.schedule import (
     split_by_tokens,
     split_eval,
 )
+from fsdp_qlora.data.batches.shared_tokens import RowTokens
 from fsdp_qlora.utils.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -110,8 +111,35 @@ def test_longest_micro_batch_is_the_one_with_most_computed_tokens():
     schedule = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0)
     lengths = np.array([4096, 3900, 100])
     # pairs that share a prompt
-    for computed, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):
+    for own, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):
+        computed = RowTokens(own, np.arange(3))
         assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
+
+
+@pytest.mark.parametrize(
+    ("data_size", "batch_size", "answers"), [(1, 4, 8), (2, 4, 8), (2, 8, 4), (1, 12, 4), (2, 8, 8)]
+)
+def test_answers_to_a_prompt_stay_in_its_micro_batches(data_size, batch_size, answers):
+    generator = np.random.default_rng(batch_size)
+    rows = np.arange(data_size * batch_size * answers)
+    schedule = Schedule(
+        len(rows), batch_size, len(rows), data_size, 1, -1, 0, num_generations=answers
+    )
+    assert schedule.keeps_prompts
+    assert not dataclasses.replace(schedule, batch_size=5).keeps_prompts
+    prompts = generator.integers(1, 900, len(rows) // answers).repeat(answers)
+    lengths = prompts + generator.integers(1, 100, len(rows))
+    rounds = schedule.rounds(rows, lengths, prompts)
+    pieces = [*itertools.chain(*rounds)]
+    assert sorted(np.concatenate(pieces)) == rows.tolist()
+    assert {len(piece) for piece in pieces} == {batch_size}
+    # As few prompts in a micro-batch as it can have.
+    assert {len({*(piece // answers)}) for piece in pieces} == {max(1, batch_size // answers)}
+    tokens = RowTokens(lengths, rows // answers, prompts)
+    sizes = [schedule.tokens_computed(piece, tokens) for piece in pieces]
+    own = [sum(lengths[piece] - prompts[piece]) for piece in pieces]
+    of_prompts = [sum(prompts[np.unique(piece // answers) * answers]) for piece in pieces]
+    assert sizes == np.add(own, of_prompts).tolist() == sorted(sizes, reverse=True)
 
 
 def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows():

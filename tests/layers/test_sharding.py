@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
 from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
+from fsdp_qlora.data.longest_rows import longest_of_table
 from fsdp_qlora.distributed.shards import local_part
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, on_ranks
@@ -192,7 +193,8 @@ def _train_after_a_trial(argv: list[str]) -> int:
         return loss(self, *args)
 
     def step(self: Any, rows: StepRows) -> dict[str, Any]:
-        self.try_longest(RowsInMemory(rows.table, rows.rows))
+        in_memory = RowsInMemory(rows.table, rows.rows)
+        self.try_longest(longest_of_table(in_memory, self.collator))
         assert has_gradients[:2] == [False, True]
         return train_step(self, rows)
 

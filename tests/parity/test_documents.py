@@ -89,6 +89,14 @@ def test_losses_and_gradients_are_those_of_padded_rows(family, models, rows):
     )
     assert (repeated.input_ids.shape[1], shared.input_ids.shape[1]) == (66, 66 - 9 - 5)
     assert_same(loss_and_gradients(model, shared), loss_and_gradients(model, repeated))
+    answers = answers_to_prompts(rows)
+    order = np.array([2, 0, 3, 1])  # two prompts in turn
+    repeated, shared = (
+        concatenate_rows(answers, order, pad_token_id=0, shares_prompts=shares)
+        for shares in (False, True)
+    )
+    assert repeated.input_ids.shape[1] - shared.input_ids.shape[1] == 7 + 4
+    assert_same(loss_and_gradients(model, shared), loss_and_gradients(model, repeated))
 
 
 def assert_same(
@@ -114,6 +122,19 @@ def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
     return TokenizedRows(
         ids, rows.learned, np.array([0, 42, 66]), np.array([1, 2]), splits=np.array([12, 12])
     )
+
+
+def answers_to_prompts(rows: TokenizedRows) -> TokenizedRows:
+    """Two answers to a prompt of 7 tokens, and two to one of 4."""
+    lengths = [12, 30, 9, 11]
+    ids = rows.input_ids[: sum(lengths)].copy()
+    offsets = np.cumsum([0, *lengths])
+    ids[12:19] = ids[:7]
+    ids[51:55] = ids[42:46]
+    prompts = np.array([7, 7, 4, 4])
+    learned = np.arange(len(ids)) - offsets[:-1].repeat(lengths) >= prompts.repeat(lengths)
+    table = TokenizedRows(ids, learned, offsets, np.array([1, 1, 2, 2]))
+    return table.with_columns("row", prompt_tokens=prompts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,6 +18,7 @@ from benchmarks import standin_memory
 from benchmarks.common import peak_bytes
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.schedule import StepRows
+from fsdp_qlora.data.longest_rows import longest_of_table
 from fsdp_qlora.distributed.shards import local_part
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 
@@ -44,7 +45,7 @@ def measure(train_type: str, **changed: Any) -> tuple[int, int]:
         plans.append(plan)
         for parameter in trainer.model.parameters():  # numbers with which the loss is finite
             local_part(parameter).detach().fill_(0.01 if parameter.is_floating_point() else 1)
-        trainer.try_longest(rows)
+        trainer.try_longest(longest_of_table(rows, trainer.collator))
         for step in range(0 if changed else 2):
             trainer.train_step(StepRows(step, *rows))
 

@@ -22,6 +22,7 @@ from transformers import (
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.data.batches.shared_tokens import SharedTokens
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.insert import LoraOptions
@@ -232,7 +233,8 @@ def test_a_block_on_the_meta_device_keeps_what_its_shapes_say():
     assert twice.kept == pytest.approx(2 * block.kept, rel=1e-3)
     # What two documents share is kept once, but for its attention, which gives the next layer a
     # copy without it.
-    [shared] = {*measure_blocks(_parts(), BF16, Lengths([tokens, tokens], [512]), None)}
+    halves = SharedTokens([0, 512], [0, 0])
+    [shared] = {*measure_blocks(_parts(), BF16, Lengths([tokens, tokens], halves), None)}
     saved = 2 * 512 * (hidden + 2 * inner) - 2 * (2 * tokens - 512) * heads
     assert shared.kept == pytest.approx(twice.kept - saved, rel=0.02)
 

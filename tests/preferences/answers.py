@@ -77,10 +77,14 @@ def table_of(found: Sequence[Answer], advantages: Sequence[float]) -> TokenizedR
         np.concatenate(ids).astype(np.int32),
         np.concatenate(learned),
         np.cumsum([0, *map(len, ids)]),
-        np.arange(len(found)),
+        np.arange(len(found)) // ANSWERS,
     )
     sampled_logps = np.concatenate(sampled).astype(np.float32)
-    table = table.with_columns("row", advantages=np.array(advantages, np.float32))
+    table = table.with_columns(
+        "row",
+        advantages=np.array(advantages, np.float32),
+        prompt_tokens=np.array([len(each.prompt) for each in found]),
+    )
     return table.with_columns("token", sampled_logps=sampled_logps)
 
 
@@ -166,6 +170,7 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
         schedule = make_schedule(
             dataclasses.replace(config, objective="sft"), data, placed.layout.data_size
         )
+        schedule = dataclasses.replace(schedule, num_generations=ANSWERS)
         trainer = build_trainer(
             config, Plan(placed, data, schedule, warmup_steps=0), ranks, Control()
         )

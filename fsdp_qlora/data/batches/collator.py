@@ -31,7 +31,8 @@ class Collator:
     Args:
         context_size: ranks that share each micro-batch.
         sharing_ranks: those that share the vocabulary with this one, and itself.
-        shares_prompts: the model computes the common prefix of a pair once.
+        shares_prompts: the model computes the common prefix of a pair, or of the answers to a
+            prompt, once.
         fills_up: short micro-batches are filled up to a length for which graphs are made.
         has_teacher: a row's second document is its teacher's.
         target_values: gives values of targets that the rows do not have themselves.
@@ -58,7 +59,8 @@ class Collator:
 
     def lay_out_step(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
         """Lay out the rows of an optimizer step."""
-        return Batches(self, table, rows, self.schedule.rounds(rows, table.lengths))
+        prompts = table.computed(shares_prompts=self.shares_prompts).prompts
+        return Batches(self, table, rows, self.schedule.rounds(rows, table.lengths, prompts))
 
     def lay_out_evaluation(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
         """Lay out rows of which nothing is learned."""
@@ -115,8 +117,8 @@ class Collator:
             )
         num_parts = self.context_size
         if self.fills_up and num_parts == 1:
-            computed = table.num_learned_from(shares_prompts=self.shares_prompts)
-            num_parts = filled_multiple(int(computed[rows].sum()))
+            computed = table.learned_from(shares_prompts=self.shares_prompts)
+            num_parts = filled_multiple(computed.of_micro_batch(rows))
         return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=num_parts)
 
     def _with_images(self, batch: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
@@ -158,7 +160,7 @@ class Batches:
     def sizes(self) -> dict[str, Any]:
         """Entries of a step's record that follow from its rows."""
         lengths = self.table.lengths
-        computed = self.table.num_computed(shares_prompts=self.collator.shares_prompts)
+        computed = self.table.computed(shares_prompts=self.collator.shares_prompts)
         of_computed, of_lock_step = self.collator.schedule.useful_shares(
             self.rounds, lengths, computed
         )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
+from fsdp_qlora.data.batches.shared_tokens import SharedTokens
 from fsdp_qlora.data.batches.target_values import target_indices
 from fsdp_qlora.distributed.device import to_device
 
@@ -212,7 +213,8 @@ def concatenate_rows(
 
     Args:
         rows, pad_token_id: as for `pad_rows`.
-        shares_prompts: compute once what both documents of a row begin with.
+        shares_prompts: compute once what both documents of a row, or answers to one prompt, begin
+            with.
         num_parts: equal parts that the sequence can be divided into, with a document of padding
             behind the others.
     """
@@ -231,7 +233,7 @@ def concatenate_rows(
     input_ids = table.input_ids[places].astype(np.int64)
     labels = np.where(table.learned[places], input_ids, IGNORE_INDEX)
     labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
-    shared = table.num_shared[rows] if shares_prompts else None
+    shared = table.shared_tokens(np.asarray(rows)) if shares_prompts else None
     described = describe_documents(lengths.tolist(), shared, num_parts=num_parts)
     filling = sum(described["document_lengths"]) - len(input_ids)
     filled = F.pad(torch.from_numpy(input_ids), (0, filling), value=pad_token_id)
@@ -322,13 +324,12 @@ def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def describe_documents(
-    lengths: list[int], num_shared: Numbers | None = None, *, num_parts: int = 1
+    lengths: list[int], shared: SharedTokens | None = None, *, num_parts: int = 1
 ) -> dict[str, Any]:
     """The arguments by which a model of transformers knows documents in one row of T tokens.
 
     Args:
-        num_shared: of each pair of documents, with how many of the first's tokens the second
-            begins. The model computes those once, all but their attention
+        shared: tokens that the model computes for one document alone, all but their attention
             (model/architecture/attention.py).
         num_parts: of equal size, for which a document is added if the tokens cannot be divided.
     Returns:
@@ -340,8 +341,8 @@ def describe_documents(
         [T], those of all T among them. The rest has names that other layers ignore.
     """
     num_computed = sum(lengths)
-    if num_shared is not None:
-        num_computed -= int(np.sum(num_shared))
+    if shared is not None:
+        num_computed -= int(np.sum(shared.counts))
     missing = -num_computed % num_parts
     if missing:
         # A document of its own, so that no other attends to the padding.
@@ -353,14 +354,16 @@ def describe_documents(
     # The names by which transformers hands them to flash attention.
     arguments: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     arguments |= {"max_length_q": longest, "max_length_k": longest}
-    if num_shared is not None:
+    if shared is not None:
         skipped = np.zeros(len(lengths), dtype=np.int64)
-        skipped[1 : 2 * len(num_shared) : 2] = num_shared
+        skipped[: len(shared.counts)] = shared.counts
         is_own = position_ids >= np.repeat(skipped, lengths)
-        # as far into the document before
-        in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)
+        sources = np.arange(len(lengths))
+        sources[: len(shared.sources)] = shared.sources
+        # as far into the document that computes them
+        in_source = position_ids + np.repeat(ends[sources], lengths)
         computed_places = np.cumsum(is_own) - 1
-        places = np.where(is_own, computed_places, computed_places[in_first])
+        places = computed_places[np.where(is_own, np.arange(ends[-1]), in_source)]
         # Not the names above: with them flash attention would take the tokens for whole documents.
         arguments = {
             "own_tokens": torch.from_numpy(np.flatnonzero(is_own)),

@@ -10,6 +10,12 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 
 from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
+from fsdp_qlora.data.batches.shared_tokens import (
+    RowTokens,
+    SharedTokens,
+    shared_in_groups,
+    shared_in_pairs,
+)
 
 Numbers = Sequence[int] | np.ndarray
 Unit = Literal["row", "document", "token"]
@@ -57,6 +63,8 @@ class TokenizedRows:
       training. From cache.py, for `MicroBatch.reference`.
     - `advantages`, float32 per row: of a completion that the run has sampled. From rl/source.py,
       for target values.
+    - `prompt_tokens`, int64 per row: tokens of the prompt that all rows with the same number begin
+      with. From rl/rollout_rows.py, for `shared_tokens`.
     - `old_logps`, `sampled_logps`, float32 per token: log-probabilities under the policy that
       sampled the completion, if it has changed since, and as the engine gives them; 0 for prompts.
       From rl/source.py, for target values.
@@ -219,33 +227,53 @@ class TokenizedRows:
             shared.append(length if is_same.all() else is_same.argmin())
         return np.array(shared, dtype=np.int64)
 
-    def num_computed(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row that a model computes, int64 [rows].
+    def shared_tokens(self, rows: np.ndarray) -> SharedTokens | None:
+        """The tokens that documents of some rows share with others of these rows.
 
-        A model that `shares_prompts` computes the prompt of a pair once.
+        The documents are those of pairs, or answers to the same prompts; None for others.
         """
-        return self.lengths - self.num_shared if shares_prompts else self.lengths
+        if len(self.splits):
+            return shared_in_pairs(self.num_shared[rows])
+        if self._prompt_tokens is None:
+            return None
+        return shared_in_groups(self.row_numbers[rows], self._prompt_tokens[rows])
 
-    def num_learned_from(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row's learned documents that a micro-batch computes, int64 [rows]."""
+    @property
+    def _prompt_tokens(self) -> np.ndarray | None:
+        column = self.columns.get("prompt_tokens")
+        return column.values if column else None
+
+    def computed(self, *, shares_prompts: bool) -> RowTokens:
+        """Tokens of each row that a model computes.
+
+        A model that `shares_prompts` computes the prompt of a pair, or of answers, once.
+        """
+        if not shares_prompts:
+            return RowTokens(self.lengths, self.row_numbers)
+        if len(self.splits):
+            return RowTokens(self.lengths - self.num_shared, self.row_numbers)
+        return RowTokens(self.lengths, self.row_numbers, self._prompt_tokens)
+
+    def learned_from(self, *, shares_prompts: bool) -> RowTokens:
+        """Tokens of each row's learned documents that a micro-batch computes."""
         if self.learns == "first_document":
-            return self.splits
-        return self.num_computed(shares_prompts=shares_prompts)
+            return RowTokens(self.splits, self.row_numbers)
+        return self.computed(shares_prompts=shares_prompts)
 
 
 class Lengths(NamedTuple):
     """Tokens of each document in a micro-batch.
 
-    shared: tokens that both documents of a pair begin with, computed once.
+    shared: tokens that documents begin with and others compute, as lists.
     """
 
     of_documents: list[int]
-    shared: list[int] | None = None
+    shared: SharedTokens | None = None
     image_values: int = 0  # as in `Rendered`, of the micro-batch with the most
 
     @property
     def num_computed(self) -> int:
-        return sum(self.of_documents) - sum(self.shared or ())
+        return sum(self.of_documents) - (sum(self.shared.counts) if self.shared else 0)
 
 
 # The arrays that all rows have, in the order of `TokenizedRows.digest`.
@@ -320,4 +348,19 @@ def join_completions(
     ids = np.concatenate([np.zeros(0, np.int32), *parts])
     return TokenizedRows(
         ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64)
+    )
+
+
+def beside_teacher(documents: TokenizedRows) -> TokenizedRows:
+    """Rows of a student's and a teacher's document each, of which the student's is learned.
+
+    documents: rows of one document, the student's and the teacher's in turn.
+    """
+    return dataclasses.replace(
+        documents,
+        # Two documents become a row, which is split where the second one begins.
+        offsets=documents.offsets[::2],
+        row_numbers=documents.row_numbers[::2],
+        splits=np.diff(documents.offsets)[::2],
+        learns="first_document",
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.shared_tokens import RowTokens
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import plural
 
@@ -117,37 +118,59 @@ class Schedule:
             index = index // self.num_iterations
             yield step, order[index * size : (index + 1) * size].repeat(self.num_generations)
 
-    def rounds(self, rows: np.ndarray, lengths: np.ndarray) -> list[Round]:
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether a micro-batch has answers to one prompt, or all answers to each of some.
+
+        A row that has several answers is always whole.
+        """
+        if self.num_generations == 1:
+            return not self.padding
+        if self.batching != "padding_free":
+            return False
+        is_whole = self.global_batch_size % (self.batch_size * self.data_size) == 0
+        most = max(self.batch_size, self.num_generations)
+        return is_whole and most % min(self.batch_size, self.num_generations) == 0
+
+    def rounds(
+        self, rows: np.ndarray, lengths: np.ndarray, prompts: np.ndarray | None = None
+    ) -> list[Round]:
         """Split rows into micro-batches, in the order in which the ranks compute them together.
 
         Args:
             lengths: tokens of every row of the dataset.
+            prompts: tokens that all answers to the prompt of a row share, of every row; with them,
+                answers to one prompt stay together. Only where the schedule `keeps_prompts`.
         """
         sizes = {"data_size": self.data_size, "batch_size": self.batch_size}
+        if prompts is not None:
+            groups = rows.reshape(-1, self.num_generations)
+            return split_by_prompts(groups, lengths, prompts, **sizes)
         if self.padding:
             return split_by_length(rows, lengths, **sizes)
         most_tokens = self.batch_size * self.context_length if self.batching == "packed" else None
         return split_by_tokens(rows, lengths, **sizes, most_tokens=most_tokens)
 
-    def tokens_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> int:
+    def tokens_computed(self, micro_batch: np.ndarray, tokens: RowTokens) -> int:
         """Tokens that are computed for a micro-batch, padding included."""
         if not len(micro_batch):
             return TOKENS_OF_AN_EMPTY_RANK
-        sizes = lengths[micro_batch]
-        return int(len(sizes) * sizes.max() if self.padding else sizes.sum())
+        if self.padding:
+            return len(micro_batch) * int(tokens.own[micro_batch].max())
+        return tokens.of_micro_batch(micro_batch)
 
     def longest_micro_batch(
-        self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
+        self, train_rows: np.ndarray, lengths: np.ndarray, computed: RowTokens
     ) -> tuple[np.ndarray, int]:
         """The rows of the run's largest micro-batch by tokens, and the maximum rounds per step.
 
         Args:
-            computed: tokens of every row that one pass of the model computes.
+            computed: tokens that one pass of the model computes.
         """
         longest = train_rows[:0]
         most_rounds = 0
         for _, rows in self.rows_of_steps(train_rows):
-            rounds = self.rounds(rows, lengths)
+            rounds = self.rounds(rows, lengths, computed.prompts)
             most_rounds = max(most_rounds, len(rounds))
             longest = max(
                 [longest, *itertools.chain(*rounds)],
@@ -156,7 +179,7 @@ class Schedule:
         return longest, most_rounds
 
     def useful_shares(
-        self, rounds: Sequence[Round], lengths: np.ndarray, computed: np.ndarray | None = None
+        self, rounds: Sequence[Round], lengths: np.ndarray, computed: RowTokens | None = None
     ) -> tuple[float, float]:
         """Useful tokens as a share of the computed tokens, and of the tokens that the time allows.
 
@@ -165,9 +188,9 @@ class Schedule:
 
         Args:
             rounds: a step's micro-batches.
-            computed: tokens of every row that are computed, if they are not all.
+            computed: the tokens that are computed, if they are not all.
         """
-        counted = lengths if computed is None else computed
+        counted = computed or RowTokens(lengths, np.arange(len(lengths)))
         tokens = [
             [self.tokens_computed(piece, counted) for piece in micro_batches]
             for micro_batches in rounds
@@ -177,10 +200,12 @@ class Schedule:
         num_possible = sum(self.data_size * max(of_ranks) for of_ranks in tokens)
         return useful / num_computed, useful / num_possible
 
-    def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
-        """The rounds of each of the first steps."""
+    def rounds_of_first_steps(
+        self, rows: np.ndarray, lengths: np.ndarray, prompts: np.ndarray | None = None
+    ) -> list[list[Round]]:
+        """The rounds of each of the first steps. Arguments as for `rounds`."""
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
-        return [self.rounds(of_step, lengths) for _, of_step in steps]
+        return [self.rounds(of_step, lengths, prompts) for _, of_step in steps]
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,6 +364,43 @@ def split_by_tokens(
             else:
                 fewest = middle + 1
     return _in_rounds([by_length[piece] for piece in pieces], data_size)
+
+
+def split_by_prompts(
+    groups: np.ndarray,
+    lengths: np.ndarray,
+    prompts: np.ndarray,
+    *,
+    data_size: int,
+    batch_size: int,
+) -> list[Round]:
+    """The micro-batches of one optimizer step in which answers share their prompts.
+
+    A micro-batch has answers to one prompt, or all answers to some prompts. As in
+    `split_by_tokens`, answers go to micro-batches so that these have about equal numbers of tokens.
+
+    Args:
+        groups: rows of the answers to each prompt, int64 [prompts of the step, answers]. Their
+            number is a multiple of `batch_size`, or `batch_size` is a multiple of it.
+        lengths: tokens of every row of the dataset.
+        prompts: of these, tokens of its prompt.
+        batch_size: rows per micro-batch.
+    """
+    by_length = np.argsort(-lengths[groups], axis=1, kind="stable")
+    groups = np.take_along_axis(groups, by_length, axis=1)
+    num_answers = groups.shape[1]
+    if num_answers > batch_size:
+        parts: list[np.ndarray] = []
+        for group in groups:
+            dealt = _deal(lengths[group].tolist(), num_answers // batch_size, batch_size)
+            parts += [group[part] for part in dealt]
+        groups = np.stack(parts)
+    # The tokens of each part with its prompt once.
+    sizes = lengths[groups].sum(axis=1) - (groups.shape[1] - 1) * prompts[groups[:, 0]]
+    groups = groups[np.argsort(-sizes, kind="stable")]
+    sizes = -np.sort(-sizes)
+    dealt = _deal(sizes.tolist(), groups.size // batch_size, batch_size // groups.shape[1])
+    return _in_rounds([groups[piece].ravel() for piece in dealt], data_size)
 
 
 def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:

@@ -1,12 +1,11 @@
 """The rows of a step, made of the completions that it learns from."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
+from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
 from fsdp_qlora.training.rl.rollout_file import Rollout
 from fsdp_qlora.training.teacher import Teacher
 
@@ -21,7 +20,11 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
         [rollout.row for rollout in rollouts],
     )
     advantages = [rollout.advantage for rollout in rollouts]
-    table = table.with_columns("row", advantages=np.array(advantages, np.float32))
+    table = table.with_columns(
+        "row",
+        advantages=np.array(advantages, np.float32),
+        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.int64),
+    )
     # All rollouts of a generation have log-probabilities, or none.
     if rollouts[0].old_logps is not None:
         old_logps = [rollout.old_logps for rollout in rollouts]
@@ -58,11 +61,4 @@ def rows_with_teacher(rollouts: Sequence[Rollout], teacher: Teacher | None) -> T
         completions_of_documents += [rollout.completion.token_ids] * 2
     rows = [rollout.row for rollout in rollouts]
     documents = join_completions(prompts_of_documents, completions_of_documents, np.repeat(rows, 2))
-    return dataclasses.replace(
-        documents,
-        # Two documents become a row, which is split where the second one begins.
-        offsets=documents.offsets[::2],
-        row_numbers=documents.row_numbers[::2],
-        splits=np.diff(documents.offsets)[::2],
-        learns="first_document",
-    )
+    return beside_teacher(documents)

@@ -1,0 +1,61 @@
+"""First tokens that documents of a micro-batch share, which a model computes once."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class SharedTokens(NamedTuple):
+    """First tokens of documents of a micro-batch that the model computes for another one.
+
+    counts: their number, for each document. sources: the place of that other document; where there
+    is none, the document's own place.
+    """
+
+    counts: Sequence[int] | np.ndarray
+    sources: Sequence[int] | np.ndarray
+
+
+def shared_in_pairs(num_shared: np.ndarray) -> SharedTokens:
+    """The shared tokens of pairs of documents.
+
+    num_shared: how many of its first tokens the second document of each pair shares, int64 [pairs].
+    """
+    counts = np.zeros(2 * len(num_shared), np.int64)
+    counts[1::2] = num_shared
+    return SharedTokens(counts, np.arange(len(num_shared)).repeat(2) * 2)
+
+
+def shared_in_groups(groups: np.ndarray, prompts: np.ndarray) -> SharedTokens:
+    """The shared tokens of documents that have their prompt in common with others of their group.
+
+    Args:
+        groups: the group of each document, int64 [documents].
+        prompts: tokens of its prompt, int64 [documents].
+    """
+    _, firsts, places = np.unique(groups, return_index=True, return_inverse=True)
+    sources = firsts[places]
+    is_first = sources == np.arange(len(groups))
+    return SharedTokens(np.where(is_first, 0, prompts), sources)
+
+
+class RowTokens(NamedTuple):
+    """Tokens of the rows of a table that a model computes.
+
+    own: of each row by itself, int64 [rows]. groups: the group of each row, int64 [rows]. prompts:
+    the tokens of its prompt, int64 [rows], which rows of a group share in a micro-batch; None where
+    they share nothing.
+    """
+
+    own: np.ndarray
+    groups: np.ndarray
+    prompts: np.ndarray | None = None
+
+    def of_micro_batch(self, rows: np.ndarray) -> int:
+        """The tokens that are computed for a micro-batch without padding."""
+        tokens = self.own[rows].sum()
+        if self.prompts is not None:
+            shared = shared_in_groups(self.groups[rows], self.prompts[rows])
+            tokens -= np.sum(shared.counts)
+        return int(tokens)
