@@ -92,6 +92,15 @@ MIXED: dict[str, Any] = {"batch_size": 8, "is_mixed": True}
 LONG: dict[str, Any] = {"batch_size": 1, "recompute": "offload", **SHARD}
 # two answers that fill the context, half of it shared
 PAIR: dict[str, Any] = {"batch_size": 1, "objective": "dpo"}
+# Answers of 512 tokens to prompts of 1,536.
+ANSWERS: dict[str, Any] = {
+    "objective": "grpo",
+    "rewards": "length",
+    "batch_size": 8,
+    "num_generations": 8,
+    "context_length": 2048,
+    "max_completion_length": 512,
+}
 CASES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "8b", "ranks": 2, **SHARD},
     "8b_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
@@ -214,6 +223,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "8b_dpo": {"shape": "8b", "ranks": 2, **PAIR, **SHARD},
     "70b_dpo_offload": {"shape": "70b", "ranks": 2, **PAIR, **OFFLOAD},
+    "8b_grpo": {"shape": "8b", "ranks": 2, **ANSWERS, **SHARD},
+    "8b_grpo_parts_of_groups": {"shape": "8b", "ranks": 2, **ANSWERS, "batch_size": 4, **SHARD},
     "8b_1_card_78475": {
         "shape": "8b",
         "batch_size": 1,
@@ -405,10 +416,12 @@ def plan_of(
         config.longest_row // (1 + i % 16) if is_mixed else config.longest_row
         for i in range(number)
     ]
-    is_pairs = config.objective != "sft"
-    data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
-    data = make_pairs(data) if is_pairs else data
-    rows = RunData(data, np.arange(number))
+    if config.objective == "grpo":
+        rows = prompts_of(config, number)
+    else:
+        is_pairs = config.objective != "sft"
+        data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
+        rows = RunData(make_pairs(data) if is_pairs else data, np.arange(number))
     schedule = make_schedule(config, rows, machine.data_size(config.context_size))
     longest = RunRows(config, rows, schedule, plan.documents).longest()
     return config, place(config, plan, longest), rows
@@ -431,6 +444,35 @@ def make_pairs(rows: Any) -> Any:
     )
 
 
+def prompts_of(config: Any, num_answers: int) -> Any:
+    """Prompts as long as leaves room for the longest answers of one step."""
+    import numpy as np
+
+    from fsdp_qlora.data.batches.rows import NO_ROWS
+    from fsdp_qlora.data.prompts import Prompt
+    from fsdp_qlora.data.run_data import RunData
+
+    length = config.longest_row - config.max_completion_length
+    number = num_answers // config.num_generations
+    prompts = tuple(Prompt(row, [1] * length, "", {}) for row in range(number))
+    longest = config.max_completion_length
+    return RunData(NO_ROWS, np.arange(number), prompts=prompts, completion_length=longest)
+
+
+def rows_of(data: Any, num_generations: int) -> Any:
+    """All rows of a step: those of the data, or its prompts with the longest answers."""
+    import numpy as np
+
+    from fsdp_qlora.data.batches.schedule import RowsInMemory
+    from fsdp_qlora.data.prompts import rows_of_answers
+
+    if not data.prompts:
+        return RowsInMemory(data.train, data.train_rows)
+    prompts = [prompt for prompt in data.prompts for _ in range(num_generations)]
+    table = rows_of_answers(prompts, data.completion_length, has_teacher=False)
+    return RowsInMemory(table, np.arange(len(table)))
+
+
 def build(**case: Any) -> tuple[Any, Any, Any]:
     """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all
     rows.
@@ -438,7 +480,6 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fsdp_qlora.data.batches.schedule import RowsInMemory
     from fsdp_qlora.distributed.shards import build_mesh
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
@@ -463,7 +504,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     return (
         build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks),
         placed,
-        RowsInMemory(data.train, data.train_rows),
+        rows_of(data, config.num_generations),
     )
 
 
