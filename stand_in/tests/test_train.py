@@ -160,6 +160,9 @@ CASES: dict[str, Case] = {
     "taught on own answers": Case(
         {"objective": "distill_on_policy", "max_completion_length": 8, "beta": 1}
     ),
+    "preferences, Hopper": Case(
+        {"objective": "dpo", **HOPPER}, capability=90, allowed=HALVES._replace(loss=1e-2)
+    ),
     "packing": Case({"batching": "packed", "gradient_accumulation_steps": 4}),
     "padding": Case({"batching": "padded", "gradient_accumulation_steps": 2}),
     "evaluation, best and early stop": Case({**EVALUATED, "early_stopping": 1}),
@@ -218,9 +221,12 @@ def command(case: Case, models: Models, folder: Path, **others: object) -> list[
         "output_dir": folder / "output",
     }
     options |= {"quant_cache": "off", "log_to": "stdout", "verbose": True}
-    rows = [
-        {**row, "teacher_prompt": f"{row['instruction']}: {row['output']}"} for row in make_rows(64)
-    ]
+    rows = []
+    for row in make_rows(64):
+        prompt = f"{row['instruction']} {row['input']}"
+        pair = {"prompt": prompt, "chosen": row["output"], "rejected": row["output"][::-1]}
+        taught = {**row, "teacher_prompt": f"{row['instruction']}: {row['output']}"}
+        rows.append(pair if case.options.get("objective") == "dpo" else taught)
     options["dataset"] = write_rows(folder / "rows.jsonl", rows)
     return ["train.py", *flags(**{**options, **others, **case.options})]
 
@@ -372,6 +378,7 @@ OFTEN = {
     "qlora, resident",
     "both offloads",
     "Hopper",
+    "preferences, Hopper",
     "experts, offload",
     "answers of the model itself",
     "resumed on the host",

@@ -231,11 +231,10 @@ def test_a_block_on_the_meta_device_keeps_what_its_shapes_say():
     # Twice the tokens keep twice as much, however they are split into rows.
     [twice] = {*measure_blocks(_parts(), BF16, Lengths([tokens, 600, 424]), None)}
     assert twice.kept == pytest.approx(2 * block.kept, rel=1e-3)
-    # What two documents share is kept once, but for its attention, which gives the next layer a
-    # copy without it.
+    # What two documents share is kept once, but for its keys and values.
     halves = SharedTokens([0, 512], [0, 0])
     [shared] = {*measure_blocks(_parts(), BF16, Lengths([tokens, tokens], halves), None)}
-    saved = 2 * 512 * (hidden + 2 * inner) - 2 * (2 * tokens - 512) * heads
+    saved = 2 * 512 * (hidden + 2 * inner + 2 * heads)
     assert shared.kept == pytest.approx(twice.kept - saved, rel=0.02)
 
 

@@ -336,9 +336,12 @@ def describe_documents(
         `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention
         function: `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents
         + 1]; `max_length_q`, `max_length_k`, the longest document's tokens; `document_lengths`,
-        those of each, without asking a device. With shared tokens `position_ids` are of the tokens
-        that are computed; `own_tokens`, int64, has their places among all T, and `places`, int64
-        [T], those of all T among them. The rest has names that other layers ignore.
+        those of each, without asking a device. With shared tokens `position_ids` are of the N
+        tokens that are computed; the rest has names that other layers ignore: `own_tokens`, int64
+        [N], has their places among all T, and `places`, int64 [T], those of all T among them.
+        `document_ends` and `own_ends` are the bounds of documents among both. `shared_tokens`,
+        int64 [S], are the places among N of those that other documents copy, and `copies`, int64
+        [S, C], the places of their copies among T.
     """
     num_computed = sum(lengths)
     if shared is not None:
@@ -364,17 +367,37 @@ def describe_documents(
         in_source = position_ids + np.repeat(ends[sources], lengths)
         computed_places = np.cumsum(is_own) - 1
         places = computed_places[np.where(is_own, np.arange(ends[-1]), in_source)]
+        own_lengths = np.array(lengths) - skipped
         # Not the names above: with them flash attention would take the tokens for whole documents.
         arguments = {
-            "own_tokens": torch.from_numpy(np.flatnonzero(is_own)),
-            "places": torch.from_numpy(places),
-            "document_ends": bounds,
+            "own_tokens": np.flatnonzero(is_own),
+            "places": places,
+            "document_ends": ends,
+            "own_ends": np.cumsum([0, *own_lengths], dtype=np.int32),
         }
+        arguments |= _copies(places, ~is_own)
+        arguments = {name: torch.from_numpy(array) for name, array in arguments.items()}
         position_ids = position_ids[is_own]
     return {
         "position_ids": torch.from_numpy(position_ids)[None],
         "document_lengths": lengths,
     } | arguments
+
+
+def _copies(places: np.ndarray, is_copy: np.ndarray) -> dict[str, np.ndarray]:
+    """The `shared_tokens` and `copies` of `describe_documents`.
+
+    Args:
+        places: of all T tokens among those that are computed.
+        is_copy: bool [T], whether a token is a copy.
+    """
+    copies = np.flatnonzero(is_copy)
+    copies = copies[np.argsort(places[copies], kind="stable")]
+    shared_tokens, counts = np.unique(places[copies], return_counts=True)
+    most = int(counts.max(initial=1))
+    if (counts < most).any():
+        raise ValueError("some tokens have more copies than others")
+    return {"shared_tokens": shared_tokens, "copies": copies.reshape(-1, most)}
 
 
 def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) -> dict[str, Any]:

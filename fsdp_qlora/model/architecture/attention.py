@@ -36,9 +36,11 @@ from fsdp_qlora.model.architecture.attention_kernels import (
     Kernel,
     eager,
     sdpa,
+    takes_last_queries,
     varlen,
 )
 from fsdp_qlora.model.architecture.shapes import any_layer_has, block_shapes
+from fsdp_qlora.model.architecture.shared_tokens import copy_shared
 from fsdp_qlora.model.kernels.in_use import ways_in_use
 
 # our name for SDPA with a head of keys and values for each head of queries
@@ -277,8 +279,14 @@ def _attention(
     else:
         # Documents may share their first tokens, as the branches of a tree. Kernels take only
         # separate documents, so each document gets a copy of the shared tokens.
-        query, key, value = (tensor.index_select(2, places) for tensor in (query, key, value))
-        output = kernel(query, key, value, call).index_select(0, arguments["own_tokens"])
+        key = copy_shared(key, arguments, dim=2)
+        value = copy_shared(value, arguments, dim=2)
+        if takes_last_queries(kernel, query):
+            call = call._replace(query_ends=arguments["own_ends"])
+            output = kernel(query, key, value, call)
+        else:
+            query = copy_shared(query, arguments, dim=2)
+            output = kernel(query, key, value, call).index_select(0, arguments["own_tokens"])
     if context:
         output = context.to_tokens(output)
     return output[None], None

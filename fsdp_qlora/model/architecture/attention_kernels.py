@@ -45,7 +45,8 @@ class Call(NamedTuple):
 
     ends: int32 [documents + 1], the first is 0. lengths: of the documents, on the host. window:
     tokens that a token sees, itself included, None for all before it. softcap: of the scores.
-    sinks: a score for each head that takes attention from all tokens (gpt_oss).
+    sinks: a score for each head that takes attention from all tokens (gpt_oss). query_ends: as
+    `ends`, of the queries, if there are none of the first tokens of some documents.
     """
 
     ends: torch.Tensor
@@ -56,6 +57,7 @@ class Call(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+    query_ends: torch.Tensor | None = None
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
@@ -98,7 +100,7 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         key,
         padded,
         # bounds and longest length of the queries' documents, then of the keys'
-        call.ends,
+        call.ends if call.query_ends is None else call.query_ends,
         call.ends,
         call.longest,
         call.longest,
@@ -108,6 +110,16 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     )
     assert isinstance(result, torch.Tensor)
     return result[..., : value.shape[-1]]
+
+
+def takes_last_queries(kernel: Kernel, query: torch.Tensor) -> bool:
+    """Whether a kernel takes queries of the last tokens of documents alone (`Call.query_ends`).
+
+    The last query of a document sees all of its keys.
+    """
+    if kernel is not varlen or query.shape[-1] > MOST_OF_FLASH:
+        return False
+    return ways_in_use().attention != CUDNN
 
 
 def cudnn_takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:

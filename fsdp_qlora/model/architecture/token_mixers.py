@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed.context import ContextGroup, Tied
 from fsdp_qlora.model.architecture.decoder import find_blocks
+from fsdp_qlora.model.architecture.shared_tokens import copy_shared
 
 # Largest share of padding in a group of documents. 16 documents of 20 to 150 tokens are then 6
 # groups instead of 15. Each group decodes the layer's weights and launches its kernels again; more
@@ -47,7 +48,10 @@ _DESCRIPTION = {
     "document_lengths",
     "document_ends",
     "own_tokens",
+    "own_ends",
     "places",
+    "shared_tokens",
+    "copies",
 }
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 
@@ -212,7 +216,7 @@ class ByDocument:
         kwargs = _without_documents(kwargs)
         places = self.documents.get("places")
         # Documents that share their first tokens each get a copy of them.
-        tokens = x[0] if places is None else x[0].index_select(0, places)
+        tokens = x[0] if places is None else copy_shared(x[0], self.documents, dim=0)
         grouped = list(groups(lengths))
         parts = tokens.split([sum(group) for group in grouped])
         outputs: list[torch.Tensor] = []
