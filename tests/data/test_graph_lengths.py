@@ -7,6 +7,7 @@ import torch
 from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS, filled_length, with_bounds_alone
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, describe_documents
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.shared_tokens import SharedTokens
 
 pytestmark = pytest.mark.quick
 
@@ -35,6 +36,27 @@ def test_bounds_of_documents_say_the_same_to_all_micro_batches_of_a_length():
         forms.add((len(bounds), *facts, tuple(described["document_lengths"])))
     assert len(forms) == 1
     assert with_bounds_alone({"mask": None}, 128) == {"mask": None}
+
+
+def test_documents_that_share_tokens_have_few_forms():
+    forms = set()
+    for count in range(1, 40):
+        # A prompt of `count` tokens, three answers to it, and a document of padding.
+        own = [(128 - count) // 4] * 3
+        lengths = [count + each for each in own] + [128 - count - sum(own)]
+        shared = SharedTokens([0, count, count, 0], [0, 0, 0, 3])
+        described = describe_documents(lengths, shared)
+        filled = with_bounds_alone(described, 128)
+        assert filled["own_ends"].diff()[:4].tolist() == [lengths[0], *own[1:], lengths[3]]
+        assert filled["own_ends"][-1] == 128
+        assert filled["document_ends"].diff()[:4].tolist() == lengths
+        assert filled["document_ends"][-1] == len(filled["places"]) == filled["document_lengths"][0]
+        assert sorted(filled["copies"].flatten().tolist() + described["own_tokens"].tolist()) == [
+            *range(len(filled["places"]))
+        ]
+        sizes = {name: value.shape for name, value in filled.items() if hasattr(value, "shape")}
+        forms.add((*sizes.items(), *filled["document_lengths"]))
+    assert len(forms) == 2
 
 
 def test_a_micro_batch_that_is_filled_up_learns_the_same_tokens():

@@ -5,13 +5,16 @@ mask, and cuDNN's is SDPA.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fsdp_qlora.data.batches.graph_lengths import with_bounds_alone
 from fsdp_qlora.data.batches.micro_batch import describe_documents
+from fsdp_qlora.data.batches.shared_tokens import SharedTokens
 from fsdp_qlora.model.architecture import attention_kernels, attention_ways
 from fsdp_qlora.model.architecture.attention import VARLEN
 from fsdp_qlora.model.architecture.attention_kernels import CUDNN, FLASH4, TAKES_GROUPS
@@ -32,10 +35,14 @@ def kernels(monkeypatch) -> list[str]:
     """Computes on a CPU what needs a GPU, and returns the names of the kernels that were called."""
     called: list[str] = []
 
-    def any_lengths(query, key, value, ends, *_, scale, window_size, **options):
+    def any_lengths(query, key, value, query_ends, ends, *_, scale, window_size, **options):
         called.append("varlen")
-        of = torch.bucketize(torch.arange(len(query)), ends[1:], right=True)
-        visible = (of[:, None] == of).tril().triu(-window_size[0] if window_size[0] >= 0 else -9999)
+        documents, left = _places(query_ends)
+        documents_of_keys, left_of_keys = _places(ends)
+        # The last query of a document is at the place of its last key.
+        before = left_of_keys - left[:, None]
+        visible = (documents[:, None] == documents_of_keys) & (before >= 0)
+        visible &= (before <= window_size[0]) | (window_size[0] < 0)
         heads = [each.transpose(0, 1)[None] for each in (query, key, value)]
         is_grouped = options.get("enable_gqa", False)
         return F.scaled_dot_product_attention(*heads, visible, scale=scale, enable_gqa=is_grouped)[
@@ -54,6 +61,13 @@ def kernels(monkeypatch) -> list[str]:
     return called
 
 
+def _places(ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The document of each token, and the tokens from it to the document's end."""
+    tokens = torch.arange(int(ends[-1]))
+    documents = torch.bucketize(tokens, ends[1:], right=True)
+    return documents, ends[documents + 1] - tokens
+
+
 def make_inputs(lengths, dtype=torch.float32, window=None) -> AttentionInputs:
     block = BlockShape(hidden=64, heads=HEADS, groups=GROUPS, head_dim=SIZE, window=window)
     (inputs,) = attention_inputs([block, block], lengths, dtype, torch.device("cpu"))
@@ -63,7 +77,7 @@ def make_inputs(lengths, dtype=torch.float32, window=None) -> AttentionInputs:
 def attend(way, inputs, lengths, **arguments) -> torch.Tensor:
     """The output [T, H, D] of the attention that transformers calls by name."""
     function = ALL_ATTENTION_FUNCTIONS[VARLEN]
-    given = describe_documents(lengths) | arguments
+    given = arguments if "places" in arguments else describe_documents(lengths) | arguments
     with using_ways(Ways(attention=way)):
         return function(torch.nn.Module(), *inputs[:3], None, **given)[0][0]
 
@@ -109,16 +123,30 @@ def test_ways_have_the_values_and_gradients_of_float64(way, dtype, window, kerne
         assert (own - exact).norm() / exact.norm() < DTYPES[dtype]
 
 
-def test_shared_prompts_are_computed_as_documents_of_their_own(kernels):
-    # Two documents of 128 that begin with the same 28 tokens.
-    inputs = make_inputs([228])
-    shared = {"document_lengths": [128, 128], "document_ends": torch.tensor([0, 128, 256])}
-    shared["places"] = torch.cat([torch.arange(128), torch.arange(28), torch.arange(128, 228)])
-    shared["own_tokens"] = torch.cat([torch.arange(128), torch.arange(156, 256)])
-    shared["document_ends"] = shared["document_ends"].int()
-    found = [attend(way, inputs, [228], **shared) for way in ("plain", CUDNN)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-    assert kernels == ["varlen", "cudnn"] and len(found[0]) == 228
+@pytest.mark.parametrize("window", [None, 40])
+def test_shared_prompts_are_computed_as_documents_of_their_own(window, kernels):
+    # Four documents of 128: three begin with the same 28 tokens.
+    lengths = [128] * 4
+    shared = SharedTokens([0, 0, 28, 28], [0, 1, 1, 1])
+    described = describe_documents(lengths, shared)
+    places = described["places"]
+    found = []
+    filled = with_bounds_alone(described, len(described["own_tokens"]))
+    for way, is_copied in [("plain", False), ("plain", None), (CUDNN, False), ("plain", True)]:
+        inputs = [*make_inputs([sum(lengths) - 56])[:3]]
+        leaves = [each.requires_grad_() for each in inputs]
+        # None: as a graph has them
+        given: dict[str, Any] = filled if is_copied is None else described
+        if is_copied:
+            inputs = [each.index_select(2, places) for each in inputs]
+            given = describe_documents(lengths)
+        output = attend(way, inputs, lengths, **given, sliding_window=window)
+        output = output[described["own_tokens"]] if is_copied else output
+        weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+        found.append([output, *torch.autograd.grad((output * weights).sum(), leaves)])
+    for each in found[:3]:
+        torch.testing.assert_close(each, found[3], rtol=1e-4, atol=1e-4)
+    assert kernels == ["varlen", "varlen", "varlen" if window else "cudnn", "varlen"]
 
 
 def test_ranks_of_a_context_group_compute_their_own_heads(kernels):

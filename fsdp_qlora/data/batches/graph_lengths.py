@@ -6,6 +6,7 @@ short list: tokens by a document of padding, documents by empty ones.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 # Tokens of the longest micro-batch: with more the GPU has work for longer than the host needs.
@@ -14,6 +15,8 @@ MOST_TOKENS = 8192
 _STEPS = 8
 _SMALLEST_STEP = 64
 _FEWEST_DOCUMENTS = 8
+# Shared tokens are filled up to a part of all, so that a length has few graphs.
+_PARTS_SHARED = 4
 
 
 def filled_multiple(num_tokens: int) -> int:
@@ -40,11 +43,12 @@ def with_bounds_alone(arguments: dict[str, Any], num_tokens: int) -> dict[str, A
         arguments: some of a block, from `describe_documents` among them; returned as they are if
             none are.
     """
+    if "own_ends" in arguments:
+        return arguments | _with_shared_alone(arguments, num_tokens)
     bounds = arguments.get("cu_seq_lens_q")
     if bounds is None or "document_lengths" not in arguments:
         return arguments
-    most = max(1 << (len(bounds) - 2).bit_length(), _FEWEST_DOCUMENTS)
-    filled = F.pad(bounds, (0, most + 1 - len(bounds)), value=num_tokens)
+    filled = _filled(bounds, _most_documents(len(bounds) - 1), num_tokens)
     return arguments | {
         "cu_seq_lens_q": filled,
         "cu_seq_lens_k": filled,
@@ -53,3 +57,37 @@ def with_bounds_alone(arguments: dict[str, Any], num_tokens: int) -> dict[str, A
         # an upper bound, and the length of those that fill up
         "document_lengths": [num_tokens, 0],
     }
+
+
+def _with_shared_alone(arguments: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The same for documents that share tokens, of which there then are a multiple of a quarter.
+
+    The copies that are added are a document without queries, whose keys have no gradient.
+    """
+    copies = arguments["copies"]
+    number, num_copies = copies.shape
+    part = max(num_tokens // _PARTS_SHARED, 1)
+    missing = -number % part
+    most = _most_documents(len(arguments["own_ends"]))
+    first = len(arguments["places"])
+    last = first + missing * num_copies
+    added = torch.arange(first, last, device=copies.device).view(missing, num_copies)
+    return {
+        "own_ends": _filled(arguments["own_ends"], most, num_tokens),
+        "document_ends": _filled(arguments["document_ends"], most, last),
+        "document_lengths": [last, 0],
+        # Any token: what is added to its gradient is 0.
+        "places": F.pad(arguments["places"], (0, last - first)),
+        "shared_tokens": F.pad(arguments["shared_tokens"], (0, missing)),
+        "copies": torch.cat([copies, added]),
+    }
+
+
+def _most_documents(number: int) -> int:
+    """The number of documents to which `number` of them are filled up."""
+    return max(1 << (number - 1).bit_length(), _FEWEST_DOCUMENTS)
+
+
+def _filled(bounds: torch.Tensor, number: int, end: int) -> torch.Tensor:
+    """The bounds of `number` documents, of which those behind the given ones go to `end`."""
+    return F.pad(bounds, (0, number + 1 - len(bounds)), value=end)
