@@ -150,7 +150,7 @@ class RunRows:
         # a round's longest micro-batch is its first
         longest = [self._lengths_of(first) for first, *_ in rounds]
         computed = sum(lengths.num_computed for lengths in longest)
-        squares = sum(length**2 for lengths in longest for length in lengths.of_documents)
+        squares = sum(lengths.num_squares for lengths in longest)
         useful = sum(int(self.lengths[piece].sum()) for piece in itertools.chain(*rounds))
         return MicroBatchSize(*(total / len(longest) for total in (computed, squares, useful)))
 

@@ -275,6 +275,12 @@ class Lengths(NamedTuple):
     def num_computed(self) -> int:
         return sum(self.of_documents) - (sum(self.shared.counts) if self.shared else 0)
 
+    @property
+    def num_squares(self) -> int:
+        """The work of attention: squares of the lengths of documents, less those of shared tokens."""
+        squares = sum(length**2 for length in self.of_documents)
+        return squares - (sum(count**2 for count in self.shared.counts) if self.shared else 0)
+
 
 # The arrays that all rows have, in the order of `TokenizedRows.digest`.
 _ARRAYS = ("input_ids", "learned", "offsets", "row_numbers", "splits")
