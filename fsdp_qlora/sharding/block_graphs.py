@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.sharding.replayed import GraphPool, Replayed
+from fsdp_qlora.sharding.replayed import GraphPool, Replayed, capture_stream, pass_through
 from fsdp_qlora.sharding.static_memory import (
     BlockTensors,
     Staging,
@@ -184,12 +184,15 @@ class BlockGraphs:
     def _warm_up(self, device: torch.device) -> None:
         # Memory that a block has had on the compute stream is of no use to this one.
         torch.cuda.empty_cache()
-        stream = torch.cuda.Stream(device)
+        # Libraries keep workspaces for each stream.
+        stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
                 self._compute()
                 self._compute_gradients()
+            # The next line frees what no thread holds.
+            pass_through(device)
         torch.cuda.current_stream(device).wait_stream(stream)
         # Nor is that of the warm-up to the captures, which have a pool.
         torch.cuda.empty_cache()

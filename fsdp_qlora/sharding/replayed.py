@@ -79,8 +79,28 @@ class Replayed:
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures: graphs of one pool share memory only if they have one stream."""
-    return torch.cuda.Stream(device)
+    """The stream of all captures, and of the calls before them.
+
+    Graphs of one pool share memory only if they have one stream. cuBLAS has its workspaces for this
+    stream outside of all pools, at the beginning of the stream's memory.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        pass_through(device)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return stream
+
+
+def pass_through(device: torch.device) -> None:
+    """Multiply two numbers, forward and backward.
+
+    cuBLAS then has workspaces for the stream and the threads of both passes, which stay. And the
+    thread of backward passes has let go of the gradients of the pass before.
+    """
+    with torch.enable_grad():
+        x = torch.ones(1, 1, device=device, requires_grad=True)
+        torch.autograd.grad(x @ x, x)
 
 
 def _capture(
