@@ -25,8 +25,9 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.planning.known_models import KNOWN_MODELS
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.offers.find_model import known_config
-from fsdp_qlora.planning.plan import Machine, build_plan
+from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.sharding.parallelize import fsdp_modules, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 

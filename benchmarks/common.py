@@ -34,8 +34,9 @@ from fsdp_qlora.distributed.shards import shard_size
 from fsdp_qlora.model import model_parts
 from fsdp_qlora.model.formats.stored_tensors import StoredTensor
 from fsdp_qlora.model.kernels.in_use import use_ways
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import place
-from fsdp_qlora.planning.plan import Machine, build_plan
+from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model

@@ -114,8 +114,9 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     )
     from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.model import model_parts
+    from fsdp_qlora.planning.machine import Machine
     from fsdp_qlora.planning.placement import place
-    from fsdp_qlora.planning.plan import Machine, build_plan
+    from fsdp_qlora.planning.plan import build_plan
     from fsdp_qlora.run.load_model import load_model
     from fsdp_qlora.sharding.loading.load_weights import match_tensors
     from fsdp_qlora.sharding.loading.weight_files import WeightFiles

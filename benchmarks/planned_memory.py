@@ -19,8 +19,9 @@ from transformers import AutoConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import place
-from fsdp_qlora.planning.plan import Machine, plan_model
+from fsdp_qlora.planning.plan import plan_model
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planned_memory.json"

@@ -388,8 +388,9 @@ def plan_of(
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.run_data import RunData
     from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.planning.machine import Machine
     from fsdp_qlora.planning.placement import place
-    from fsdp_qlora.planning.plan import Machine, build_plan
+    from fsdp_qlora.planning.plan import build_plan
     from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 
     local = str(ranks // nodes)

@@ -93,7 +93,8 @@ def export(args: argparse.Namespace) -> None:
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
     from fsdp_qlora.distributed.ranks import read_ranks
-    from fsdp_qlora.planning.plan import Machine, build_plan, fetch_early, read_model
+    from fsdp_qlora.planning.machine import Machine
+    from fsdp_qlora.planning.plan import build_plan, fetch_early, read_model
 
     try:  # new blocks: the result holds the base's tensors too
         model = read_model(config, with_weights=config.kind.trains_new_blocks)

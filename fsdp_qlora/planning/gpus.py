@@ -26,8 +26,6 @@ _P2P_CHANNELS = {True: 32, False: 2}
 # channels, 24 on Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
 _NVLS_BYTES = {90: 16 * 2**21, 100: 24 * 2**21}
 _NVLINK = 64.0  # GB/s, at least: PCIe 5.0 x16 has less
-# beyond what planning/estimate.py counts, in torch's allocator
-_CUBLAS_BYTES = 2 * (2**25 - 8_519_680)
 
 
 class Gpu(NamedTuple):
@@ -67,8 +65,6 @@ class Gpu(NamedTuple):
             "CUDA context and kernels": int(_CONTEXT_GIB[self.capability] * GIB),
             "NCCL's buffers": channels * _NCCL_BYTES,
             "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
-            # Its workspace is 32 MiB there, instead of 8,519,680 bytes; two threads have one each.
-            "cuBLAS on Hopper": _CUBLAS_BYTES if self.capability == 90 else 0,
         }
         return {name: count for name, count in sizes_by_use.items() if count}
 

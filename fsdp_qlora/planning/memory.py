@@ -6,6 +6,7 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.planning.activations import ON_DEVICE, OnHost
 from fsdp_qlora.planning.fit import Placement
+from fsdp_qlora.planning.workspaces import WORKSPACE
 
 # Host memory of a rank's process without tensors, resident in a tiny model's run: Python, torch,
 # transformers; 438 MiB on a CPU, 457 on the stand-in for CUDA, of which 114 and 139 are pages of
@@ -36,7 +37,8 @@ class Step:
     """Their activations in host memory."""
     buffer_bytes: int = 0
     """Bytes for weights that are being loaded."""
-    on_gpu: bool = True
+    workspace: int = WORKSPACE
+    """Bytes of cuBLAS for a thread and stream (workspaces.py); 0 on a CPU."""
     passes: int = 1
     """1 for the policy, 2 with a reference, whose hidden states follow the policy's behind the last
     block."""
@@ -47,6 +49,10 @@ class Step:
     def num_shards(self) -> int:
         """Ranks that share one copy of the model."""
         return self.layout.num_shards
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.workspace > 0
 
     @property
     def trains(self) -> bool:

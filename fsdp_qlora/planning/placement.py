@@ -31,8 +31,9 @@ from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement, with_margin
 from fsdp_qlora.planning.graph_memory import blocks_by_graphs
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import Memory, Step
-from fsdp_qlora.planning.plan import Machine, ModelPlan
+from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
@@ -241,7 +242,7 @@ def _placed(
         has_micro_batches=config.gradient_accumulation_steps > 1,
         on_host=on_host,
         buffer_bytes=bytes_of_variable(BUFFER),
-        on_gpu=machine.device.type == "cuda",
+        workspace=machine.workspace,
         passes=1 if reference is Reference.NONE else 2,
         image_values=lengths.image_values,
     )

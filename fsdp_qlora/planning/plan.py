@@ -1,7 +1,6 @@
 """Plans a model before a weight is read: builds it on the meta device and checks it."""
 
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -20,7 +18,6 @@ from fsdp_qlora.config.objectives import Reference
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes
 from fsdp_qlora.model.adapters.peft_config import peft_config
@@ -46,6 +43,7 @@ from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.bnb_4bit import BITSANDBYTES
 from fsdp_qlora.model.row_sharing import check_context
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.sharding.loading.heads import needs_weights, settle_head
 from fsdp_qlora.utils import hub
@@ -56,66 +54,6 @@ from fsdp_qlora.utils.text import fit_line, format_bytes, format_count
 log = logging.getLogger("fsdp_qlora")
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The devices that a run computes on.
-
-    A dry run may plan for other devices than this machine's.
-    """
-
-    device: torch.device
-    """The device of each planned rank; in a dry run often a GPU that is not here."""
-    world_size: int
-    """Ranks of the planned run."""
-    ranks: Ranks
-    """This process and the others that are here."""
-    free: int | None = None
-    """Bytes of a GPU that is elsewhere, if it is known."""
-
-    @classmethod
-    def of(cls, config: TrainConfig, ranks: Ranks) -> "Machine":
-        """The machine of a run.
-
-        A dry run plans for the machine in its options, even if this machine lacks the GPUs.
-        """
-        if not config.dry_run:
-            return cls(ranks.device, ranks.world_size, ranks)
-        # A dry run is one process, which stands for all that torchrun or --nproc_per_node asks for.
-        num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
-        if num_ranks <= 1:
-            num_ranks = config.nproc_per_node
-        if num_ranks < 1:
-            num_ranks = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
-        is_elsewhere = config.device != "cpu" and ranks.device.type == "cpu"
-        return cls(torch.device("cuda") if is_elsewhere else ranks.device, num_ranks, ranks)
-
-    def data_size(self, context_size: int) -> int:
-        """The number of groups of `context_size` ranks; each group gets rows of its own.
-
-        Raises:
-            UserError: the ranks cannot be divided into such groups.
-        """
-        return self.ranks.layout("full_shard", self.world_size, context_size).data_size
-
-    @property
-    def per_node(self) -> int:
-        """Ranks of one machine."""
-        return self.ranks.layout("full_shard", self.world_size).per_node
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return self.device.type != self.ranks.device.type
-
-    @property
-    def gpu_memory(self) -> tuple[int, int] | None:
-        """Free and total bytes of the GPU that is planned for, or is here; None if unknown."""
-        if self.free is not None:
-            return self.free, self.free
-        if self.ranks.device.type != "cuda":
-            return None
-        return torch.cuda.mem_get_info(self.ranks.device)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.gated_mlp import Mlp
 from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.speed import exchanged_bytes, size_of
 from fsdp_qlora.utils.text import GIB, format_bytes, plural
 

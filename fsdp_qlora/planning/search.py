@@ -22,9 +22,10 @@ from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import first_that_fits, with_margin
 from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
-from fsdp_qlora.planning.plan import Machine, ModelPlan
+from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.planning.program_speed import Parts, expected_ways
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
@@ -74,7 +75,7 @@ class GpuSet(NamedTuple):
         """The GPUs, which are not in this machine."""
         ranks = Ranks(0, 0, self.num_gpus, self.num_gpus, torch.device("cpu"))
         free = int(self.bytes) - sum(self.beside_torch().values())
-        return Machine(torch.device("cuda"), self.num_gpus, ranks, free)
+        return Machine(torch.device("cuda"), self.num_gpus, ranks, free, self.gpu.capability)
 
 
 class PlannedRun(NamedTuple):

@@ -21,8 +21,9 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.model.kernels.in_use import use_ways
 from fsdp_qlora.planning.generation import plan_generation
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import PlacedModel, place
-from fsdp_qlora.planning.plan import Machine, plan_model
+from fsdp_qlora.planning.plan import plan_model
 from fsdp_qlora.run.base import PlannedBase, open_base
 from fsdp_qlora.run.session import Session
 from fsdp_qlora.run.ways import TriedKernels

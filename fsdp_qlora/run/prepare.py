@@ -22,7 +22,8 @@ from fsdp_qlora.export.upload import check_uploads
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.observability.metric_log import refuse_sinks
-from fsdp_qlora.planning.plan import Machine, ModelPlan, plan_model, read_model, with_new_tokens
+from fsdp_qlora.planning.machine import Machine
+from fsdp_qlora.planning.plan import ModelPlan, plan_model, read_model, with_new_tokens
 from fsdp_qlora.planning.reading import (
     earlier_run,
     pick_data,

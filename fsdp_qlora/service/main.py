@@ -31,6 +31,7 @@ from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.model.architecture.config import at_most_positions
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.kernels.in_use import using_ways
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import (
     PlacedModel,
     adapter_bytes,
@@ -38,7 +39,7 @@ from fsdp_qlora.planning.placement import (
     least_free,
     place,
 )
-from fsdp_qlora.planning.plan import Machine, plan_model
+from fsdp_qlora.planning.plan import plan_model
 from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.teacher import TEACHER, teacher_config

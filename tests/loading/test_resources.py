@@ -26,6 +26,7 @@ from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.report import PlanReport
+from fsdp_qlora.planning.workspaces import WORKSPACE
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils import machine
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
@@ -72,7 +73,7 @@ def _memory(
         num_tokens=1,
         recomputing=4,
         buffer_bytes=7,
-        on_gpu=on_gpu,
+        workspace=WORKSPACE if on_gpu else 0,
     )
     return estimate_memory(_meta(train_type, in_full).parts, [BlockBytes(0, 0, 0, 0)] * 4, step)
 

@@ -41,9 +41,9 @@ from fsdp_qlora.planning.fit import (
     describe_reduction,
 )
 from fsdp_qlora.planning.gpus import GPUS
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.placement import candidates, least_free
-from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.program_speed import Program
 from fsdp_qlora.planning.speed import Experts, MicroBatchSize, Work, count_work, seconds, size_of
 from tests.helpers.models import SIZES

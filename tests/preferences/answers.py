@@ -147,8 +147,9 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
     )
     from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
     from fsdp_qlora.distributed.supervision.stops import Control
+    from fsdp_qlora.planning.machine import Machine
     from fsdp_qlora.planning.placement import place
-    from fsdp_qlora.planning.plan import Machine, plan_model
+    from fsdp_qlora.planning.plan import plan_model
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.run.build_trainer import build_trainer

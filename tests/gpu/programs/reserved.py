@@ -27,8 +27,9 @@ from fsdp_qlora.data.batches.target_values import number_targets
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.shards import build_mesh, local_part
 from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import place
-from fsdp_qlora.planning.plan import Machine, build_plan
+from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run.build_trainer import build_forward, build_trainer
