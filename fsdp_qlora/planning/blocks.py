@@ -3,14 +3,12 @@
 import contextlib
 import copy
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
@@ -22,15 +20,14 @@ from fsdp_qlora.model.architecture.decoder import (
     buffers_as_before,
     kind_of,
     on_meta,
-    tensors_of,
 )
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
-from fsdp_qlora.sharding.recompute import RecomputedBlock
+from fsdp_qlora.planning.graph_pool import graph_bytes_of
+from fsdp_qlora.planning.storages import CountedStorages
+from fsdp_qlora.sharding.recompute import RecomputedBlock, unwrapped
 from fsdp_qlora.utils.errors import UserError
-
-_SEGMENT = 512  # bytes: the allocator of torch rounds to these
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -46,62 +43,10 @@ class BlockBytes(NamedTuple):
     """The peak during a backward pass with recompute."""
     forward: int
     """The peak of a forward pass alone."""
-
-
-class CountedStorages(TorchDispatchMode):
-    """Counts the bytes of storages that are made in this context and alive.
-
-    Args:
-        uncounted: tensors whose storages are not counted: weights and inputs.
-        on_operator: called for each operator.
-    Attributes:
-        now: bytes that are allocated.
-        most: the maximum that was allocated at once.
-    """
-
-    def __init__(
-        self, uncounted: Iterable[torch.Tensor], on_operator: Callable[[], object] = lambda: None
-    ) -> None:
-        super().__init__()
-        self._on_operator = on_operator
-        self.now = self.most = 0
-        self._alive = {tensor.untyped_storage()._cdata for tensor in uncounted}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._on_operator()
-        # The meta device does not know how many values are not zero. bitsandbytes asks for the
-        # columns with outliers in int8: all is the upper bound.
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta and args[0].dim() == 1:
-            return torch.arange(len(args[0]))[:, None]
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_of(result):
-            if tensor.is_meta:
-                self._count(tensor.untyped_storage())
-        if func._schema.name == "torch_attn::_varlen_attn_backward":
-            # Buffers inside the kernel, which no operator shows: queries' gradients in float32,
-            # and keys' and values' for each head that shares them.
-            query, key = args[1:3]
-            inside = 4 * query.numel()
-            if key.shape[1] < query.shape[1]:
-                inside += 2 * query.element_size() * query.numel()
-            self.most = max(self.most, self.now + inside)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        # Views and in-place operators return the storage of a tensor that is counted already.
-        key = storage._cdata
-        if key in self._alive:
-            return
-        size = -(-storage.nbytes() // _SEGMENT) * _SEGMENT
-        self._alive.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-        # Its address may be given to a later storage, so it is forgotten when this one ends.
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.now -= size
+    pool: int = 0
+    """Reserved by the pool of its graphs; 0 where it has none."""
+    arguments: int = 0
+    """Static tensors of its graphs, besides its input."""
 
 
 class _Loss(torch.autograd.Function):
@@ -162,7 +107,7 @@ def measure_blocks(
             row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
             for block in parts.blocks
         ]
-        return [BlockBytes(count, 2 * count, 2 * count, count) for count in block_bytes]
+        return [BlockBytes(count, 2 * count, 2 * count, count, 2 * count) for count in block_bytes]
 
 
 class _Measured(Exception):
@@ -272,7 +217,9 @@ def _measure(
                 arg.update({key: _as_leaves(value) for key, value in arg.items()})
     kept, backward, _ = counts[False]
     _, recomputing, forward = counts[True]
-    return BlockBytes(kept, backward, recomputing, forward), output
+    with precision.autocasting(torch.device("cpu")):
+        pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, kwargs)
+    return BlockBytes(kept, backward, recomputing, forward, pool, arguments), output
 
 
 def _as_leaves(values: Any) -> Any:

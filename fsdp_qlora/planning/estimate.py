@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_qlora.model.architecture.decoder import kind_of
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
 from fsdp_qlora.planning.activations import Activations
 from fsdp_qlora.planning.blocks import BlockBytes
-from fsdp_qlora.planning.graph_memory import filled_up, graph_bytes, have_graphs
+from fsdp_qlora.planning.graph_memory import (
+    blocks_by_graphs,
+    filled_up,
+    graph_bytes,
+    have_graphs,
+    next_shorter,
+)
 from fsdp_qlora.planning.memory import Memory, Sizes, Step
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
@@ -39,8 +46,6 @@ ALLOCATOR = {
     "moved": 0.4,
     "moved beside host": 1.1,
 }
-# cuBLAS has a workspace for the threads of forward and backward passes, which torch allocates.
-_WORKSPACES = 2 * 8_519_680
 _CATEGORIES = {
     "codes": "quantized weights",
     "statistics": "their statistics",
@@ -60,9 +65,11 @@ def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step)
     Args:
         blocks: as measured for its longest micro-batch.
     """
-    if have_graphs(parts, step):
-        blocks, step = filled_up(blocks, step)
-    return _Estimate(parts, blocks, step).memory()
+    if not have_graphs(parts, step):
+        return _Estimate(parts, blocks, step).memory()
+    filled, step = filled_up(blocks, step)
+    without = _Estimate(parts, *next_shorter(filled, step))
+    return _Estimate(parts, filled, step, without).memory()
 
 
 def _positive(sizes: Mapping[str, int], besides: Mapping[str, int] = {}) -> Sizes:
@@ -72,6 +79,8 @@ def _positive(sizes: Mapping[str, int], besides: Mapping[str, int] = {}) -> Size
 class _Estimate:
     """Counts the bytes of one model in one step.
 
+    Args:
+        without: for the longest micro-batch that may have no graphs yet, where others have some.
     Attributes:
         hidden: bytes of the hidden states of all tokens between two blocks.
         gathered_sizes: bytes of each block's unsharded weights beside the shards.
@@ -79,11 +88,18 @@ class _Estimate:
         trained: number of weights that train, in each block.
         copies_adapters: whether adapters have 16-bit copies, which stay (weight_copies.py).
         reduces_each: whether gradients of several micro-batches are reduced one by one.
-        graphs: memory of blocks that run as CUDA graphs; empty without any.
+        graphed: the places of blocks that run as CUDA graphs.
+        graphs: memory of graphs; empty without any.
         first: the first block that has a backward pass.
     """
 
-    def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        blocks: Sequence[BlockBytes],
+        step: Step,
+        without: "_Estimate | None" = None,
+    ) -> None:
         self.parts = parts
         self.blocks = blocks
         self.step = step
@@ -101,7 +117,9 @@ class _Estimate:
         from_host = step.placement.offload.blocks > 0
         self.gathered_sizes = [self._gathered(block, from_host=from_host) for block in parts.blocks]
         self.gathered = self._gathered_at_work()
-        self.graphs = graph_bytes(parts, blocks, step, workspaces=_WORKSPACES)
+        self.without = without
+        self.graphed = blocks_by_graphs(parts, step) if without else []
+        self.graphs = graph_bytes(parts, blocks, step) if without else {}
         # Blocks before the first that trains have no backward pass, and keep nothing for one.
         self.first = next((i for i, count in enumerate(self.trained) if count), 0)
         if self._trained_weights(parts.embedding):
@@ -123,7 +141,8 @@ class _Estimate:
             name = "block inputs" if step.on_host.inputs else "activations"
             host[name] = self.activations.host_bytes
         if step.on_gpu:
-            resident["workspaces"] = _WORKSPACES
+            # For the threads of forward and backward passes.
+            resident["workspaces"] = 2 * step.workspace
             resident |= self.graphs
         if step.gathers_from_host:
             resident["gathered blocks"] = max(self.gathered)
@@ -219,8 +238,10 @@ class _Estimate:
             "backward": in_blocks,
             "optimizer": [of_optimizer | copies],
         }
-        if self.graphs:
-            phases["proof of graphs"] = [before | adapters | self._at_proof()]
+        if self.without is not None:
+            phases["without graphs"] = self.without._in_backward(adapters, of_optimizer)
+            captures = self.without._in_captures(self.graphed)
+            phases["capture"] = [before | adapters | sizes for sizes in captures]
         if step.image_values:
             first_block = {"gathered blocks": self.gathered_sizes[0]}
             phases["images"] = [before | adapters | first_block | self._at_images()]
@@ -272,19 +293,21 @@ class _Estimate:
             points.append(adapters | at_work)
         return points
 
-    def _at_proof(self) -> Sizes:
-        """Transient memory where a block is computed with and without a graph, or captured.
+    def _in_captures(self, graphed: Sequence[int]) -> list[Sizes]:
+        """Transient memory where the passes of a block run on the stream of captures, before them.
 
-        A capture is preceded by both passes without.
+        Args:
+            graphed: the places of blocks that have graphs.
         """
-        num_blocks = self.step.recomputing
-        blocks = self.blocks[:num_blocks]
-        return {
-            "gathered blocks": max(self.gathered[:num_blocks]),
-            "block at work": max(max(block.forward, block.recomputing) for block in blocks),
-            # and both outputs
-            "block inputs": self.hidden * (num_blocks + 2),
-        }
+        first_of_kind = {kind_of(self.parts.blocks[index]): index for index in reversed(graphed)}
+        return [
+            {
+                "gathered blocks": self.gathered[index],
+                "block at work": self.blocks[index].pool,
+                "block inputs": self.hidden * (index + 1),
+            }
+            for index in first_of_kind.values()
+        ]
 
     def _in_backward(self, of_trained: Sizes, of_optimizer: Sizes) -> list[Sizes]:
         """Transient memory in each block's backward pass, the last block's first.
@@ -304,8 +327,10 @@ class _Estimate:
             block = self.blocks[index]
             at_work = block.backward - block.kept
             if activations.is_computed_again(index):
-                # Also beside graphs: inputs of a form run without before they have a graph.
                 at_work = block.recomputing
+            if index in self.graphed:
+                # the gradients of its output and of its input
+                at_work = 2 * self.hidden
             here = activations.in_backward(index)
             is_last = index == num_blocks - 1
             sizes = {

@@ -39,7 +39,7 @@ log = logging.getLogger("fsdp_qlora")
 
 # Graphs of a structure. One that was not used in the last passes makes room for another. If all
 # were, lengths vary too much, and what is left over runs without a graph.
-_MOST_GRAPHS = 16
+MOST_GRAPHS = 16
 _PASSES = 64
 # Passes of a form of inputs before its capture: one that does not come again is not worth it.
 _PASSES_BEFORE = 1
@@ -99,7 +99,7 @@ class _Forms:
         """Whether graphs are to be made for the last call. Forgets others that are not used."""
         if self._seen.get(self._key, 0) <= _PASSES_BEFORE:
             return False
-        if len(self._graphs) < _MOST_GRAPHS:
+        if len(self._graphs) < MOST_GRAPHS:
             return True
         oldest = min(self._used, key=self._used.__getitem__)
         if self._passes - self._used[oldest] < _PASSES:

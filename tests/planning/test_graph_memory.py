@@ -20,7 +20,7 @@ from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.graph_memory import blocks_by_graphs
-from fsdp_qlora.planning.memory import Step
+from fsdp_qlora.planning.memory import Memory, Step
 from tests.helpers.models import SIZES
 
 pytestmark = pytest.mark.quick
@@ -64,15 +64,34 @@ def test_graphs_are_for_models_with_many_blocks_by_them():
 
 def test_memory_with_graphs_is_that_without_of_filled_tokens_and_their_own():
     parts = parts_of()
-    block = BlockBytes(kept=4100 * 500, backward=4100 * 900, recomputing=4100 * 800, forward=0)
+    block = BlockBytes(
+        kept=4100 * 500,
+        backward=4100 * 900,
+        recomputing=4100 * 800,
+        forward=0,
+        pool=4100 * 1000,
+        arguments=4100 * 10,
+    )
 
-    def backward(**changes: Any) -> tuple[dict[str, int], dict[str, int]]:
-        memory = estimate_memory(parts, [block] * 4, dataclasses.replace(STEP, **changes))
-        return memory.phases["backward"], memory.resident
+    def memory(**changes: Any) -> Memory:
+        return estimate_memory(parts, [block] * 4, dataclasses.replace(STEP, **changes))
 
-    plain, _ = backward()
+    plain = memory()
     with using_ways(Ways(blocks=GRAPHS)):
-        filled, resident = backward()
-    for name in ("block at work", "block inputs", "hidden states at the head"):
-        assert filled[name] == plain[name] * 4608 // 4100, name
-    assert resident["graphs' pool"] and resident["static tensors of graphs"]
+        by_graphs = memory()
+    # Beside the graphs of the longest micro-batch, a shorter one runs without.
+    for phase, tokens in (("backward", 4608), ("without graphs", 4096)):
+        for name in ("block inputs", "hidden states at the head"):
+            expected = plain.phases["backward"][name] * tokens // 4100
+            assert by_graphs.phases[phase][name] == expected, (phase, name)
+    at_work = by_graphs.phases["without graphs"]["block at work"]
+    assert at_work == 4096 * 800 > by_graphs.phases["backward"]["block at work"]
+    assert by_graphs.phases["capture"]["block at work"] == 4096 * 1000
+    added = by_graphs.resident.keys() - plain.resident.keys()
+    assert added == {
+        "static tensors of graphs",
+        "arguments of graphs",
+        "graphs' pool",
+        "workspaces of captures",
+    }
+    assert by_graphs.resident["graphs' pool"] == 4608 * 1000
