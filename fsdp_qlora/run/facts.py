@@ -108,18 +108,21 @@ def run_facts(plan: Plan) -> dict[str, Any]:
     """Heading -> facts, all of them JSON's."""
     return {
         "environment": describe_environment(),
-        "data": data_facts(plan.data, plan.schedule),
+        "data": data_facts(plan.data, plan.schedule, fills_up=ways_in_use().blocks == GRAPHS),
         "memory": plan.placed.memory.weights,
     }
 
 
-def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
-    """Counts of rows and tokens, a histogram of lengths, and the share of computed padding."""
+def data_facts(data: RunData, schedule: Schedule, *, fills_up: bool = False) -> dict[str, Any]:
+    """Counts of rows and tokens, a histogram of lengths, and the share of computed padding.
+
+    fills_up: as for `Schedule.useful_shares`.
+    """
     lengths = data.lengths[data.train_rows]
     longest = int(lengths.max())
     # Of the first steps, whose rows are in random order, as all of them are.
     steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
-    padding_free = [schedule.useful_shares(step, data.lengths)[0] for step in steps]
+    useful = [schedule.useful_shares(step, data.lengths, fills_up=fills_up)[0] for step in steps]
     counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
     return {
         "rows": len(data.train_rows),
@@ -130,7 +133,7 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
         "rejected": len(data.rejected),
-        "padding_share": 1 - float(np.mean(padding_free)),
+        "padding_share": 1 - float(np.mean(useful)),
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS, filled_length, with_bounds_alone
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, describe_documents
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.shared_tokens import SharedTokens
 
 pytestmark = pytest.mark.quick
@@ -72,3 +74,18 @@ def test_a_micro_batch_that_is_filled_up_learns_the_same_tokens():
     for name in ("targets", "target_rows", "target_counts"):
         assert torch.equal(getattr(filled, name), getattr(plain, name))
     assert filled.num_targets == plain.num_targets
+
+
+@pytest.mark.parametrize("fills_up", [False, True])
+@pytest.mark.parametrize("batching", ["padding_free", "padded"])
+def test_useful_tokens_are_a_share_of_those_that_micro_batches_have(fills_up, batching):
+    lengths = np.array([10, 200, 41, 59, 300, 7])
+    offsets = np.cumsum([0, *lengths])
+    ids = np.arange(offsets[-1], dtype=np.int32)
+    table = TokenizedRows(ids, ids % 3 > 0, offsets, np.arange(1, 7))
+    schedule = Schedule(6, 2, 6, 1, num_epochs=1, max_steps=-1, seed=0, batching=batching)
+    collator = Collator(schedule, pad_token_id=7, fills_up=fills_up)
+    batches = collator.lay_out_step(table, np.arange(6))
+    computed = sum(batch.input_ids.numel() for batch in batches)
+    assert (computed > len(ids)) == (fills_up or batching == "padded")
+    assert batches.sizes()["useful_of_computed"] == round(len(ids) / computed, 4)

@@ -75,6 +75,8 @@ def test_ranks_get_equal_work_in_each_micro_batch():
     ]
     schedule = Schedule(8, 2, 8, 2, num_epochs=1, max_steps=-1, seed=0)
     assert schedule.useful_shares(rounds, lengths) == (1.0, 1.0)
+    # 90 tokens are filled up to 128 for graphs.
+    assert schedule.useful_shares(rounds, lengths, fills_up=True) == (90 / 128, 90 / 128)
     padded = dataclasses.replace(schedule, batching="padded")
     # Of 2 x (80 + 60 + 40 + 20) tokens, and of twice 2 x (80 + 40) in the time of the first rank.
     assert padded.useful_shares(padded.rounds(np.arange(8), lengths), lengths) == (

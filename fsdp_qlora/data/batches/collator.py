@@ -116,10 +116,15 @@ class Collator:
                 concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1)
             )
         num_parts = self.context_size
-        if self.fills_up and num_parts == 1:
+        if self.fills_up_rows_of(table):
             computed = table.learned_from(shares_prompts=self.shares_prompts)
             num_parts = filled_multiple(computed.of_micro_batch(rows))
         return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=num_parts)
+
+    def fills_up_rows_of(self, table: TokenizedRows) -> bool:
+        """Whether micro-batches of these rows are filled up, if they have no padding."""
+        has_teacher = self.has_teacher and len(table.splits) > 0
+        return self.fills_up and self.context_size == 1 and not has_teacher
 
     def _with_images(self, batch: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None and self.schedule.padding
@@ -162,7 +167,10 @@ class Batches:
         lengths = self.table.lengths
         computed = self.table.computed(shares_prompts=self.collator.shares_prompts)
         of_computed, of_lock_step = self.collator.schedule.useful_shares(
-            self.rounds, lengths, computed
+            self.rounds,
+            lengths,
+            computed,
+            fills_up=self.collator.fills_up_rows_of(self.table),
         )
         return {
             "num_tokens": int(lengths[self.rows].sum()),

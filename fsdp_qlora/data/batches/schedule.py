@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fsdp_qlora.data.batches.graph_lengths import filled_length
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.shared_tokens import RowTokens
 from fsdp_qlora.utils.errors import UserError
@@ -179,7 +180,12 @@ class Schedule:
         return longest, most_rounds
 
     def useful_shares(
-        self, rounds: Sequence[Round], lengths: np.ndarray, computed: RowTokens | None = None
+        self,
+        rounds: Sequence[Round],
+        lengths: np.ndarray,
+        computed: RowTokens | None = None,
+        *,
+        fills_up: bool = False,
     ) -> tuple[float, float]:
         """Useful tokens as a share of the computed tokens, and of the tokens that the time allows.
 
@@ -189,12 +195,16 @@ class Schedule:
         Args:
             rounds: a step's micro-batches.
             computed: the tokens that are computed, if they are not all.
+            fills_up: micro-batches without padding are filled up to lengths for which graphs are
+                made.
         """
         counted = computed or RowTokens(lengths, np.arange(len(lengths)))
         tokens = [
             [self.tokens_computed(piece, counted) for piece in micro_batches]
             for micro_batches in rounds
         ]
+        if fills_up and not self.padding:
+            tokens = [[filled_length(number) for number in of_ranks] for of_ranks in tokens]
         useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
         num_computed = sum(map(sum, tokens))
         num_possible = sum(self.data_size * max(of_ranks) for of_ranks in tokens)
