@@ -1,4 +1,7 @@
-"""Trials of a decoder block as CUDA graphs: the model's first block, with random weights."""
+"""Trials of decoder blocks as CUDA graphs: one of each kind is proved, and the first one is timed.
+
+Weights are random.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ from fsdp_qlora.data.batches.micro_batch import describe_documents
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.architecture.attention import attending, reads_bounds
-from fsdp_qlora.model.architecture.decoder import find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks, kind_of
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.kernels.in_use import (
@@ -29,7 +32,7 @@ from fsdp_qlora.model.kernels.in_use import (
 )
 from fsdp_qlora.model.kernels.trial import PartTrials, Trial
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.graphed import GraphedBlocks
+from fsdp_qlora.sharding.graphed import GraphedBlocks, why_not
 from fsdp_qlora.sharding.recompute import set_graphs, wrap_blocks
 
 if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
@@ -40,6 +43,8 @@ if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
 # that differs from call to call.
 _SHORT = 64
 _DOCUMENTS = 3
+# Kinds of blocks that are proved. In a run each block proves itself, too.
+_MOST_KINDS = 4
 # Random bytes below this are finite numbers, in whatever format codes and statistics are.
 _FINITE = 64
 
@@ -90,8 +95,11 @@ class BlockForm(NamedTuple):
             documents=plan.documents,
         )
 
-    def build(self, device: torch.device) -> PreTrainedModel:
-        """The model with its first block alone, in memory of the device, and no embeddings."""
+    def build(self, device: torch.device, *, of_each_kind: bool = False) -> PreTrainedModel:
+        """The model with its first block alone, in memory of the device, and no embeddings.
+
+        of_each_kind: one block of each kind that may have graphs.
+        """
         precision = PRECISIONS[self.precision]
         fields = dict(self.config)
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
@@ -107,7 +115,7 @@ class BlockForm(NamedTuple):
         )
         model = meta.model
         blocks = find_blocks(model)
-        del blocks[1:]
+        _keep(model, _one_of_each_kind(blocks) if of_each_kind else [0])
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
         generator = torch.Generator(device).manual_seed(0)
@@ -116,6 +124,28 @@ class BlockForm(NamedTuple):
                 _fill(module, precision, generator)
         wrap_blocks(model, offload=False)
         return model.train()
+
+
+def _one_of_each_kind(blocks: nn.ModuleList) -> list[int]:
+    """The places of blocks that may have graphs, one of each kind; the first if none may."""
+    first: dict[object, int] = {}
+    for place, block in enumerate(blocks):
+        if not why_not(block):
+            first.setdefault(kind_of(block), place)
+    return [*first.values()][:_MOST_KINDS] or [0]
+
+
+def _keep(model: PreTrainedModel, places: list[int]) -> None:
+    """Leave these of a model's blocks."""
+    blocks = find_blocks(model)
+    kept = [blocks[place] for place in places]
+    del blocks[:]
+    blocks.extend(kept)
+    # By it the model finds the mask and the rotary tables of its first block, its second and so on.
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    if types:
+        config.layer_types = [types[place] for place in places]
 
 
 def _as_json(value: Any) -> Any:
@@ -149,7 +179,7 @@ def _fill(module: nn.Module, precision: Precision, generator: torch.Generator) -
 
 
 def graph_trials(form: BlockForm, lengths: list[int], device: torch.device) -> PartTrials:
-    """The trials of a block on micro-batches with rows of these lengths."""
+    """The trials of blocks on micro-batches with rows of these lengths."""
     short = [min(_SHORT, lengths[0])] * _DOCUMENTS
     proof = partial(_trial, form, short, device)
     timed = partial(_timed, form, lengths, device)
@@ -171,7 +201,7 @@ def _timed(form: BlockForm, lengths: list[int], device: torch.device) -> Trial:
 def _trial(
     form: BlockForm, lengths: list[int], device: torch.device, others: Ways | None = None
 ) -> Trial:
-    tried = _TriedBlock(form, lengths, device)
+    tried = _TriedBlocks(form, lengths, device, of_each_kind=others is None)
     tried.others = others or tried.others
     ways = {
         PLAIN: tried.plain,
@@ -180,18 +210,20 @@ def _trial(
     return Trial(ways, tried.inputs())
 
 
-class _TriedBlock:
-    """A model of one block, and the arguments of a micro-batch with rows of these lengths.
+class _TriedBlocks:
+    """A model of few blocks, and the arguments of a micro-batch with rows of these lengths.
 
     others: how its parts are computed.
     """
 
-    def __init__(self, form: BlockForm, lengths: list[int], device: torch.device) -> None:
+    def __init__(
+        self, form: BlockForm, lengths: list[int], device: torch.device, *, of_each_kind: bool
+    ) -> None:
         self.others = ways_of_option("auto")
         self._precision = PRECISIONS[form.precision]
         self._device = device
         self._implementation = form.documents
-        self._model = form.build(device)
+        self._model = form.build(device, of_each_kind=of_each_kind)
         self._size = (len(lengths), lengths[0])
         self._documents: dict[str, Any] = {}
         if form.documents is not None:

@@ -1,4 +1,4 @@
-"""Whether a model's blocks may be graphs is tried with its first block and random weights."""
+"""Whether a model's blocks may be graphs is tried with one of each kind and random weights."""
 
 import json
 from dataclasses import asdict, replace
@@ -9,12 +9,13 @@ import torch
 from transformers import AutoConfig
 
 from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.architecture.decoder import kind_of
 from fsdp_qlora.model.kernels.in_use import GRAPHS
 from fsdp_qlora.model.kernels.trial import why_wrong
 from fsdp_qlora.run.answer_trials import answer_trials
 from fsdp_qlora.run.graph_trials import BlockForm, graph_trials
 from fsdp_qlora.run.kernel_trials import KernelForm
-from fsdp_qlora.sharding import block_graphs
+from fsdp_qlora.sharding import block_graphs, graphed
 from tests.helpers.kernel_trials import FORM
 from tests.helpers.models import SIZES
 
@@ -84,6 +85,34 @@ def test_a_trial_says_why_a_block_has_no_graphs_or_other_numbers(monkeypatch):
         block_graphs.StaticGradients, "copies", lambda self: [2 * each for each in copies(self)]
     )
     assert reasons(form_of()) == ["other numbers"] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {}, 1),
+        # blocks with a sliding window, and without
+        ("gemma2", {}, 2),
+        # dense blocks behind those with experts, which have no graphs
+        ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1, 2]}, 1),
+    ],
+)
+def test_a_block_of_each_kind_that_may_have_graphs_is_proved(
+    family, changes, expected, monkeypatch
+):
+    kinds = set()
+    captured = graphed.BlockGraphs
+
+    def capture(memory: Any, staged: Any, *args: Any) -> Any:
+        kinds.add(kind_of(staged.block))
+        return captured(memory, staged, *args)
+
+    monkeypatch.setattr(graphed, "BlockGraphs", capture)
+    form = form_of(family)
+    form = form._replace(config=form.config | changes)
+    [make] = graph_trials(form, [96, 96], CPU).proofs
+    assert why_wrong(make, [GRAPHS]) == {GRAPHS: ""}
+    assert len(kinds) == expected
 
 
 @pytest.mark.quick
