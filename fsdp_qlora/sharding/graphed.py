@@ -43,8 +43,8 @@ MOST_GRAPHS = 16
 _PASSES = 64
 # Passes of a form of inputs before its capture: one that does not come again is not worth it.
 _PASSES_BEFORE = 1
-# Bytes of a block's arguments besides its input, such as masks: each form has static memory for
-# them, which no plan counts.
+# Bytes of a block's arguments besides its input: each form has static memory for them. The plan
+# counts those of documents, and no masks.
 _MOST_OF_ARGUMENTS = 2**24
 # Forms of inputs that are counted.
 _MOST_FORMS = 1024
