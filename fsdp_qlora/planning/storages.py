@@ -42,14 +42,7 @@ class CountedStorages(TorchDispatchMode):
         for tensor in tensors_of(result):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage())
-        if func._schema.name == "torch_attn::_varlen_attn_backward":
-            # Buffers inside the kernel, which no operator shows: queries' gradients in float32,
-            # and keys' and values' for each head that shares them.
-            query, key = args[1:3]
-            inside = [4 * query.numel()]
-            if key.shape[1] < query.shape[1]:
-                inside += 2 * [query.nbytes]
-            self._count_inside(inside)
+        self._count_inside(_sizes_inside(func, args))
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -76,3 +69,17 @@ class CountedStorages(TorchDispatchMode):
         named = [*enumerate(sizes)]
         self.changes += [Change(("inside", place), size) for place, size in named]
         self.changes += [Change(("inside", place), 0) for place, _ in named]
+
+
+def _sizes_inside(func: Any, args: tuple[Any, ...]) -> list[int]:
+    """Bytes of buffers inside a kernel for CUDA, which no operator shows."""
+    name = func._schema.name
+    if name == "torch_attn::_varlen_attn_backward":
+        # Queries' gradients in float32, and keys' and values' for each head that shares them.
+        query, key = args[1:3]
+        shared = 2 * [query.nbytes] if key.shape[1] < query.shape[1] else []
+        return [4 * query.numel(), *shared]
+    if name == "aten::_softmax_backward_data":
+        # the gradient times the output
+        return [args[1].nbytes]
+    return []

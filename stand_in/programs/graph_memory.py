@@ -57,13 +57,12 @@ def main(rows: int, num_lengths: int, ways: str = "plain") -> None:
         table = random_rows_of(lengths, 1000, masked=0, seed=1)
         trainer.train_step(StepRows(0, table, all_rows.rows))
 
-    for _ in range(STEPS):
-        # the longest not first: its graphs find the memory of others
-        for place in reversed(range(num_lengths)):
-            train(2 * step * place)
-    # Inputs of another length run without a graph at first, beside the memory of those that are
-    # made.
-    train(step)
+    # The longest first, as a run does.
+    for place in range(num_lengths):
+        for _ in range(STEPS):
+            train(step * place)
+    # Another length runs without graphs at first, beside the memory of those that are made.
+    train(step * num_lengths)
     graphs: Any = recomputed_blocks(trainer.model)[0].graphs
     planned = placed.memory.resident
     arguments, forms = argument_bytes(graphs)
