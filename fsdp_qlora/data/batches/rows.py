@@ -277,7 +277,7 @@ class Lengths(NamedTuple):
 
     @property
     def num_squares(self) -> int:
-        """The work of attention: squares of the lengths of documents, less those of shared tokens."""
+        """Work of attention: squares of the lengths of documents, less those of shared tokens."""
         squares = sum(length**2 for length in self.of_documents)
         return squares - (sum(count**2 for count in self.shared.counts) if self.shared else 0)
 
