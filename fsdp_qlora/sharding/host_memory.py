@@ -14,7 +14,8 @@ import itertools
 import logging
 import mmap
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -130,11 +131,17 @@ class InputStore:
     An input is copied to the host while its block runs forward, and copied back while the next
     block runs backward. The newest input stays on the device, since the backward pass begins with
     it. Host memory is reused in later steps.
+
+    What a block keeps beside its input goes and comes with it.
+
+    Attributes:
+        free: host memory that is not in use: of inputs, and of each tensor that is kept beside one.
+            Each has sizes of its own.
     """
 
     def __init__(self) -> None:
         self.side: SideStream | None = None  # there is no device yet when blocks are wrapped
-        self.free: list[torch.Tensor] = []
+        self.free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._newest: weakref.ref[_Kept] | None = None
 
     def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
@@ -146,10 +153,19 @@ class InputStore:
         newest = before() if before is not None else None
         # The block before has run by now, or at least its work is queued: its input may go.
         if newest is not None:
-            newest.release_device_copy()
+            newest.leave()
         saved = _Kept(self, tensor.detach(), before)
         # Weak: autograd alone keeps inputs alive, and frees each after its block's backward pass.
         self._newest = weakref.ref(saved)
+        return saved
+
+    def pack_beside(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
+        """Copy another tensor of the block whose input is the newest to the host."""
+        newest = self._newest() if self._newest is not None else None
+        if newest is None or not tensor.is_floating_point() or tensor.dim() < 2:
+            return tensor
+        saved = _Kept(self, tensor, None, place=len(newest.beside) + 1)
+        newest.beside.append(weakref.ref(saved))
         return saved
 
     def unpack(self, saved: "torch.Tensor | _Kept") -> torch.Tensor:
@@ -165,42 +181,65 @@ class InputStore:
         saved.on_device = None  # autograd holds it now
         return tensor
 
-    def host_memory(self, size: int) -> torch.Tensor:
-        """Pinned uint8 memory of at least `size` bytes that is not in use."""
-        for index, memory in enumerate(self.free):
+    def host_memory(self, size: int, place: int) -> torch.Tensor:
+        """Pinned uint8 memory of at least `size` bytes that is not in use.
+
+        place: 0 for inputs, then the number of a tensor that is kept beside one.
+        """
+        free = self.free[place]
+        for index, memory in enumerate(free):
             if memory.numel() >= size:
-                return self.free.pop(index)
+                return free.pop(index)
         assert self.side is not None
-        if self.free:
+        if free:
             # All are too short: replace one. Pages are unregistered and unmapped when it is freed,
             # which no copy may see.
             self.side.finish()
-            self.free.pop()
+            free.pop()
         return split_arena([size], pinned=self.side.stream is not None, what="activations")[0]
 
 
 class _Kept:
     """A tensor on the host, on the device, or being copied.
 
-    copied: event at the end of the last copy. before: the input of the block before.
+    copied: event at the end of the last copy. before: the input of the block before. beside: what
+    the block keeps beside this input. place: see `InputStore.host_memory`.
     """
 
     def __init__(
-        self, store: InputStore, tensor: torch.Tensor, before: "weakref.ref[_Kept] | None"
+        self,
+        store: InputStore,
+        tensor: torch.Tensor,
+        before: "weakref.ref[_Kept] | None",
+        place: int = 0,
     ) -> None:
         assert store.side is not None
         self.store = store
         self.side = store.side
         self.before = before
-        self.memory = store.host_memory(tensor.numel() * tensor.element_size())
-        self.like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+        self.beside: list[weakref.ref[_Kept]] = []
+        self.place = place
+        self.memory = store.host_memory(tensor.numel() * tensor.element_size(), place)
+        # The same strides, unless the tensor has gaps.
+        self.like = torch.empty_like(tensor, device="meta")
         self.device = tensor.device
         self.on_device: torch.Tensor | None = tensor
         self.copied = self.side.copy(self._on_host(), tensor)
 
     def _on_host(self) -> torch.Tensor:
         used = self.memory[: self.like.numel() * self.like.element_size()]
-        return used.view(self.like.dtype).view(self.like.shape)
+        return used.view(self.like.dtype).as_strided(self.like.shape, self.like.stride())
+
+    def _alive_beside(self) -> "Iterator[_Kept]":
+        for reference in self.beside:
+            kept = reference()
+            if kept is not None:
+                yield kept
+
+    def leave(self) -> None:
+        """Free the device's memory of this tensor and of those beside it."""
+        for kept in [self, *self._alive_beside()]:
+            kept.release_device_copy()
 
     def release_device_copy(self) -> None:
         if self.on_device is not None:
@@ -213,6 +252,8 @@ class _Kept:
         if self.on_device is None:
             self.on_device = torch.empty_like(self.like, device=self.device)
             self.copied = self.side.copy(self.on_device, self._on_host())
+        for kept in self._alive_beside():
+            kept.prefetch()
         return self.on_device
 
     def __del__(self) -> None:
@@ -220,4 +261,4 @@ class _Kept:
         # compute stream by itself. A later copy into the host memory is behind the last one from it
         # in the order of the side stream, so the memory may be used again at once.
         self.release_device_copy()
-        self.store.free.append(self.memory)
+        self.store.free[self.place].append(self.memory)

@@ -11,12 +11,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fsdp_qlora.data.batches.micro_batch import BESIDE
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as_at_start
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
+from fsdp_qlora.model.architecture.kept_attention import KeptAttention
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.host_activations import ActivationStore, is_spread
 from fsdp_qlora.sharding.host_memory import InputStore
@@ -27,13 +28,16 @@ class RecomputedBlock(ActivationWrapper):
 
     is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the
     bit. moves: then host memory keeps them, by `activations`, which is None if no block of the
-    model does so. store: keeps the input on the host; None if it stays on the device. follow:
-    computes the output, of this block and its arguments, while its weights are gathered (see
-    `ReferencePass`). graphs: computes the block by CUDA graphs where it can; None to do without.
+    model does so. keeps_attention: keep what attention's kernels return beside the input, unless
+    documents are short or a graph computes the block. store: keeps both on the host; None if they
+    stay on the device. follow: computes the output, of this block and its arguments, while its
+    weights are gathered (see `ReferencePass`). graphs: computes the block by CUDA graphs where it
+    can; None to do without.
     """
 
     is_on = True
     moves = False
+    keeps_attention = False
     activations: ActivationStore | None = None
 
     def __init__(self, block: nn.Module, store: InputStore | None = None) -> None:
@@ -66,7 +70,13 @@ class RecomputedBlock(ActivationWrapper):
         block = self._checkpoint_wrapped_module
         if self.graphs is not None:
             return self.graphs.compute(block, args, kwargs)
-        return checkpoint(block, *args, use_reentrant=False, **kwargs)
+        contexts = self._attention_contexts if self.keeps_attention else noop_context_fn
+        return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def _attention_contexts(self) -> tuple[Any, Any]:
+        if self.store is None:
+            return KeptAttention().contexts()
+        return KeptAttention(self.store.pack_beside, self.store.unpack).contexts()
 
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
@@ -108,6 +118,17 @@ def set_recompute(model: nn.Module, num_blocks: int, *, on_host: int = 0) -> Non
         # A block that keeps its activations computes norms and gated products again, which is cheap
         # beside their memory. One that recomputes keeps nothing of them anyway.
         set_save_inputs_only(block, not block.is_on)
+
+
+def set_keeps_attention(model: nn.Module, enabled: bool) -> None:
+    """Choose whether blocks that recompute keep what attention gives for long documents."""
+    for block in recomputed_blocks(model):
+        block.keeps_attention = enabled
+
+
+def keeps_attention(model: nn.Module) -> bool:
+    """Whether blocks that recompute keep what attention gives for long documents."""
+    return any(block.keeps_attention for block in recomputed_blocks(model))
 
 
 def set_graphs(model: nn.Module, graphs: GraphedBlocks | None) -> None:

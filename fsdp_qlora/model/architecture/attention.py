@@ -39,6 +39,7 @@ from fsdp_qlora.model.architecture.attention_kernels import (
     takes_last_queries,
     varlen,
 )
+from fsdp_qlora.model.architecture.kept_attention import attending_to
 from fsdp_qlora.model.architecture.shapes import any_layer_has, block_shapes
 from fsdp_qlora.model.architecture.shared_tokens import copy_shared
 from fsdp_qlora.model.kernels.in_use import ways_in_use
@@ -274,19 +275,19 @@ def _attention(
         softcap=arguments.get("softcap"),
         sinks=sinks,
     )
-    if places is None:
-        output = kernel(query, key, value, call)
-    else:
+    if places is not None:
         # Documents may share their first tokens, as the branches of a tree. Kernels take only
         # separate documents, so each document gets a copy of the shared tokens.
         key = copy_shared(key, arguments, dim=2)
         value = copy_shared(value, arguments, dim=2)
         if takes_last_queries(kernel, query):
             call = call._replace(query_ends=arguments["own_ends"])
-            output = kernel(query, key, value, call)
         else:
             query = copy_shared(query, arguments, dim=2)
-            output = kernel(query, key, value, call).index_select(0, arguments["own_tokens"])
+    with attending_to(call.lengths, call.window, call.dropout):
+        output = kernel(query, key, value, call)
+    if places is not None and call.query_ends is None:
+        output = output.index_select(0, arguments["own_tokens"])
     if context:
         output = context.to_tokens(output)
     return output[None], None
