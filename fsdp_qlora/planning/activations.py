@@ -13,16 +13,22 @@ class OnHost(NamedTuple):
     """The inputs of all of them, which are computed again."""
     blocks: int = 0
     """The number of blocks that keep all activations there. The others are computed again."""
+    attention: bool = False
+    """Blocks that are computed again keep attention's output for long documents, wherever their
+    inputs are."""
 
 
 ON_DEVICE = OnHost()
 
 
 class Here(NamedTuple):
-    """Bytes on the device: of inputs of blocks, and of their other activations."""
+    """Bytes on the device: of inputs of blocks, of their other activations, and of attention's
+    output where the others are computed again.
+    """
 
     inputs: int = 0
     kept: int = 0
+    attention: int = 0
 
 
 class Activations:
@@ -33,10 +39,17 @@ class Activations:
         hidden: bytes of an input.
         first: the first block that has a backward pass.
         leaving: number of first blocks that do not keep all on the device.
+        attention: bytes of attention's output that each block keeps where it is computed again.
     """
 
     def __init__(
-        self, kept: Sequence[int], hidden: int, first: int, leaving: int, on_host: OnHost
+        self,
+        kept: Sequence[int],
+        hidden: int,
+        first: int,
+        leaving: int,
+        on_host: OnHost,
+        attention: Sequence[int] = (),
     ) -> None:
         self.kept = kept
         self.hidden = hidden
@@ -45,6 +58,8 @@ class Activations:
         self.on_host = on_host
         moved = [index for index in range(leaving) if is_spread(index, on_host.blocks, leaving)]
         self.moved = [index for index in moved if index >= first]
+        again = [index for index in range(first, len(kept)) if self.is_computed_again(index)]
+        self.attention = {index: attention[index] for index in again if attention}
 
     def is_computed_again(self, index: int) -> bool:
         """Whether a block computes its activations again."""
@@ -58,7 +73,8 @@ class Activations:
         # in that of the block behind it.
         if earlier and (self.moved[-1] >= index or earlier[-1] == index - 1):
             here.add(earlier[-1])
-        return self._sum(here, index)
+        # The block's own is among those that are computed again.
+        return self._sum(here, index)._replace(attention=self._attention(index - 1))
 
     def at_loss(self) -> Here:
         """Between the forward and the backward pass."""
@@ -69,6 +85,7 @@ class Activations:
     def _sum(self, here: set[int], last: int) -> Here:
         """Bytes of blocks up to `last`, if of those that moved `here` are on the device."""
         inputs = kept = 0
+        attention = self._attention(last)
         for index in range(self.first, last + 1):
             if index in here or index not in self.moved:
                 inputs += 1
@@ -76,7 +93,13 @@ class Activations:
         # From the host one block's input comes while another one's is in use.
         if self.on_host.inputs:
             inputs = min(inputs, 2)
-        return Here(inputs * self.hidden, kept)
+        return Here(inputs * self.hidden, kept, attention)
+
+    def _attention(self, last: int) -> int:
+        """Bytes of attention's output of blocks up to `last`."""
+        sizes = [size for index, size in self.attention.items() if index <= last]
+        # From the host one block's comes while another one's is in use.
+        return sum(sizes[-1:] if self.on_host.inputs else sizes)
 
     @property
     def moved_bytes(self) -> int:
@@ -90,3 +113,8 @@ class Activations:
             return self.leaving * self.hidden
         # in parts of one size, several of which are allocated at once
         return -(-self.moved_bytes // PARTS_AT_ONCE) * PARTS_AT_ONCE
+
+    @property
+    def host_attention_bytes(self) -> int:
+        """Bytes of host memory for attention's output."""
+        return sum(self.attention.values()) if self.on_host.inputs else 0

@@ -22,6 +22,7 @@ from fsdp_qlora.model.architecture.decoder import (
     on_meta,
 )
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
+from fsdp_qlora.model.architecture.kept_attention import LONG, mean_length
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.planning.graph_pool import graph_bytes_of
@@ -43,6 +44,8 @@ class BlockBytes(NamedTuple):
     """The peak during a backward pass with recompute."""
     forward: int
     """The peak of a forward pass alone."""
+    attention: int = 0
+    """Bytes of attention's output that a block with recompute may keep: of long documents alone."""
     pool: int = 0
     """Reserved by the pool of its graphs; 0 where it has none."""
     arguments: int = 0
@@ -107,7 +110,9 @@ def measure_blocks(
             row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
             for block in parts.blocks
         ]
-        return [BlockBytes(count, 2 * count, 2 * count, count, 2 * count) for count in block_bytes]
+        return [
+            BlockBytes(count, 2 * count, 2 * count, count, pool=2 * count) for count in block_bytes
+        ]
 
 
 class _Measured(Exception):
@@ -181,11 +186,16 @@ def _measure(
         args, kwargs: its other arguments.
     """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
-    counts = {}
+    counts: dict[str, tuple[int, int, int]] = {}
     output: Any = None
-    for recomputes in (False, True):
-        wrapped.is_on = recomputes
-        set_save_inputs_only(wrapped, not recomputes)
+    lengths = kwargs.get("document_lengths", [0])
+    ways = ["keeps all", "recomputes"]
+    if mean_length(lengths) > LONG:
+        ways.append("keeps attention")
+    for way in ways:
+        wrapped.is_on = way != "keeps all"
+        wrapped.keeps_attention = way == "keeps attention"
+        set_save_inputs_only(wrapped, not wrapped.is_on)
         x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
         # tree_leaves does not look into Mappings that are no dicts.
         opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in kwargs.values()]
@@ -209,17 +219,20 @@ def _measure(
             forward = count.most
             count.most = count.now
             loss.backward()
-        counts[recomputes] = kept, count.most, forward
+        counts[way] = kept, count.most, forward
         wrapped.zero_grad()
         for arg in kwargs.values():
             # A block's messages to later blocks, whose backward passes end there.
             if isinstance(arg, MutableMapping):
                 arg.update({key: _as_leaves(value) for key, value in arg.items()})
-    kept, backward, _ = counts[False]
-    _, recomputing, forward = counts[True]
+    kept, backward, _ = counts["keeps all"]
+    _, recomputing, forward = counts["recomputes"]
+    attention = 0
+    if "keeps attention" in counts:
+        attention = counts["keeps attention"][0] - counts["recomputes"][0]
     with precision.autocasting(torch.device("cpu")):
         pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, kwargs)
-    return BlockBytes(kept, backward, recomputing, forward, pool, arguments), output
+    return BlockBytes(kept, backward, recomputing, forward, attention, pool, arguments), output
 
 
 def _as_leaves(values: Any) -> Any:

@@ -16,7 +16,7 @@ from fsdp_qlora.model.architecture.decoder import kind_of
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
-from fsdp_qlora.planning.activations import Activations
+from fsdp_qlora.planning.activations import Activations, Here
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.graph_memory import (
     blocks_by_graphs,
@@ -76,6 +76,14 @@ def _positive(sizes: Mapping[str, int], besides: Mapping[str, int] = {}) -> Size
     return {name: count for name, count in sizes.items() if count > 0 and name not in besides}
 
 
+def _as_sizes(here: Here) -> Sizes:
+    return {
+        "block inputs": here.inputs,
+        "kept activations": here.kept,
+        "attention's outputs": here.attention,
+    }
+
+
 class _Estimate:
     """Counts the bytes of one model in one step.
 
@@ -130,6 +138,7 @@ class _Estimate:
             self.first,
             step.recomputing,
             step.on_host,
+            [block.attention for block in blocks] if step.on_host.attention else (),
         )
 
     def memory(self) -> Memory:
@@ -137,9 +146,10 @@ class _Estimate:
         weights, on_host = self._weights()
         resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
         host = on_host | {_BUFFER: step.buffer_bytes}
-        if any(step.on_host):
+        if step.on_host.inputs or step.on_host.blocks:
             name = "block inputs" if step.on_host.inputs else "activations"
             host[name] = self.activations.host_bytes
+            host["attention's outputs"] = self.activations.host_attention_bytes
         if step.on_gpu:
             # For the threads of forward and backward passes.
             resident["workspaces"] = 2 * step.workspace
@@ -264,7 +274,7 @@ class _Estimate:
             of_head = self._trained_weights(parts.head)
         gradient = self._as_gathered(of_head)
         here = self.activations.at_loss()
-        kept = {"block inputs": here.inputs, "kept activations": here.kept}
+        kept = _as_sizes(here)
         # All stay, or the last block comes for its backward pass: by FSDP2 with the head's
         # gradient, by our stream earlier.
         waiting = last_block["gathered blocks"]
@@ -336,11 +346,10 @@ class _Estimate:
             sizes = {
                 "gathered blocks": self.gathered[index],
                 "block at work": at_work,
-                "block inputs": here.inputs,
-                "kept activations": here.kept,
                 "hidden states at the head": self.hidden * (step.passes if is_last else 1),
                 "gradients being reduced": 4 * reducing,
             }
+            sizes |= _as_sizes(here)
             for name, count in of_trained.items():
                 sizes[name] = int(count * left / of_all)
             if self.copies_adapters:

@@ -30,7 +30,13 @@ from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.fit_host import HostLimits, Trials, fit_on_host, measure_link
-from fsdp_qlora.sharding.recompute import recomputed_blocks, reserve_host_memory, set_recompute
+from fsdp_qlora.sharding.recompute import (
+    keeps_attention,
+    recomputed_blocks,
+    reserve_host_memory,
+    set_keeps_attention,
+    set_recompute,
+)
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.machine import host_memory_free
 from fsdp_qlora.utils.text import GIB
@@ -216,6 +222,7 @@ def fit_recompute(
 
     Called on every rank. The peak with recompute of every block, and what one more block keeps, are
     measured; their sum is an upper bound, so another probe with what fits by it may find more room.
+    If all do not fit with attention's output kept, it is computed again, too.
 
     Args:
         try_step: runs forward and backward. Returns the bytes allocated between them, and those
@@ -236,6 +243,9 @@ def fit_recompute(
     # The collectives of a pass, and those of `least`, are the same on all ranks only if all try the
     # same number of blocks: each decision is made by the least of all ranks.
     without, room = attempt(0)
+    if keeps_attention(model) and least(room) < 0:
+        set_keeps_attention(model, False)
+        without, room = attempt(0)
     keeping = int(least(min(may_keep[0], room >= 2 * block_bytes)))
     for is_last in (False, False, True) if keeping else ():
         kept_bytes, room = attempt(keeping)
@@ -275,16 +285,16 @@ class MemoryWatch:
 
         reserved: GiB, the maximum that a rank has reserved so far; the same on every rank.
         """
-        if reserved <= self.most or self.recomputing == self.blocks:
+        if reserved <= self.most:
+            return self.recomputing
+        if self.recomputing == self.blocks:
+            self._attend_again(reserved)
             return self.recomputing
         self.recomputing = min(
             self.blocks, self.recomputing + math.ceil(_MORE_BLOCKS * self.blocks)
         )
         set_recompute(self.model, self.recomputing, on_host=self.on_host)
-        # What is reserved never falls by itself: without this each later step would add blocks.
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        _forget_peak()
         log.warning(
             "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their "
             "activations: %d of %d.",
@@ -293,6 +303,24 @@ class MemoryWatch:
             self.blocks,
         )
         return self.recomputing
+
+    def _attend_again(self, reserved: float) -> None:
+        """Compute attention's output again if blocks have kept it."""
+        if not keeps_attention(self.model):
+            return
+        set_keeps_attention(self.model, False)
+        _forget_peak()
+        log.warning(
+            "A rank has reserved %.1f GiB of GPU memory, so attention's output is computed again.",
+            reserved,
+        )
+
+
+def _forget_peak() -> None:
+    # What is reserved never falls by itself: without this each later step would add blocks.
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _reserve(model: nn.Module, device: torch.device, size: int) -> bool:

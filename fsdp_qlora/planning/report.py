@@ -8,6 +8,7 @@ import torch
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.gated_mlp import Mlp
 from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.planning.long_attention import describe_attention
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.speed import exchanged_bytes, size_of
@@ -87,6 +88,7 @@ class PlanReport:
                 f"activations of {on_host} blocks in host memory: {format_bytes(int(per_token))} "
                 "a token and block"
             )
+        yield from describe_attention(self.placed)
         ranks = self.placed.layout.context_size
         if ranks > 1:
             per_block = exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks)

@@ -18,6 +18,7 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.planning.generation import Generation, plan_generation
 from fsdp_qlora.planning.gpus import gpu_of
+from fsdp_qlora.planning.long_attention import keeping_attention_here
 from fsdp_qlora.planning.placement import PlacedModel, least_free, place
 from fsdp_qlora.planning.plan import ModelPlan, log_plan
 from fsdp_qlora.planning.report import PlanReport
@@ -68,7 +69,7 @@ def make_plan(
         config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, model.machine.data_size(config.context_size))
     longest = RunRows(config, data, schedule, model.documents).longest()
-    placed = place(config, model, longest, store)
+    placed = keeping_attention_here(place(config, model, longest, store))
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     teacher = plan_teacher(config, model, data, longest, store) if config.teacher else None
     generation = None

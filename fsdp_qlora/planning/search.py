@@ -22,6 +22,7 @@ from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import first_that_fits, with_margin
 from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
+from fsdp_qlora.planning.long_attention import keeping_attention
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
@@ -69,6 +70,14 @@ class GpuSet(NamedTuple):
     def bytes(self) -> float:
         """Bytes of a GPU."""
         return self.gpu.memory_gib * GIB
+
+    def free(self, layout: Layout) -> tuple[float, float]:
+        """Bytes of a GPU, and of the host, that a rank may take."""
+        # leaves a tenth to the system and cached files
+        host = math.inf
+        if self.host_ram_gib is not None:
+            host = 0.9 * self.host_ram_gib * GIB / self.num_gpus - PROCESS
+        return self.bytes - sum(self.gpu.beside_torch(layout).values()), host
 
     @property
     def machine(self) -> Machine:
@@ -196,6 +205,7 @@ class Planner:
             rows.longest,
             blocks=self._measure(rows.longest, config.context_size),
         )
+        placed = keeping_attention(placed, *self.gpus.free(placed.layout))
         ways = expected_ways(config, self.gpus.gpu, self._parts)
         rate = tokens_per_second(placed, self._size, rows.micro_batch, self.gpus.gpu, ways)
         return PlannedRun(config, placed, self.gpus, self._tokens or rows.tokens, rate)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fsdp_qlora.model.architecture.kept_attention import LONG
 from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
 from fsdp_qlora.model.kernels.in_use import Ways
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
@@ -171,6 +172,16 @@ def count_work(
     )
 
 
+def _kept_operations(size: Size, micro_batch: MicroBatchSize) -> float:
+    """Operations of attention whose results are kept where blocks recompute."""
+    total = 0.0
+    for shape in size.shapes:
+        seen = micro_batch.seen(shape.window)
+        if seen > LONG * micro_batch.tokens:
+            total += 2 * shape.attended * seen
+    return total
+
+
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
     """Bytes that a rank sends to the others for the attention of all blocks, in one direction.
 
@@ -234,8 +245,12 @@ def tokens_per_second(
         frees_blocks=plan.layout.frees_blocks,
         references=references,
     )
+    attention = work.attention
+    if plan.step.on_host.attention:
+        attention -= again * _kept_operations(size, share)
     exchanged = (1 + size.trains + again + references) * exchanged_bytes(size, share.tokens, ranks)
     work = work._replace(
+        attention=attention,
         link=work.link + exchanged,
         moved=plan.memory.moved * share.tokens / plan.step.num_tokens,
         meanwhile=leaving / size.blocks / (3 + again + references),

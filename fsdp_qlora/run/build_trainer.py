@@ -41,7 +41,13 @@ from fsdp_qlora.run.host_link import describe_link
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import kept_gathered
-from fsdp_qlora.sharding.recompute import ReferencePass, reserve_host_memory, set_graphs
+from fsdp_qlora.sharding.recompute import (
+    ReferencePass,
+    keeps_attention,
+    reserve_host_memory,
+    set_graphs,
+    set_keeps_attention,
+)
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
@@ -332,6 +338,9 @@ def open_engine(
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU. How many blocks must recompute is found if that is open."""
     longest = longest_rows(plan.data, trainer.collator)
+    if keeps_attention(trainer.model) and (start.failed_starts or start.too_few is not None):
+        log.info("Attention is computed again, since an earlier start ended or ran out of memory.")
+        set_keeps_attention(trainer.model, False)
     if config.recompute != "auto":
         if config.recompute == "host":
             device = trainer.ranks.device

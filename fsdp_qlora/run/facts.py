@@ -21,6 +21,7 @@ from fsdp_qlora.planning.program_speed import Parts, expected_ways
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
+from fsdp_qlora.sharding.recompute import keeps_attention
 from fsdp_qlora.utils.environment import describe_environment
 from fsdp_qlora.utils.text import GIB, format_count
 
@@ -63,7 +64,9 @@ class Measured:
         placed = self._placed
         recomputing = record.get("recompute", placed.memory.recomputing)
         moving = sum(getattr(block, "moves", False) for block in placed.model.meta.parts.blocks)
-        on_host = placed.step.on_host._replace(blocks=moving)
+        on_host = placed.step.on_host._replace(
+            blocks=moving, attention=keeps_attention(placed.model.meta.model)
+        )
         step = dataclasses.replace(placed.step, recomputing=recomputing, on_host=on_host)
         # After a trial or a lack of memory other blocks recompute than the plan said.
         if step != placed.step:
