@@ -17,6 +17,7 @@ what is allocated between two steps.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -174,6 +175,7 @@ CASES: dict[str, dict[str, Any]] = {
         **SHARD,
     },
     "8b_8192": {"shape": "8b", "batch_size": 1, "context_length": 8192},
+    "8b_1x20480": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 20480, **SHARD},
     "8b_activations_16384": {
         "shape": "8b",
         "ranks": 2,
@@ -388,6 +390,7 @@ def plan_of(
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.run_data import RunData
     from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.planning.long_attention import keeping_attention
     from fsdp_qlora.planning.machine import Machine
     from fsdp_qlora.planning.placement import place
     from fsdp_qlora.planning.plan import build_plan
@@ -425,7 +428,8 @@ def plan_of(
         rows = RunData(make_pairs(data) if is_pairs else data, np.arange(number))
     schedule = make_schedule(config, rows, machine.data_size(config.context_size))
     longest = RunRows(config, rows, schedule, plan.documents).longest()
-    return config, place(config, plan, longest), rows
+    placed = place(config, plan, longest)
+    return config, keeping_attention(placed, CARD_GIB * GIB, math.inf), rows
 
 
 def make_pairs(rows: Any) -> Any:
@@ -486,7 +490,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.run.build_trainer import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
-    from fsdp_qlora.sharding.recompute import set_recompute, wrap_blocks
+    from fsdp_qlora.sharding.recompute import set_keeps_attention, set_recompute, wrap_blocks
 
     config, placed, data = plan_of(**case)
     plan = placed.model
@@ -495,6 +499,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     step = placed.step
     wrap_blocks(plan.meta.model, num_blocks=step.recomputing, offload=step.on_host.inputs)
     set_recompute(plan.meta.model, step.recomputing, on_host=step.on_host.blocks)
+    set_keeps_attention(plan.meta.model, step.on_host.attention)
     parts = plan.meta.parts
     strategy = placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)

@@ -22,7 +22,7 @@ from fsdp_qlora.model.architecture.decoder import (
     on_meta,
 )
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
-from fsdp_qlora.model.architecture.kept_attention import LONG, mean_length
+from fsdp_qlora.model.architecture.kept_attention import are_long
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.planning.graph_pool import graph_bytes_of
@@ -188,9 +188,8 @@ def _measure(
     wrapped = RecomputedBlock(_as_gathered(block, precision))
     counts: dict[str, tuple[int, int, int]] = {}
     output: Any = None
-    lengths = kwargs.get("document_lengths", [0])
     ways = ["keeps all", "recomputes"]
-    if mean_length(lengths) > LONG:
+    if are_long(kwargs.get("document_lengths", [])):
         ways.append("keeps attention")
     for way in ways:
         wrapped.is_on = way != "keeps all"

@@ -87,22 +87,22 @@ def attending_to(lengths: Sequence[int], window: int | None, dropout: float) -> 
     """
     mode = _mode.get()
     # Dropout draws numbers, and a second pass has to draw as many.
-    if mode is None or dropout or mean_length(lengths, window) <= LONG:
+    if mode is None or dropout or not are_long(lengths, window):
         yield
         return
     with mode:
         yield
 
 
-def mean_length(lengths: Sequence[int], window: int | None = None) -> float:
-    """Twice the mean number of tokens that a token of these documents sees.
+def are_long(lengths: Sequence[int], window: int | None = None) -> bool:
+    """Whether attention of documents takes so much time that its results are worth keeping.
 
     Args:
         lengths: of the documents.
-        window: the maximum that a token sees.
+        window: the maximum of tokens that a token sees.
     """
     pairs = sum(length * min(length, 2 * (window or length)) for length in lengths)
-    return pairs / max(sum(lengths), 1)
+    return pairs > LONG * sum(lengths)
 
 
 class _Pass:
