@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stand_in.programs.with_kernels import choose_kernels
+from stand_in.programs.with_long_documents import take_all_for_long
 from stand_in.races import checking
 
 OURS = "/fsdp_qlora/"
@@ -76,6 +77,7 @@ def cpu_without_waiting(_: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 # The first word of a command that computes by the ways that a card would choose.
 CHOSEN = "chosen"
+LONG = "long"
 Stream = torch.cuda.Stream
 FAULTS = {
     "no_wait_for_copies": Fault(Stream, "wait_event", nothing, OURS),
@@ -97,6 +99,9 @@ def main(out: str, fault: str, *words: str) -> None:
         FAULTS[fault].make()
     if words[0] == CHOSEN:
         choose_kernels()
+        words = words[1:]
+    if words[0] == LONG:
+        take_all_for_long()
         words = words[1:]
     sys.argv = ["fsdp_qlora", *words]
     with checking() as races:

@@ -45,6 +45,8 @@ class Case(NamedTuple):
     sizes: Mapping[str, object] = MappingProxyType({})
     # whether it computes by the ways that a card would choose
     by_chosen: bool = False
+    # whether it keeps what attention gives for documents of any length
+    keeps_attention: bool = False
 
 
 EVERYDAY = Case(1, OFFLOAD, ("no_wait_for_copies",))
@@ -57,6 +59,12 @@ CASES = {
     "CPU offload": Case(2, OFFLOAD, ("no_event", "fsdp2_waits_for_no_event")),
     "activation offload": Case(
         1, {"recompute": "offload"}, ("no_wait_for_computation", "no_wait_before_memory_is_freed")
+    ),
+    "attention's output on the host": Case(
+        2,
+        {"recompute": "offload", "gradient_accumulation_steps": 2},
+        ("no_wait_for_computation", "no_wait_before_memory_is_freed"),
+        keeps_attention=True,
     ),
     # wide enough that gates and queries go to the host
     "activations on the host": Case(
@@ -131,7 +139,7 @@ def check(models, tmp_path_factory):
     def start(case: Case, fault: str = "none") -> list[dict[str, dict[str, int]]]:
         folder = tmp_path_factory.mktemp(fault)
         program = [PROGRAMS / "with_races.py", folder / "races{rank}.json", fault]
-        program += [*["chosen"] * case.by_chosen, case.command]
+        program += [*["chosen"] * case.by_chosen, *["long"] * case.keeps_attention, case.command]
         words = flags(**options(case, folder))
         ended = run([*program, *words], folder, ranks=case.ranks, timeout_seconds=600)
         assert fault != "none" or not any(rank.status for rank in ended), ended[0].output[-4000:]

@@ -90,6 +90,12 @@ EVALUATED = {"eval_fraction": 0.25, "eval_steps": 1}
 STOPPED = {"max_hours": 1e-7}
 WIDE = {"num_hidden_layers": 4, "intermediate_size": 2048, "hidden_size": 512}
 HOPPER = {"precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 1}
+# Attention's output is kept: of the flash kernel, and of the memory-efficient one. On the CPU
+# attention is computed again.
+KEPT = {
+    "bf16, Hopper": Case({**HOPPER, "recompute": "all"}, capability=90, allowed=HALVES),
+    "fp32, on the host": Case({"recompute": "offload", **OFFLOAD}),
+}
 # tests/gpu/test_values.py has every train type, precision and optimizer on one rank.
 CASES: dict[str, Case] = {
     **{
@@ -457,6 +463,18 @@ def test_kernels_and_layers_computed_together_have_the_numbers_of_the_cpu(
     program = [ROOT / "stand_in/programs/with_kernels.py", "train"]
     beside = beside_cpu(case, program, recompute=recompute)
     print(f"| kernels, {name} | {numbers(beside.differences)} |")
+    assert beside.strays == {}
+    assert all(map(operator.le, beside.differences, case.allowed)), beside.differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+def test_attention_that_is_kept_has_the_numbers_of_the_cpu(name, beside_cpu):
+    case = KEPT[name]
+    program = [ROOT / "stand_in/programs/with_long_documents.py", "train"]
+    beside = beside_cpu(case, program)
+    print(f"| attention kept, {name} | {numbers(beside.differences)} |")
+    assert "attention is not computed again: its output is kept" in beside.on_device[0].output
     assert beside.strays == {}
     assert all(map(operator.le, beside.differences, case.allowed)), beside.differences
 

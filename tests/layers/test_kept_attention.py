@@ -1,5 +1,6 @@
 """Blocks that recompute and keep attention's output: the same bits, and half of its kernels."""
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp_qlora.data.batches.micro_batch import describe_documents
 from fsdp_qlora.model.architecture import kept_attention
 from fsdp_qlora.model.architecture.attention import SDPA, attending
-from fsdp_qlora.sharding.recompute import set_keeps_attention, wrap_blocks
+from fsdp_qlora.sharding.host_memory import InputStore, _Kept
+from fsdp_qlora.sharding.recompute import recomputed_blocks, set_keeps_attention, wrap_blocks
 from tests.helpers.models import SIZES
 
 BLOCKS = 3
@@ -75,3 +77,79 @@ def test_attention_runs_once_with_the_bits_of_recomputation(dtype, offload, keep
         assert all(map(torch.equal, found, recomputed)) and all(map(torch.equal, found, kept))
         assert kernels[KERNEL] == 2 * fewer[KERNEL] and fewer[KERNEL] >= BLOCKS * 3
         assert kernels[f"{KERNEL}_backward"] == fewer[f"{KERNEL}_backward"] == fewer[KERNEL]
+
+
+@pytest.mark.quick
+def test_short_documents_are_computed_again():
+    model = make(torch.float32)
+    wrap_blocks(model, offload=False)
+    expected, kernels = step(model)
+    set_keeps_attention(model, True)
+    found, as_many = step(model)
+    assert all(map(torch.equal, found, expected)) and as_many == kernels
+
+
+@pytest.mark.quick
+def test_dropout_in_attention_draws_the_same_again(keeping_all):
+    model = make(torch.float32, attention_dropout=0.5)
+    wrap_blocks(model, offload=False)
+    torch.manual_seed(0)
+    expected, _ = step(model)
+    set_keeps_attention(model, True)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, step(model)[0], expected))
+
+
+@pytest.mark.quick
+def test_a_second_backward_pass_computes_attention_again(keeping_all):
+    model = make(torch.float32)
+    wrap_blocks(model, offload=False)
+    set_keeps_attention(model, True)
+    ids = torch.arange(40)[None]
+    with attending(model, SDPA), Kernels() as kernels:
+        loss = (
+            model(ids, use_cache=False, **describe_documents([25, 15])).logits.logsumexp(-1).sum()
+        )
+        gradients = [
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=not is_last)
+            for is_last in (False, True)
+        ]
+    assert all(map(torch.equal, *gradients))
+    # two documents of different lengths in each block
+    assert kernels.counts[KERNEL] == 2 * 2 * BLOCKS
+
+
+@pytest.mark.quick
+def test_outputs_on_the_host_come_one_block_ahead_into_reused_memory(keeping_all, monkeypatch):
+    model = make(torch.float32)
+    wrap_blocks(model, offload=True)
+    expected, _ = step(model)
+    set_keeps_attention(model, True)
+    alive: list[weakref.ref[Any]] = []
+    init = _Kept.__init__
+
+    def noting(kept: _Kept, *args: Any, **options: Any) -> None:
+        init(kept, *args, **options)
+        alive.append(weakref.ref(kept))
+
+    monkeypatch.setattr(_Kept, "__init__", noting)
+    most: list[int] = []
+
+    def note(*_: Any) -> None:
+        kept = [each for each in (reference() for reference in alive) if each is not None]
+        # outputs, of which a micro-batch of one document has one in each block
+        here = [each for each in kept if each.place == 1 and each.on_device is not None]
+        most.append(len(here))
+
+    for block in recomputed_blocks(model):
+        block._checkpoint_wrapped_module.register_forward_hook(note)
+    store = recomputed_blocks(model)[0].store
+    assert isinstance(store, InputStore)
+    places: list[set[int]] = []
+    for _ in range(3):
+        assert all(map(torch.equal, step(model)[0], expected))
+        # an input and, for up to two runs of documents, an output and logarithms in each block
+        assert [len(store.free[place]) for place in range(5)] == [BLOCKS] * 5
+        free = [memory.fill_(255) for place in range(5) for memory in store.free[place]]
+        places.append({memory.data_ptr() for memory in free})
+    assert places[1] == places[2] and max(most) == 2
