@@ -57,7 +57,7 @@ def describe_attention(placed: PlacedModel) -> Iterator[str]:
     if step.on_host.attention:
         yield f"attention is not computed again: its output is kept{where}, {size}"
     else:
-        yield f"attention is computed again: there is no room{where} for its output, {size}"
+        yield f"attention is computed again: its output would take {size}{where}"
 
 
 def _has_long_documents(placed: PlacedModel) -> bool:

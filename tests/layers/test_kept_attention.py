@@ -137,12 +137,12 @@ def test_outputs_on_the_host_come_one_block_ahead_into_reused_memory(keeping_all
 
     def note(*_: Any) -> None:
         kept = [each for each in (reference() for reference in alive) if each is not None]
-        # outputs, of which a micro-batch of one document has one in each block
+        # the first output of each block
         here = [each for each in kept if each.place == 1 and each.on_device is not None]
         most.append(len(here))
 
     for block in recomputed_blocks(model):
-        block._checkpoint_wrapped_module.register_forward_hook(note)
+        block._checkpoint_wrapped_module.register_forward_pre_hook(note)
     store = recomputed_blocks(model)[0].store
     assert isinstance(store, InputStore)
     places: list[set[int]] = []

@@ -83,7 +83,7 @@ def test_it_is_kept_where_it_fits_and_then_planned():
     assert keeping_attention(plain, least, math.inf).step.on_host.attention
     for gpu in (least - 1, None):
         assert keeping_attention(plain, gpu, math.inf) is plain
-    assert "is computed again: there is no room for its" in " ".join(describe_attention(plain))
+    assert "is computed again: its output would take 144 B a token" in " ".join(describe_attention(plain))
     # On the host beside inputs: the GPU has that of two blocks.
     offloaded = placed(on_host=OnHost(inputs=True))
     kept = keeping_attention(offloaded, math.inf, math.inf)
@@ -134,7 +134,7 @@ def test_a_probe_without_room_has_attention_computed_again():
         assert keeps_attention(model) == is_kept and memory.room() >= 0
 
 
-def test_a_step_near_the_limit_has_attention_computed_again_after_all_blocks():
+def test_near_the_limit_attention_is_computed_again_after_all_blocks():
     model: nn.Module = _model()
     set_keeps_attention(model, True)
     watch = MemoryWatch(model, BLOCKS - 1, most=20.0)
