@@ -83,7 +83,8 @@ def test_it_is_kept_where_it_fits_and_then_planned():
     assert keeping_attention(plain, least, math.inf).step.on_host.attention
     for gpu in (least - 1, None):
         assert keeping_attention(plain, gpu, math.inf) is plain
-    assert "is computed again: its output would take 144 B a token" in " ".join(describe_attention(plain))
+    said = " ".join(describe_attention(plain))
+    assert "is computed again: its output would take 144 B a token" in said
     # On the host beside inputs: the GPU has that of two blocks.
     offloaded = placed(on_host=OnHost(inputs=True))
     kept = keeping_attention(offloaded, math.inf, math.inf)

@@ -380,8 +380,8 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(plan, planned
     [best, *_] = planned("--auto", *CARD_OF_24_GIB, **options)
     for command in (said, best["command"]):
         assert "--recompute offload" in command and "--use_cpu_offload false" in command
-    # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB. Then attention's output, in
-    # 16 bits, and the logarithms of its sums in 32.
+    # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB. Then attention's output of
+    # a block, in 16 bits, and the logarithms of its sums in 32.
     # of one block, in its backward pass
     repeated = 2 * 2 * 78475 * (32 - 8) * 128 if REPEATS_KEYS else 0
     assert best["fits"]
