@@ -77,7 +77,8 @@ def _sizes_inside(func: Any, args: tuple[Any, ...]) -> list[int]:
     if name == "torch_attn::_varlen_attn_backward":
         # Queries' gradients in float32, and keys' and values' for each head that shares them.
         query, key = args[1:3]
-        shared = 2 * [query.nbytes] if key.shape[1] < query.shape[1] else []
+        of_heads = key.nbytes // key.shape[1] * query.shape[1]
+        shared = 2 * [of_heads] if key.shape[1] < query.shape[1] else []
         return [4 * query.numel(), *shared]
     if name == "aten::_softmax_backward_data":
         # the gradient times the output
