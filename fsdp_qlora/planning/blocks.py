@@ -195,35 +195,7 @@ def _measure(
         wrapped.is_on = way != "keeps all"
         wrapped.keeps_attention = way == "keeps attention"
         set_save_inputs_only(wrapped, not wrapped.is_on)
-        x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
-        # tree_leaves does not look into Mappings that are no dicts.
-        opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in kwargs.values()]
-        inputs = [x, *wrapped.parameters(), *wrapped.buffers()]
-        inputs += tree_leaves((args, kwargs, opened))
-        uncounted = filter(torch.is_tensor, inputs)
-        with (
-            CountedStorages(uncounted, on_operator) as count,
-            precision.autocasting(torch.device("cpu")),
-        ):
-            y = wrapped(x, *args, **kwargs)
-            # The input stands for the output, which has its shape: the graph must end here.
-            if isinstance(y, torch.Tensor):
-                loss = _Loss.apply(y)
-                output = x.detach()
-            else:
-                loss = _Loss.apply(y[0])
-                output = (x.detach(), *[None for _ in y[1:]])
-            del y
-            kept = count.now
-            forward = count.most
-            count.most = count.now
-            loss.backward()
-        counts[way] = kept, count.most, forward
-        wrapped.zero_grad()
-        for arg in kwargs.values():
-            # A block's messages to later blocks, whose backward passes end there.
-            if isinstance(arg, MutableMapping):
-                arg.update({key: _as_leaves(value) for key, value in arg.items()})
+        counts[way], output = _run(wrapped, precision, hidden, args, kwargs, on_operator)
     kept, backward, _ = counts["keeps all"]
     _, recomputing, forward = counts["recomputes"]
     attention = 0
@@ -232,6 +204,53 @@ def _measure(
     with precision.autocasting(torch.device("cpu")):
         pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, kwargs)
     return BlockBytes(kept, backward, recomputing, forward, attention, pool, arguments), output
+
+
+def _run(
+    wrapped: RecomputedBlock,
+    precision: Precision,
+    hidden: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_operator: Callable[[], object],
+) -> tuple[tuple[int, int, int], Any]:
+    """Run a block forward and backward.
+
+    Arguments as for `_measure`.
+
+    Returns:
+        The bytes that it keeps, the peaks of its backward and its forward pass, and its output.
+    """
+    x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
+    # tree_leaves does not look into Mappings that are no dicts.
+    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in kwargs.values()]
+    inputs = [x, *wrapped.parameters(), *wrapped.buffers()]
+    inputs += tree_leaves((args, kwargs, opened))
+    uncounted = filter(torch.is_tensor, inputs)
+    output: Any
+    with (
+        CountedStorages(uncounted, on_operator) as count,
+        precision.autocasting(torch.device("cpu")),
+    ):
+        y = wrapped(x, *args, **kwargs)
+        # The input stands for the output, which has its shape: the graph must end here.
+        if isinstance(y, torch.Tensor):
+            loss = _Loss.apply(y)
+            output = x.detach()
+        else:
+            loss = _Loss.apply(y[0])
+            output = (x.detach(), *[None for _ in y[1:]])
+        del y
+        kept = count.now
+        forward = count.most
+        count.most = count.now
+        loss.backward()
+    wrapped.zero_grad()
+    for arg in kwargs.values():
+        # A block's messages to later blocks, whose backward passes end there.
+        if isinstance(arg, MutableMapping):
+            arg.update({key: _as_leaves(value) for key, value in arg.items()})
+    return (kept, count.most, forward), output
 
 
 def _as_leaves(values: Any) -> Any:
