@@ -16,6 +16,7 @@ from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.model_parts import count_bytes
+from fsdp_qlora.planning.chosen_settings import choose_settings
 from fsdp_qlora.planning.generation import Generation, plan_generation
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.long_attention import keeping_attention_here
@@ -23,7 +24,6 @@ from fsdp_qlora.planning.placement import PlacedModel, least_free, place
 from fsdp_qlora.planning.plan import ModelPlan, log_plan
 from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
-from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.planning.teacher import plan_teacher
 from fsdp_qlora.sharding.optimizer import check_shard_sizes
 from fsdp_qlora.utils.text import format_bytes

@@ -20,12 +20,13 @@ from fsdp_qlora.commands import plan as plan_command
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
+from fsdp_qlora.planning.chosen_settings import choose_settings
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
 from fsdp_qlora.planning.offers.find_model import find_model, known_config
 from fsdp_qlora.planning.offers.planner import make_planner
 from fsdp_qlora.planning.program_speed import Parts, Program, expected_ways, this_program
 from fsdp_qlora.planning.reading import earlier_run
-from fsdp_qlora.planning.search import GpuSet, choose_settings
+from fsdp_qlora.planning.search import GpuSet
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
