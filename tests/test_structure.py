@@ -49,8 +49,8 @@ MOST = {
     # The last one chooses between kernels that are proved at the start and those of libraries.
     "options": 97,
     # The last ones try blocks as graphs, which is for blocks that recompute, and plan and choose
-    # those whose activations the host keeps instead.
-    "files that name recompute": 28,
+    # those whose activations the host keeps instead; the choice for a machine left the search.
+    "files that name recompute": 29,
     "mentions of world_size outside the layout": 83,
     "places that ask for the kind of rows": 27,
 }

@@ -15,7 +15,7 @@ from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.planning.gpus import gpu_of, nearest_gpu
 from fsdp_qlora.planning.placement import least_free
 from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.planning.search import GpuSet, Planner
+from fsdp_qlora.planning.search import GpuSet, PlannedRun, Planner
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.machine import host_memory_free
 from fsdp_qlora.utils.text import GIB
@@ -98,12 +98,40 @@ def _search_settings(
     memory_gib = (free + sum(gpus.beside_torch().values())) / GIB
     gpus = gpus._replace(gpu=gpu._replace(memory_gib=memory_gib))
     planner = Planner(config, gpus, model, data)
-    best = planner.fastest()[0] if config.auto else planner.as_asked()
+    best = _fastest_to_try(planner) if config.auto else planner.as_asked()
     chosen = {name: getattr(best.config, name) for name in names}
-    # Probing finds how many blocks recompute, but it never moves their inputs to the host.
-    if config.auto and best.config.recompute == "offload":
+    if config.auto and _needs_host_memory(planner, best):
         chosen["recompute"] = best.config.recompute
+    elif best.moves_activations and config.recompute == "auto":
+        log.info(
+            "Recompute: planned with activations in host memory, for %s tokens/s. A trial at the "
+            "start decides.",
+            f"{best.tokens_per_second:,.0f}",
+        )
     return chosen
+
+
+def _fastest_to_try(planner: Planner) -> PlannedRun:
+    """The fastest run; with activations in host memory only if a trial can decide about that.
+
+    One that a trial cannot come to is the last choice.
+    """
+    runs = planner.fastest()
+    for run in runs:
+        if run.fits_with_margin and not _needs_host_memory(planner, run):
+            return run
+    return runs[0]
+
+
+def _needs_host_memory(planner: Planner, run: PlannedRun) -> bool:
+    """Whether a run does not fit without its activations or inputs of blocks in host memory."""
+    # Trials begin with all blocks recomputing, and never move their inputs.
+    if run.config.recompute == "offload":
+        return True
+    if not run.moves_activations or planner.config.recompute == "host":
+        return False
+    same = {name: getattr(run.config, name) for name in (*_CHOSEN, *_OF_CONTEXT)}
+    return not planner.planned(**same, recompute="all").fits_with_margin
 
 
 def _chosen_before(config: TrainConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +143,7 @@ def _chosen_before(config: TrainConfig, earlier: Mapping[str, Any]) -> dict[str,
         return {}
     names = list(dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)))
     # Other values are found by probing, anew at each start.
-    if earlier["recompute"] == "offload":
+    if earlier["recompute"] in ("offload", "host"):
         names.append("recompute")
     is_open = {name for name in names if name in _ALWAYS or getattr(config, name) == "auto"}
     return {name: earlier[name] for name in names if name in is_open}

@@ -19,12 +19,12 @@ from fsdp_qlora.utils.text import GIB
 log = logging.getLogger("fsdp_qlora")
 
 # Times as fast as recomputing, both expected and tried: what is worth the host's memory.
-_WORTH = 1.05
+WORTH = 1.05
 _TRIED_BYTES = 2**24
 _ROUNDS = 8
 # Bytes a second: an H200's host pinned a GiB in 0.7 s.
 _PINNING = GIB
-_OF_FREE = 0.5  # share of the host's free memory that may be pinned
+OF_FREE = 0.5  # share of the host's free memory that may be pinned
 
 
 class HostLimits(NamedTuple):
@@ -97,7 +97,7 @@ def fit_on_host(model: nn.Module, recomputing: int, trials: Trials, limits: Host
     # theirs, the peak is before that.
     if room < limits.block_bytes and blocks - recomputing < 2:
         number = 0
-    if seconds <= _WORTH * (seconds - number * of_block):
+    if seconds <= WORTH * (seconds - number * of_block):
         _say_why_not(of_block, limits)
         return 0
     set_recompute(model, leaving, on_host=number)
@@ -116,7 +116,7 @@ def _is_faster(number: int, seconds: float, trials: Trials, limits: HostLimits) 
         log.info("Recompute: no activations go to host memory, which cannot be pinned.")
         return False
     tried, room = trials.step()
-    is_faster = room >= 0 and seconds > _WORTH * tried
+    is_faster = room >= 0 and seconds > WORTH * tried
     log.info(
         "Recompute: with the activations of %d blocks in host memory a micro-batch takes %.2f s, "
         "and without %.2f%s. They %s.",
@@ -141,7 +141,7 @@ def _expected(leaving: int, of_block: float, limits: HostLimits) -> int:
     if of_block * limits.micro_batches < limits.block_bytes / _PINNING:
         return 0
     by_link = int(leaving * of_block * limits.link / limits.block_bytes)
-    by_memory = int(_OF_FREE * limits.free / limits.block_bytes)
+    by_memory = int(OF_FREE * limits.free / limits.block_bytes)
     return min(leaving, by_link, by_memory)
 
 

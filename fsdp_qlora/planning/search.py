@@ -16,6 +16,7 @@ from fsdp_qlora.model.kernels.in_use import using_ways, ways_of_option
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import first_that_fits, with_margin
+from fsdp_qlora.planning.fit_host import OF_FREE, WORTH
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.long_attention import keeping_attention
 from fsdp_qlora.planning.memory import PROCESS
@@ -130,6 +131,23 @@ class PlannedRun(NamedTuple):
     @property
     def fits_with_margin(self) -> bool:
         return self.needed_with_margin <= self.gpus.bytes
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether blocks keep their activations in host memory."""
+        return self.placed.step.on_host.blocks > 0
+
+    @property
+    def leaves_host_memory(self) -> bool:
+        """Whether activations take no more of the host's memory than a trial would give them.
+
+        False if that memory is not known.
+        """
+        if self.gpus.host_ram_gib is None:
+            return False
+        pinned = self.gpus.num_gpus * self.placed.memory.host.get("activations", 0)
+        free = self.gpus.host_ram_gib * GIB - (self.host_bytes - pinned)
+        return pinned <= OF_FREE * free
 
     @property
     def hours(self) -> float:
@@ -271,7 +289,8 @@ class Planner:
         The others come by the memory that they lack. Options that are given are kept, but for the
         size of a micro-batch. The numbers of blocks that recompute and of blocks in host memory are
         as small as fits: time grows with both, so one of them is none or all where it is fastest.
-        The inputs of blocks are kept in host memory if nothing fits otherwise.
+        Activations are kept in host memory where that is 5% faster and takes at most half of what
+        is free there; the inputs of blocks, if nothing else fits on the GPU.
 
         Args:
             keeps_rows: keep the rows per step. Otherwise they double as long as that makes a step
@@ -280,7 +299,9 @@ class Planner:
         """
         runs = self._placed_runs({})
         may_offload_inputs = self.config.recompute in ("auto", "all")
-        if may_offload_inputs and not any(run.fits_with_margin for run in runs):
+        if may_offload_inputs and not any(
+            run.fits_with_margin for run in runs if not run.moves_activations
+        ):
             runs += self._placed_runs({"recompute": "offload"})
         runs = _by_speed(runs)
         rows = 2 * self.config.batch_size * self.config.gradient_accumulation_steps
@@ -321,13 +342,16 @@ class Planner:
         """The placements that the options leave open, each with as few blocks recomputing as fit.
 
         Between nothing and all in host memory, also as few blocks in host memory as fit; there
-        none or all blocks recompute.
+        none or all blocks recompute. Where the options leave it open, each also with activations
+        in host memory.
         """
         config = self.config
         blocks = self._size.blocks
         recompute: list[Any] = [changes.get("recompute", config.recompute)]
+        moving: list[Any] = []
         if recompute == ["auto"]:
             recompute = ["none", *range(1, blocks), "all"]
+            moving = ["host"]
         # One for each strategy and offload: `place` decides itself how gradients are reduced.
         places = {
             (place.sharding_strategy, place.offload): place
@@ -336,11 +360,13 @@ class Planner:
         for (strategy, offload), chosen in places.items():
             placed = changes | chosen.options
             yield self._first_that_fits("recompute", recompute, placed)
+            for way in moving:
+                yield self.planned(**placed | {"recompute": way})
             if not (offload.embeddings and (strategy, Offload()) in places):
                 continue
             on_host = range(2, max(3, blocks))
-            for few_or_all in dict.fromkeys([recompute[0], recompute[-1]]):
-                partly = placed | {"recompute": few_or_all}
+            for way in dict.fromkeys([recompute[0], recompute[-1], *moving]):
+                partly = placed | {"recompute": way}
                 yield self._first_that_fits("use_cpu_offload", on_host, partly)
 
     def _first_that_fits(
@@ -370,9 +396,25 @@ def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
 
 
 def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Sort: runs that fit with a margin, the fastest first; then the others by needed memory."""
+    """Sort: runs that fit with a margin, the fastest first; then the others by needed memory.
+
+    Those with activations in host memory are left out if they are not worth it, unless all are
+    such: then that is asked for.
+    """
 
     def order(run: PlannedRun) -> tuple[int, float]:
         return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.needed)
 
-    return sorted(runs, key=order)
+    runs = sorted(runs, key=order)
+    fastest = next((run for run in runs if not run.moves_activations), None)
+    if fastest is None:
+        return runs
+    return [run for run in runs if not run.moves_activations or _is_worth_it(run, fastest)]
+
+
+def _is_worth_it(moving: PlannedRun, fastest: PlannedRun) -> bool:
+    """Whether a run may keep activations in host memory, beside the fastest one that does not."""
+    if not (moving.fits_with_margin and moving.leaves_host_memory):
+        return False
+    is_faster = moving.tokens_per_second > WORTH * fastest.tokens_per_second
+    return is_faster or not fastest.fits_with_margin
