@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_qlora.config.objectives import Reference
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
@@ -34,6 +35,7 @@ from fsdp_qlora.planning.graph_memory import blocks_by_graphs
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.plan import ModelPlan
+from fsdp_qlora.sharding.graphed import why_not
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
@@ -339,11 +341,14 @@ def has_room_for_graphs(placed: PlacedModel, *, may_keep: bool) -> bool:
         may_keep: blocks keep their activations if there is room; then they need no graphs.
     """
     machine = placed.model.machine
-    is_streamed = placed.placement.offload.blocks > 0 and placed.step.num_shards == 1
-    if machine.device.type != "cuda" or machine.is_elsewhere or is_streamed:
+    if machine.device.type != "cuda" or machine.is_elsewhere:
         return False
     step = placed.step
     parts = placed.model.meta.parts
+    reason = why_no_graphs(placed)
+    if reason:
+        log.info("Graphs: not for blocks: %s", reason)
+        return False
     if not blocks_by_graphs(parts, step):
         return False
     free, _ = torch.cuda.mem_get_info(machine.device)
@@ -362,6 +367,20 @@ def has_room_for_graphs(placed: PlacedModel, *, may_keep: bool) -> bool:
             memory.reserved / GIB,
         )
     return has_room
+
+
+def why_no_graphs(placed: PlacedModel) -> str:
+    """The reason why short micro-batches of a run have no CUDA graphs; empty if they may."""
+    step = placed.step
+    if step.num_tokens > MOST_TOKENS:
+        return ""
+    if step.layout.context_size > 1:
+        return "context parallelism"
+    if placed.placement.offload.blocks > 0 and step.num_shards == 1:
+        return "weights that are copied from the host"
+    reasons = [*filter(None, map(why_not, placed.model.meta.parts.blocks))]
+    # Others have graphs beside them.
+    return reasons[0] if 2 * len(reasons) > len(placed.blocks) else ""
 
 
 def check_disk(output_dir: Path, num_bytes: int) -> None:

@@ -19,6 +19,7 @@ from fsdp_qlora.planning.fit import first_that_fits, with_margin
 from fsdp_qlora.planning.fit_host import OF_FREE, WORTH
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.long_attention import keeping_attention
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, place
 from fsdp_qlora.planning.plan import ModelPlan

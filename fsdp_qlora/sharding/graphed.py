@@ -25,6 +25,7 @@ from fsdp_qlora.model.adapters.insert import magnitudes
 from fsdp_qlora.model.adapters.lora import LoraExperts
 from fsdp_qlora.model.experts import loops_over_experts
 from fsdp_qlora.model.module_state import state_of
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.block_graphs import (
     Arguments,
     BlockGraphs,
@@ -357,6 +358,8 @@ def why_not(block: nn.Module, *, trains: bool = True) -> str:
         return "DoRA"
     if any(loops_over_experts(module) or isinstance(module, LoraExperts) for module in modules):
         return "experts, whose tokens the host counts"
+    if any(isinstance(module, QuantizedWeight) and module.waits_for_device for module in modules):
+        return "outliers of LLM.int8, which the host counts"
     if trains and any(_drops(module) for module in modules):
         return "dropout"
     for module in modules:

@@ -29,6 +29,13 @@ COMMON: dict[str, Any] = {
     "quant_cache": "off",
     "log_to": "stdout",
 }
+BASES: dict[str, dict[str, Any]] = {
+    "nf4": {"train_type": "qlora"},
+    "mxfp4": {"train_type": "qlora", "quant_type": "mxfp4"},
+    "hqq": {"train_type": "hqq_lora"},
+    "int8": {"train_type": "int8_lora", "int8_threshold": 0},
+    "not quantized": {"train_type": "lora"},
+}
 
 
 def results_of(out: Path) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
@@ -67,11 +74,11 @@ def assert_trains_to_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("train_type", ["qlora", "lora", "hqq_lora", "int8_lora"])
-def test_graphed_blocks_train_to_the_same_bits(train_type, precision, models, tmp_path):
+@pytest.mark.parametrize("base", BASES)
+def test_graphed_blocks_train_to_the_same_bits(base, precision, models, tmp_path):
     write_rows(tmp_path / "rows.jsonl", make_rows(32))
     assert_trains_to_the_same_bits(
-        tmp_path, 1, model_name=models(), train_type=train_type, precision=precision
+        tmp_path, 1, model_name=models(), precision=precision, **BASES[base]
     )
 
 
@@ -83,25 +90,31 @@ def test_graphed_blocks_train_to_the_same_bits(train_type, precision, models, tm
         {"use_cpu_offload": True},
         {"recompute": "offload", "precision": "fp32"},
         {"precision": "bf16_autocast"},
+        # adds up three micro-batches in a step
+        pytest.param(
+            {"precision": "fp16", "gradient_accumulation_steps": 3}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_graphed_blocks_of_two_ranks_train_to_the_same_bits(options, models, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", make_rows(32))
+    write_rows(tmp_path / "rows.jsonl", make_rows(48))
     options = {"model_name": models("qwen2"), "precision": "bf16", "train_type": "qlora"} | options
     assert_trains_to_the_same_bits(tmp_path, 2, **options)
 
 
-def test_graphs_leave_a_reference_beside_the_policy_alone(models, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", make_pairs(16))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graphs_leave_a_reference_beside_the_policy_alone(world_size, models, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", make_pairs(16 * world_size))
     options = {"objective": "dpo", "train_type": "qlora", "precision": "fp32"}
-    assert_trains_to_the_same_bits(tmp_path, 1, model_name=models(), **options)
+    assert_trains_to_the_same_bits(tmp_path, world_size, model_name=models(), **options)
 
 
-def test_graphs_train_on_own_answers_to_the_same_bits(models, tmp_path):
-    options = inputs(models, tmp_path, beta=0.1, batch_size=4)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graphs_train_on_own_answers_to_the_same_bits(world_size, models, tmp_path):
+    options = inputs(models, tmp_path, prompts=8 * world_size, beta=0.1, batch_size=4)
     del options["save_every"]
-    assert_trains_to_the_same_bits(tmp_path, 1, **options)
+    assert_trains_to_the_same_bits(tmp_path, world_size, **options)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,7 @@ def test_graphs_train_on_own_answers_to_the_same_bits(models, tmp_path):
     [
         ({"lora_dropout": 0.1}, "dropout"),
         ({"train_type": "bnb_dora"}, "DoRA"),
+        ({"train_type": "int8_lora"}, "outliers of LLM.int8, which the host counts"),
         ({"use_cpu_offload": True}, "weights that are copied from the host"),
         ({"context_parallel_size": 2}, "an argument of type ContextGroup"),
         ({"family": "qwen3_moe"}, "experts, whose tokens the host counts"),

@@ -102,6 +102,7 @@ class QuantizedWeight(nn.Module):
     part_bytes = 4 * 2**20
     # whether a token's product depends on the other tokens only by the rounding of sums
     is_exact = True
+    waits_for_device = False  # whether the host reads a number of a product, which no graph can
 
     def __init__(
         self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int

@@ -53,6 +53,8 @@ class Int8Weight(QuantizedWeight):
         if in_features % 4:
             _warn_of_slow_products(in_features)
         self.threshold = int8_threshold
+        # for the number of columns with outliers (`nonzero` in `_multiply`)
+        self.waits_for_device = int8_threshold > 0
         self.weight = self._storage(out_features, in_features)
         self.row_scale = self._storage(out_features, 4, torch.float32)
 
