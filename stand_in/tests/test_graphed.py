@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from tests.helpers.metrics import read_metrics
 from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags
+from tests.preferences.pairs import make_pairs
+from tests.rollouts.runs import inputs
 
+Case = Callable[[Models, Path], dict[str, Any]]
 STOPPED = 3
 ALLOCATIONS = ROOT / "stand_in/programs/allocations.py"
 MEMORY = ROOT / "stand_in/programs/graph_memory.py"
@@ -46,8 +50,10 @@ def trained(
     **options: Any,
 ) -> str:
     """The output of a run."""
-    write_rows(folder / "rows.jsonl", make_rows(32))
-    words = flags(**OPTIONS | options, model_name=models(), dataset=folder / "rows.jsonl")
+    if not (folder / "rows.jsonl").exists():
+        write_rows(folder / "rows.jsonl", make_rows(32))
+    own = {"model_name": models(), "dataset": folder / "rows.jsonl"}
+    words = flags(**OPTIONS | own | options)
     settings: dict[str, object] = {"PHANTOM_VALUES": 1, "PHANTOM_CC": 90}
     out = flags(output_dir=folder / (output or way))
     arguments = [PROGRAM, way, folder / "notes", *words, *out]
@@ -78,6 +84,68 @@ def test_captured_blocks_train_to_the_same_bits(ranks: int, models: Models, tmp_
         # Documents have other lengths in each micro-batch, and yet share graphs: two of the trial,
         # and two of the run.
         assert len(filled) <= 4 and sum(filled) > 2 * 2 * 2 * 4
+
+
+def of_mxfp4(models: Models, folder: Path) -> dict[str, Any]:
+    return {"quant_type": "mxfp4"}
+
+
+def of_int8(models: Models, folder: Path) -> dict[str, Any]:
+    return {"train_type": "int8_lora", "int8_threshold": 0}
+
+
+def of_hqq(models: Models, folder: Path) -> dict[str, Any]:
+    return {"train_type": "hqq_lora"}
+
+
+def of_pairs(models: Models, folder: Path) -> dict[str, Any]:
+    write_rows(folder / "rows.jsonl", make_pairs(32))
+    return {"objective": "dpo"}
+
+
+def of_answers(models: Models, folder: Path) -> dict[str, Any]:
+    options = inputs(models, folder, prompts=16, beta=0.1, batch_size=4)
+    own = ("objective", "rewards", "num_generations", "max_completion_length", "beta")
+    return {name: options[name] for name in (*own, "batch_size", "context_length")}
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        (of_mxfp4, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((of_int8, 1), (of_hqq, 1), (of_pairs, 2), (of_answers, 2))
+        ),
+    ],
+)
+def test_captured_blocks_of_other_runs_train_to_the_same_bits(
+    case: Case, ranks: int, models: Models, tmp_path: Path
+) -> None:
+    options = case(models, tmp_path)
+    trained("plain", models, tmp_path, ranks=ranks, **options)
+    output = trained("graphs", models, tmp_path, ranks=ranks, **options)
+    assert "Graphs: not" not in output
+    assert re.search(r"not graphs \((answers, )?blocks\): [\d.]+ -> [\d.]+ ms", output)
+    assert_same_bits(tmp_path / "plain", tmp_path / "graphs")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"train_type": "int8_lora"}, "outliers of LLM.int8, which the host counts"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+    ],
+    ids=lambda each: "" if isinstance(each, dict) else each,
+)
+def test_a_run_says_once_why_its_blocks_have_no_graphs(
+    options: dict[str, Any], reason: str, models: Models, tmp_path: Path
+) -> None:
+    ranks = options.get("context_parallel_size", 1)
+    output = trained("chosen", models, tmp_path, ranks=ranks, max_steps=1, **options)
+    said = re.findall(r"^Graphs: .*", output, re.MULTILINE)
+    assert said == [f"Graphs: not for blocks: {reason}"]
+    assert "graphs (blocks)" not in output
 
 
 def test_a_block_that_asks_the_device_trains_on_without(models: Models, tmp_path: Path) -> None:
