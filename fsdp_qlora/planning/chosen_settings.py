@@ -11,7 +11,9 @@ import torch.distributed as dist
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.planning.fit_host import measure_link
 from fsdp_qlora.planning.gpus import gpu_of, nearest_gpu
 from fsdp_qlora.planning.placement import least_free
 from fsdp_qlora.planning.plan import ModelPlan
@@ -90,6 +92,10 @@ def _search_settings(
     host = host_memory_free(machine.per_node) * machine.world_size
     if device.type == "cuda":
         gpu = gpu_of(torch.cuda.get_device_properties(device))
+        if config.auto and config.recompute == "auto":
+            # Slots differ, and by a slow one the trial at the start keeps nothing on the host.
+            gpu = gpu._replace(to_host=measure_link(device) / 1e9)
+            release_cached_memory(device)
     else:  # GPUs that are not here
         gpu = nearest_gpu(free / GIB)
     gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
