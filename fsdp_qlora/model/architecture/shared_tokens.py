@@ -14,7 +14,7 @@ def copy_shared(x: torch.Tensor, documents: Mapping[str, Any], dim: int) -> torc
         documents: from `data.batches.micro_batch.describe_documents`.
     Returns:
         The same with all T tokens in `dim`. The gradient of a token is the sum over its copies, in
-        one order: that of `index_select` adds them on a GPU as its threads come.
+        one order; `index_select` would add them in another one each time on a GPU.
     """
     names = ("places", "own_tokens", "shared_tokens", "copies")
     result: torch.Tensor = _CopyShared.apply(x, dim, *(documents[name] for name in names))
