@@ -427,7 +427,8 @@ def plan_of(
         data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
         rows = RunData(make_pairs(data) if is_pairs else data, np.arange(number))
     schedule = make_schedule(config, rows, machine.data_size(config.context_size))
-    longest = RunRows(config, rows, schedule, plan.documents).longest()
+    shares_tokens = plan.shares_tokens(config.context_size)
+    longest = RunRows(config, rows, schedule, shares_tokens=shares_tokens).longest()
     placed = place(config, plan, longest)
     return config, keeping_attention(placed, CARD_GIB * GIB, math.inf), rows
 

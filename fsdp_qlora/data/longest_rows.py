@@ -31,7 +31,7 @@ def longest_rows(data: RunData, collator: Collator) -> LongestRows:
     known = data.known_rows
     if not data.prompts:
         return longest_of_table(RowsInMemory(known, data.train_rows), collator)
-    prompts = known.lengths if collator.shares_prompts else None
+    prompts = known.lengths - 1 if collator.shares_prompts else None
     computed = RowTokens(data.lengths, known.row_numbers, prompts)
     rows, num_rounds = collator.schedule.longest_micro_batch(
         data.train_rows, data.lengths, computed

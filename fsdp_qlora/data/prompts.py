@@ -75,5 +75,5 @@ def rows_of_answers(
     table = join_completions(before, [[0] * num_tokens] * len(before), numbers)
     if has_teacher:
         return beside_teacher(table)
-    tokens = np.array([len(ids) for ids in before], np.int64)
+    tokens = np.array([len(ids) - 1 for ids in before], np.int64)
     return table.with_columns("row", prompt_tokens=tokens)

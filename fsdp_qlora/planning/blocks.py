@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from fsdp_qlora.data.batches.graph_lengths import with_bounds_alone
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.context import ContextGroup
@@ -129,6 +130,7 @@ def _measure_all(
 
     Only this code knows the arguments of a block, such as masks and rotary embeddings.
     """
+    by_bounds = parts.model.config._attn_implementation == VARLEN
     measured: dict[Any, tuple[BlockBytes, Any]] = {}  # kind -> its bytes and the block's output
     blocks: list[BlockBytes] = []
     embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
@@ -141,7 +143,7 @@ def _measure_all(
             hidden = args[0] if args else kwargs.pop("hidden_states")
             other_args, other_kwargs = _as_leaves(on_meta((args[1:], kwargs)))
             measured[kind] = _measure(
-                block, precision, hidden, other_args, other_kwargs, on_operator
+                block, precision, hidden, other_args, other_kwargs, on_operator, by_bounds=by_bounds
             )
         block_bytes, output = measured[kind]
         blocks.append(block_bytes)
@@ -178,12 +180,15 @@ def _measure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     on_operator: Callable[[], object],
+    *,
+    by_bounds: bool,
 ) -> tuple[BlockBytes, Any]:
     """Return a block's bytes and its output.
 
     Args:
         hidden: the block's input [1, T, H].
         args, kwargs: its other arguments.
+        by_bounds: whether attention reads where documents begin from the device.
     """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
     counts: dict[str, tuple[int, int, int]] = {}
@@ -202,7 +207,8 @@ def _measure(
     if "keeps attention" in counts:
         attention = counts["keeps attention"][0] - counts["recomputes"][0]
     with precision.autocasting(torch.device("cpu")):
-        pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, kwargs)
+        given = with_bounds_alone(kwargs, hidden.shape[-2]) if by_bounds else kwargs
+        pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, given)
     return BlockBytes(kept, backward, recomputing, forward, attention, pool, arguments), output
 
 

@@ -28,11 +28,11 @@ from fsdp_qlora.model.adapters.token_rows import (
     add_tokens,
     with_token_rows,
 )
-from fsdp_qlora.model.architecture.attention import choose, describe_kernel
+from fsdp_qlora.model.architecture.attention import can_share, choose, describe_kernel
 from fsdp_qlora.model.architecture.config import load_config, most_positions, new_blocks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.architecture.structure import canonical_name
-from fsdp_qlora.model.architecture.token_mixers import missing_kernels
+from fsdp_qlora.model.architecture.token_mixers import has_convolution, missing_kernels
 from fsdp_qlora.model.architecture.tokenizer import end_tokens, load_tokenizer
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.experts import padding_notes
@@ -76,6 +76,14 @@ class ModelPlan:
     """The format of weight files that are decoded as they are read."""
     adapter: LoraConfig | None
     """Configuration of the saved adapter; None where a whole model is saved."""
+
+    def shares_tokens(self, context_size: int) -> bool:
+        """Whether tokens that documents begin with are computed once.
+
+        context_size: ranks that share a row; in hybrids they have one state for a document.
+        """
+        has_states = any(map(has_convolution, self.meta.model.modules()))
+        return can_share(self.documents) and not (has_states and context_size > 1)
 
     @property
     def trains_whole_modules(self) -> bool:

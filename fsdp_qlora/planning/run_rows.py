@@ -16,7 +16,6 @@ from fsdp_qlora.data.batches.shared_tokens import (
     shared_in_pairs,
 )
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.model.architecture.attention import can_share
 from fsdp_qlora.planning.placement import longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
 from fsdp_qlora.utils.errors import UserError
@@ -98,24 +97,25 @@ class RunRows:
     """The rows and steps of a run, whose context may be shorter than the prepared rows'.
 
     Args:
-        documents: the attention implementation, as of the model's plan.
+        shares_tokens: whether the model computes what documents begin with once.
     """
 
     def __init__(
-        self, config: TrainConfig, data: RunData, schedule: Schedule, documents: str | None
+        self, config: TrainConfig, data: RunData, schedule: Schedule, *, shares_tokens: bool
     ) -> None:
         self.config = config
         self.data = data
         self.schedule = schedule
         self.lengths = np.minimum(data.lengths, schedule.context_length)
         kind = config.objective_row.kind_of_rows(config)
-        shares = kind.shares_prompts and schedule.keeps_prompts and can_share(documents)
         rows = data.known_rows
-        self._shares_in_pairs = shares and len(rows.splits) > 0
+        in_rows = len(rows.splits) > 0
+        shares = kind.shares_prompts and shares_tokens and not schedule.why_apart(in_rows=in_rows)
+        self._shares_in_pairs = shares and in_rows
         own = rows.learned_from(shares_prompts=self._shares_in_pairs).own + data.completion_length
         prompts = None
         if shares and not self._shares_in_pairs:
-            prompts = np.minimum(rows.lengths, schedule.context_length)
+            prompts = np.minimum(rows.lengths - 1, schedule.context_length)
         self._computed = RowTokens(
             np.minimum(own, schedule.context_length), rows.row_numbers, prompts
         )

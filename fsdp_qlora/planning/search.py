@@ -229,7 +229,8 @@ class Planner:
         if key not in self._rows:
             if data:
                 schedule = make_schedule(config, data, data_size)
-                rows = RunRows(config, data, schedule, self.model.documents).planned()
+                shares_tokens = self.model.shares_tokens(config.context_size)
+                rows = RunRows(config, data, schedule, shares_tokens=shares_tokens).planned()
             else:
                 rows = allowed_rows(config, data_size)
             self._rows[key] = rows

@@ -30,7 +30,7 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.architecture.attention import reads_bounds
-from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
+from fsdp_qlora.model.architecture.token_mixers import layers_apart
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.fit import fit_on_gpu
@@ -128,7 +128,6 @@ def build_forward(
         check_context(probed, context)
     objective = config.objective_row
     row_kind = objective.kind_of_rows(config)
-    may_share = row_kind.shares_prompts and schedule.keeps_prompts
     collator = Collator(
         schedule,
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be
@@ -137,7 +136,7 @@ def build_forward(
         rank=ranks.rank,
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
-        shares_prompts=may_share and shares_prompts(plan, probed),
+        shares_prompts=row_kind.shares_prompts and shares_prompts(plan, schedule, probed),
         fills_up=ways_in_use().blocks == GRAPHS,
         has_teacher=row_kind.has_teacher,
         target_values=target_values,
@@ -228,18 +227,22 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
     return dataclasses.replace(plan.schedule, batching="padded")
 
 
-def shares_prompts(plan: Plan, probed: Probed) -> bool:
+def shares_prompts(plan: Plan, schedule: Schedule, probed: Probed) -> bool:
     """Whether the shared prompt of a pair, or of answers, can be computed once.
 
     Logs the answer. Called on every rank.
     """
-    # With the tolerance of bfloat16: a prompt that is computed once is summed in another order.
-    reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
-    if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
-        reason = "ranks that share a row have one state for a document"
+    in_rows = len(plan.data.known_rows.splits) > 0
+    reason: str | None = schedule.why_apart(in_rows=in_rows)
+    if not reason:
+        # With the tolerance of bfloat16: a prompt that is computed once is summed in another order.
+        reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
+        context_size = plan.placed.layout.context_size
+        if context_size > 1 and not plan.placed.model.shares_tokens(context_size):
+            reason = reason or "ranks that share a row have one state for a document"
     if reason:
         log.info("A prompt is computed with each of its answers: %s.", reason)
-    elif plan.data.prompts:
+    elif not in_rows:
         log.info("A prompt is computed once for its answers in a micro-batch.")
     else:
         data = plan.data.train

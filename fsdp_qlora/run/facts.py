@@ -99,9 +99,9 @@ class Measured:
 
 def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:
     """Tokens per second of the run's first steps."""
-    micro_batch = RunRows(
-        config, plan.data, plan.schedule, placed.model.documents
-    ).mean_micro_batch()
+    shares_tokens = placed.model.shares_tokens(config.context_size)
+    rows = RunRows(config, plan.data, plan.schedule, shares_tokens=shares_tokens)
+    micro_batch = rows.mean_micro_batch()
     size = size_of(placed.model.meta.parts)
     ways = expected_ways(config, gpu, Parts.of(placed.model, of_equal_lengths=False))
     return tokens_per_second(placed, size, micro_batch, gpu, ways)

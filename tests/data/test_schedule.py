@@ -127,8 +127,16 @@ def test_answers_to_a_prompt_stay_in_its_micro_batches(data_size, batch_size, an
     schedule = Schedule(
         len(rows), batch_size, len(rows), data_size, 1, -1, 0, num_generations=answers
     )
-    assert schedule.keeps_prompts
-    assert not dataclasses.replace(schedule, batch_size=5).keeps_prompts
+    assert not schedule.why_apart(in_rows=False)
+    for changes, reason in [
+        ({"batch_size": 5, "global_batch_size": 5 * data_size}, "do not go into"),
+        ({"batch_size": 1}, "one answer"),
+        ({"num_generations": 1}, "one answer"),
+        ({"data_size": 7}, "no whole micro-batches"),
+        ({"batching": "packed"}, "packed"),
+    ]:
+        other = dataclasses.replace(schedule, **changes)
+        assert reason in other.why_apart(in_rows=False) and not other.why_apart(in_rows=True)
     prompts = generator.integers(1, 900, len(rows) // answers).repeat(answers)
     lengths = prompts + generator.integers(1, 100, len(rows))
     rounds = schedule.rounds(rows, lengths, prompts)

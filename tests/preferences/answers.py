@@ -83,7 +83,7 @@ def table_of(found: Sequence[Answer], advantages: Sequence[float]) -> TokenizedR
     table = table.with_columns(
         "row",
         advantages=np.array(advantages, np.float32),
-        prompt_tokens=np.array([len(each.prompt) for each in found]),
+        prompt_tokens=np.array([len(each.prompt) - 1 for each in found]),
     )
     return table.with_columns("token", sampled_logps=sampled_logps)
 

@@ -22,7 +22,7 @@ from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
-from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
+from fsdp_qlora.model.architecture.attention import FLASH, VARLEN, can_share
 from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.utils.errors import UserError
@@ -276,6 +276,7 @@ def test_slices_and_joined_tables_keep_every_array():
 @pytest.mark.quick
 def test_no_name_of_a_micro_batch_means_two_things():
     pairs = dataclasses.replace(filled(2, 100), learns="all")
+    pairs = dataclasses.replace(pairs, input_ids=np.zeros_like(pairs.input_ids))
     answers = dataclasses.replace(pairs, splits=NO_ROWS.splits)
     answers = answers.with_columns("row", advantages=np.arange(2))
     of_documents = concatenate_rows(pairs, [0, 1], pad_token_id=1, shares_prompts=True).documents
@@ -305,7 +306,9 @@ def test_shared_prompts_are_planned_once_if_attention_allows():
             pairs, learns="first_document" if config.objective == "kto" else "all"
         )
         data = RunData(rows, np.arange(len(pairs)))
-        return RunRows(config, data, make_schedule(config, data, 1), implementation).longest()
+        schedule = make_schedule(config, data, 1)
+        shares_tokens = can_share(implementation)
+        return RunRows(config, data, schedule, shares_tokens=shares_tokens).longest()
 
     shared = longest(VARLEN)
     assert (

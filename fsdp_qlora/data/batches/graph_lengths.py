@@ -15,8 +15,9 @@ MOST_TOKENS = 8192
 _STEPS = 8
 _SMALLEST_STEP = 64
 _FEWEST_DOCUMENTS = 8
-# Shared tokens are filled up to a part of all, so that a length has few graphs.
-_PARTS_SHARED = 4
+# The same for shared tokens. Each that is added has copies, which attention skips.
+_STEPS_SHARED = 4
+_SMALLEST_SHARED = 32
 
 
 def filled_multiple(num_tokens: int) -> int:
@@ -60,14 +61,14 @@ def with_bounds_alone(arguments: dict[str, Any], num_tokens: int) -> dict[str, A
 
 
 def _with_shared_alone(arguments: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """The same for documents that share tokens, of which there then are a multiple of a quarter.
+    """The same for documents that share tokens, whose number is filled up, too.
 
     The copies that are added are a document without queries, whose keys have no gradient.
     """
     copies = arguments["copies"]
     number, num_copies = copies.shape
-    part = max(num_tokens // _PARTS_SHARED, 1)
-    missing = -number % part
+    step = max((1 << max(number - 1, 0).bit_length()) // (2 * _STEPS_SHARED), _SMALLEST_SHARED)
+    missing = -number % step
     most = _most_documents(len(arguments["own_ends"]))
     first = len(arguments["places"])
     last = first + missing * num_copies

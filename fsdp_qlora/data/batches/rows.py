@@ -64,7 +64,8 @@ class TokenizedRows:
     - `advantages`, float32 per row: of a completion that the run has sampled. From rl/source.py,
       for target values.
     - `prompt_tokens`, int64 per row: tokens of the prompt that all rows with the same number begin
-      with. From rl/rollout_rows.py, for `shared_tokens`.
+      with, but the last. From rl/rollout_rows.py, for `shared_tokens`. The last one predicts
+      another token in each row; shared, it would have their gradients in any order.
     - `old_logps`, `sampled_logps`, float32 per token: log-probabilities under the policy that
       sampled the completion, if it has changed since, and as the engine gives them; 0 for prompts.
       From rl/source.py, for target values.
@@ -230,13 +231,15 @@ class TokenizedRows:
     def shared_tokens(self, rows: np.ndarray) -> SharedTokens | None:
         """The tokens that documents of some rows share with others of these rows.
 
-        The documents are those of pairs, or answers to the same prompts; None for others.
+        The documents are those of pairs, or answers to the same prompts. None if there are none.
         """
         if len(self.splits):
-            return shared_in_pairs(self.num_shared[rows])
-        if self._prompt_tokens is None:
+            shared = shared_in_pairs(self.num_shared[rows])
+        elif self._prompt_tokens is not None:
+            shared = shared_in_groups(self.row_numbers[rows], self._prompt_tokens[rows])
+        else:
             return None
-        return shared_in_groups(self.row_numbers[rows], self._prompt_tokens[rows])
+        return shared if np.any(shared.counts) else None
 
     @property
     def _prompt_tokens(self) -> np.ndarray | None:

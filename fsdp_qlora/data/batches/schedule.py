@@ -119,19 +119,29 @@ class Schedule:
             index = index // self.num_iterations
             yield step, order[index * size : (index + 1) * size].repeat(self.num_generations)
 
-    @property
-    def keeps_prompts(self) -> bool:
-        """Whether a micro-batch has answers to one prompt, or all answers to each of some.
+    def why_apart(self, *, in_rows: bool) -> str:
+        """The reason why what shares a prompt is not computed together; empty if it is.
 
-        A row that has several answers is always whole.
+        Args:
+            in_rows: whether the documents of each row share one. Otherwise answers do, which are
+                rows of their own.
         """
-        if self.num_generations == 1:
-            return not self.padding
-        if self.batching != "padding_free":
-            return False
-        is_whole = self.global_batch_size % (self.batch_size * self.data_size) == 0
-        most = max(self.batch_size, self.num_generations)
-        return is_whole and most % min(self.batch_size, self.num_generations) == 0
+        if self.padding:
+            return "rows are padded"
+        if in_rows:
+            return ""
+        if self.batching == "packed":
+            return "rows are packed"
+        if 1 in (self.batch_size, self.num_generations):
+            return "a micro-batch has one answer to it"
+        if self.global_batch_size % (self.batch_size * self.data_size):
+            return "the rows of a step fill no whole micro-batches"
+        sizes = sorted([self.batch_size, self.num_generations])
+        if sizes[1] % sizes[0]:
+            return (
+                f"{self.num_generations} answers do not go into micro-batches of {self.batch_size}"
+            )
+        return ""
 
     def rounds(
         self, rows: np.ndarray, lengths: np.ndarray, prompts: np.ndarray | None = None
@@ -141,7 +151,7 @@ class Schedule:
         Args:
             lengths: tokens of every row of the dataset.
             prompts: tokens that all answers to the prompt of a row share, of every row; with them,
-                answers to one prompt stay together. Only where the schedule `keeps_prompts`.
+                answers to one prompt stay together, for which there is no reason in `why_apart`.
         """
         sizes = {"data_size": self.data_size, "batch_size": self.batch_size}
         if prompts is not None:

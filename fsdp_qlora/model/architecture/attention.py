@@ -280,7 +280,7 @@ def _attention(
         # separate documents, so each document gets a copy of the shared tokens.
         key = copy_shared(key, arguments, dim=2)
         value = copy_shared(value, arguments, dim=2)
-        if takes_last_queries(kernel, query):
+        if takes_last_queries(kernel, query, value, call):
             call = call._replace(query_ends=arguments["own_ends"])
         else:
             query = copy_shared(query, arguments, dim=2)

@@ -72,7 +72,8 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         if query.shape[-1] > MOST_OF_FLASH:
             return sdpa(query, key, value, call, repeat=True)
         way = ways_in_use().attention
-        if way == CUDNN and cudnn_takes(query, value, call):
+        is_whole = call.query_ends is None
+        if way == CUDNN and is_whole and cudnn_takes(query, value, call):
             return _each(partial(_cudnn, scaling=call.scaling), query, key, value, call)
         if way == FLASH4:
             _use_flash4()
@@ -112,14 +113,16 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     return result[..., : value.shape[-1]]
 
 
-def takes_last_queries(kernel: Kernel, query: torch.Tensor) -> bool:
+def takes_last_queries(
+    kernel: Kernel, query: torch.Tensor, value: torch.Tensor, call: Call
+) -> bool:
     """Whether a kernel takes queries of the last tokens of documents alone (`Call.query_ends`).
 
     The last query of a document sees all of its keys.
     """
     if kernel is not varlen or query.shape[-1] > MOST_OF_FLASH:
         return False
-    return ways_in_use().attention != CUDNN
+    return ways_in_use().attention != CUDNN or not cudnn_takes(query, value, call)
 
 
 def cudnn_takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:

@@ -23,7 +23,7 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     table = table.with_columns(
         "row",
         advantages=np.array(advantages, np.float32),
-        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.int64),
+        prompt_tokens=np.array([len(prompt) - 1 for prompt in prompts], np.int64),
     )
     # All rollouts of a generation have log-probabilities, or none.
     if rollouts[0].old_logps is not None:
