@@ -26,6 +26,7 @@ from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.kept_attention import are_long
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
+from fsdp_qlora.planning.allocator import reserved_bytes
 from fsdp_qlora.planning.graph_pool import graph_bytes_of
 from fsdp_qlora.planning.storages import CountedStorages
 from fsdp_qlora.sharding.recompute import RecomputedBlock, unwrapped
@@ -47,6 +48,8 @@ class BlockBytes(NamedTuple):
     """The peak of a forward pass alone."""
     attention: int = 0
     """Bytes of attention's output that a block with recompute may keep: of long documents alone."""
+    gaps: int = 0
+    """Reserved beside the peak during a backward pass with recompute."""
     pool: int = 0
     """Reserved by the pool of its graphs; 0 where it has none."""
     arguments: int = 0
@@ -191,7 +194,7 @@ def _measure(
         by_bounds: whether attention reads where documents begin from the device.
     """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
-    counts: dict[str, tuple[int, int, int]] = {}
+    counts: dict[str, tuple[int, int, int, int]] = {}
     output: Any = None
     ways = ["keeps all", "recomputes"]
     if are_long(kwargs.get("document_lengths", [])):
@@ -201,15 +204,16 @@ def _measure(
         wrapped.keeps_attention = way == "keeps attention"
         set_save_inputs_only(wrapped, not wrapped.is_on)
         counts[way], output = _run(wrapped, precision, hidden, args, kwargs, on_operator)
-    kept, backward, _ = counts["keeps all"]
-    _, recomputing, forward = counts["recomputes"]
+    kept, backward, *_ = counts["keeps all"]
+    _, recomputing, forward, gaps = counts["recomputes"]
     attention = 0
     if "keeps attention" in counts:
         attention = counts["keeps attention"][0] - counts["recomputes"][0]
     with precision.autocasting(torch.device("cpu")):
         given = with_bounds_alone(kwargs, hidden.shape[-2]) if by_bounds else kwargs
         pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, given)
-    return BlockBytes(kept, backward, recomputing, forward, attention, pool, arguments), output
+    counted = BlockBytes(kept, backward, recomputing, forward, attention, gaps, pool, arguments)
+    return counted, output
 
 
 def _run(
@@ -219,13 +223,14 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     on_operator: Callable[[], object],
-) -> tuple[tuple[int, int, int], Any]:
+) -> tuple[tuple[int, int, int, int], Any]:
     """Run a block forward and backward.
 
     Arguments as for `_measure`.
 
     Returns:
-        The bytes that it keeps, the peaks of its backward and its forward pass, and its output.
+        The bytes that it keeps, the peaks of its backward and its forward pass, and those reserved
+        beside the first of these; and its output.
     """
     x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
     # tree_leaves does not look into Mappings that are no dicts.
@@ -256,7 +261,8 @@ def _run(
         # A block's messages to later blocks, whose backward passes end there.
         if isinstance(arg, MutableMapping):
             arg.update({key: _as_leaves(value) for key, value in arg.items()})
-    return (kept, count.most, forward), output
+    gaps = reserved_bytes(count.changes) - count.most
+    return (kept, count.most, forward, gaps), output
 
 
 def _as_leaves(values: Any) -> Any:

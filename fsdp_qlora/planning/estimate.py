@@ -460,7 +460,10 @@ class _Estimate:
             of_block = self.activations.moved_bytes / step.on_host.blocks
             moved = ALLOCATOR["moved beside host" if from_host else "moved"] * of_block
         of_weights = ALLOCATOR[source] * largest * itemsize + of_trained * 4 * whole
-        return int(of_weights + exchanged + moved)
+        # Graphs' memory is planned with its gaps; factors for what the host has contain them.
+        moves = from_host or step.gathers_from_host or step.on_host.inputs or step.on_host.blocks
+        gaps = 0 if moves or self.graphs else max(block.gaps for block in self.blocks)
+        return int(of_weights + exchanged + moved) + gaps
 
     def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:
         """Bytes of a module's unsharded weights, without adapters.
