@@ -243,7 +243,8 @@ def fit_recompute(
     # The collectives of a pass, and those of `least`, are the same on all ranks only if all try the
     # same number of blocks: each decision is made by the least of all ranks.
     without, room = attempt(0)
-    if keeps_attention(model) and least(room) < 0:
+    fits = least(room) >= 0
+    if keeps_attention(model) and not fits:
         set_keeps_attention(model, False)
         without, room = attempt(0)
     keeping = int(least(min(may_keep[0], room >= 2 * block_bytes)))

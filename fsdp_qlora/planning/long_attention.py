@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import with_margin
-from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.utils.machine import host_memory_free
+from fsdp_qlora.planning.placement import PlacedModel, least_free, least_host_free
 from fsdp_qlora.utils.text import format_bytes
 
 # Share of the host's free memory that a rank may take, if some is for this.
@@ -36,14 +37,20 @@ def keeping_attention(placed: PlacedModel, gpu: float | None, host: float) -> Pl
     return dataclasses.replace(placed, step=step, memory=memory)
 
 
-def keeping_attention_here(placed: PlacedModel) -> PlacedModel:
-    """The same by the memory of this machine, or of the GPU that is planned for."""
+def keeping_attention_here(placed: PlacedModel, store: dist.Store | None) -> PlacedModel:
+    """The same by the memory of this machine, or of the GPU that is planned for.
+
+    All ranks decide alike, since what probes and generation do depends on it.
+
+    Args:
+        store: by which the ranks agree; None if each decides alone.
+    """
     machine = placed.model.machine
-    gpu = machine.gpu_memory
+    gpu = least_free(machine, "the GPU memory for attention's output", store)
     host = math.inf
     if not machine.is_elsewhere:
-        host = _OF_HOST * host_memory_free(machine.per_node)
-    return keeping_attention(placed, gpu[0] if gpu else None, host)
+        host = _OF_HOST * least_host_free(machine, "the host's for attention's output", store)
+    return keeping_attention(placed, gpu, host)
 
 
 def describe_attention(placed: PlacedModel) -> Iterator[str]:

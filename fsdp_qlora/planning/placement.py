@@ -21,6 +21,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.insert import adapter_parameters
 from fsdp_qlora.model.kernels.in_use import GRAPHS, using_ways, ways_in_use, ways_of_option
@@ -125,6 +126,18 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     if memory is None:
         return None
     free, _ = memory
+    return _least(free, what, ranks, store)
+
+
+def least_host_free(machine: Machine, what: str, store: dist.Store | None) -> int:
+    """Bytes of host memory left for the rank that has least of all ranks.
+
+    Arguments as for `least_free`.
+    """
+    return _least(host_memory_free(machine.per_node), what, machine.ranks, store)
+
+
+def _least(free: int, what: str, ranks: Ranks, store: dist.Store | None) -> int:
     if store is None or ranks.world_size == 1:
         return free
     return min(map(int, all_gather_via_store(str(free), what, ranks, store)))

@@ -70,7 +70,7 @@ def make_plan(
     schedule = make_schedule(config, data, model.machine.data_size(config.context_size))
     shares_tokens = model.shares_tokens(config.context_size)
     longest = RunRows(config, data, schedule, shares_tokens=shares_tokens).longest()
-    placed = keeping_attention_here(place(config, model, longest, store))
+    placed = keeping_attention_here(place(config, model, longest, store), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     teacher = plan_teacher(config, model, data, longest, store) if config.teacher else None
     generation = None

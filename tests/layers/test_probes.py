@@ -97,7 +97,8 @@ def test_the_fewest_blocks_that_fit_recompute(memory, too_few, recomputing, trie
 def test_the_rank_with_the_least_memory_decides():
     model = _model()
     memory = FakeMemory(model, total=1000, head=50, block=0)
-    others = iter([1, 3, 3])  # may it try; blocks that may keep there, in each round
+    # room with all blocks; may it try; blocks that may keep there, in each round
+    others = iter([0, 1, 3, 3])
     number = fit_recompute(
         model, memory.try_step, lambda value: min(value, next(others)), block_bytes=EACH
     )

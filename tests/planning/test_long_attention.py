@@ -6,19 +6,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture import kept_attention
 from fsdp_qlora.model.architecture.attention import VARLEN
 from fsdp_qlora.model.architecture.kept_attention import LONG
 from fsdp_qlora.model.kernels.in_use import Ways
+from fsdp_qlora.planning import placement
 from fsdp_qlora.planning.activations import Activations, OnHost
 from fsdp_qlora.planning.blocks import measure_blocks
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import MemoryWatch, fit_recompute, with_margin
 from fsdp_qlora.planning.gpus import find_gpu
-from fsdp_qlora.planning.long_attention import describe_attention, keeping_attention
+from fsdp_qlora.planning.long_attention import (
+    describe_attention,
+    keeping_attention,
+    keeping_attention_here,
+)
+from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.speed import MicroBatchSize, size_of, tokens_per_second
 from fsdp_qlora.sharding.recompute import keeps_attention, set_keeps_attention
@@ -97,6 +106,43 @@ def test_it_is_kept_where_it_fits_and_then_planned():
     every = placed(recomputing=0)
     assert keeping_attention(every, math.inf, math.inf) is every
     assert [*describe_attention(every)] == []
+
+
+def test_all_ranks_keep_it_by_the_least_memory_of_one(monkeypatch):
+    ranks = Ranks(0, 0, 2, 2, torch.device("cpu"))
+    monkeypatch.setattr(placement, "host_memory_free", lambda _: 2**60)
+
+    def keeps(device: str, of_gpu: int, of_host: int, **changes: Any) -> bool:
+        """Whether rank 0 does so, which has memory enough, beside another rank."""
+        store = dist.HashStore()
+        store.set("the GPU memory for attention's output/1", str(of_gpu))
+        store.set("the host's for attention's output/1", str(of_host))
+        plan: Any = SimpleNamespace(
+            meta=SimpleNamespace(parts=PARTS),
+            machine=Machine(torch.device(device), 2, ranks, free=2**60),
+        )
+        run = dataclasses.replace(placed(**changes), model=plan)
+        return keeping_attention_here(run, store).step.on_host.attention
+
+    assert keeps("cuda", 2**60, 0) and not keeps("cuda", 2**20, 0)
+    on_host = OnHost(inputs=True)
+    assert keeps("cpu", 2**60, 2**60, on_host=on_host)
+    assert not keeps("cpu", 2**60, 2**20, on_host=on_host)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_ranks_with_and_without_it_compare_their_memory_as_often(keeps):
+    model = _model()
+    set_keeps_attention(model, keeps)
+    memory = FakeMemory(model, total=150, head=50, block=0)
+    asked: list[float] = []
+
+    def least(value: float) -> float:
+        asked.append(value)
+        return value
+
+    fit_recompute(model, memory.try_step, least, block_bytes=EACH)
+    assert len(asked) == 2
 
 
 def test_blocks_that_keep_all_have_no_output_beside():
