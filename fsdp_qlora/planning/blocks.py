@@ -15,7 +15,7 @@ from fsdp_qlora.data.batches.graph_lengths import with_bounds_alone
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.context import ContextGroup
-from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
+from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending, can_share
 from fsdp_qlora.model.architecture.decoder import (
     OnMeta,
     buffers_as_before,
@@ -98,7 +98,12 @@ def measure_blocks(
         # Every kernel but the eager one takes memory in proportion to the tokens, so one stands for
         # all of them.
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
-            return _measure_all(parts, precision, described, on_operator)
+            blocks = _measure_all(parts, precision, described, on_operator)
+        # Only our functions have it kept, which know documents: other kernels, and padded rows, as
+        # those with images are, have it computed again.
+        if not can_share(documents) or lengths.image_values:
+            return [block._replace(attention=0) for block in blocks]
+        return blocks
     except UserError:
         raise
     except Exception as error:  # a model's own code may fail in any way on tensors without values

@@ -123,6 +123,9 @@ def build_forward(
     schedule = plan.schedule
     if not schedule.padding:
         schedule = padded_if_needed(config, plan, probed)
+    if schedule.padding:
+        # It was planned before the loaded model was tried.
+        set_keeps_attention(model, False)
     context = join_context(ranks, plan.placed.layout.context_size)
     if context.size > 1:
         check_context(probed, context)

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture import kept_attention
-from fsdp_qlora.model.architecture.attention import VARLEN
+from fsdp_qlora.model.architecture.attention import EAGER, FLASH, VARLEN
 from fsdp_qlora.model.architecture.kept_attention import LONG
 from fsdp_qlora.model.kernels.in_use import Ways
 from fsdp_qlora.planning import placement
@@ -143,6 +143,15 @@ def test_ranks_with_and_without_it_compare_their_memory_as_often(keeps):
 
     fit_recompute(model, memory.try_step, least, block_bytes=EACH)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "image_values"), [(None, 0), (FLASH, 0), (VARLEN, 100), (EAGER, 0)]
+)
+def test_rows_of_other_kernels_keep_none_of_it(documents, image_values):
+    lengths = Lengths([TOKENS], image_values=image_values)
+    blocks = measure_blocks(PARTS, STEP.precision, lengths, documents)
+    assert {block.attention for block in blocks} == {0}
 
 
 def test_blocks_that_keep_all_have_no_output_beside():
