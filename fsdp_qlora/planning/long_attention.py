@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import with_margin
+from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.placement import PlacedModel, least_free, least_host_free
 from fsdp_qlora.utils.text import format_bytes
 
@@ -30,9 +31,12 @@ def keeping_attention(placed: PlacedModel, gpu: float | None, host: float) -> Pl
     on_host = placed.step.on_host._replace(attention=True)
     step = dataclasses.replace(placed.step, on_host=on_host)
     memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
-    needs_host = sum(memory.host.values()) if step.on_gpu else memory.allocated
     has_gpu = not step.on_gpu or (gpu is not None and with_margin(memory.reserved) <= gpu)
-    if not has_gpu or needs_host > host:
+    before = _host_bytes(placed.memory, step)
+    needs_host = _host_bytes(memory, step)
+    # Weights that are there in any case are not held against it.
+    has_host = needs_host == before or needs_host <= host
+    if not (has_gpu and has_host):
         return placed
     return dataclasses.replace(placed, step=step, memory=memory)
 
@@ -65,6 +69,11 @@ def describe_attention(placed: PlacedModel) -> Iterator[str]:
         yield f"attention is not computed again: its output is kept{where}, {size}"
     else:
         yield f"attention is computed again: its output would take {size}{where}"
+
+
+def _host_bytes(memory: Memory, step: Step) -> int:
+    """Bytes of host memory that a rank takes, on a CPU all of its memory."""
+    return sum(memory.host.values()) if step.on_gpu else memory.allocated
 
 
 def _has_long_documents(placed: PlacedModel) -> bool:

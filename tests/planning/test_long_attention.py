@@ -16,11 +16,12 @@ from fsdp_qlora.model.architecture import kept_attention
 from fsdp_qlora.model.architecture.attention import EAGER, FLASH, VARLEN
 from fsdp_qlora.model.architecture.kept_attention import LONG
 from fsdp_qlora.model.kernels.in_use import Ways
+from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning import placement
 from fsdp_qlora.planning.activations import Activations, OnHost
 from fsdp_qlora.planning.blocks import measure_blocks
 from fsdp_qlora.planning.estimate import estimate_memory
-from fsdp_qlora.planning.fit import MemoryWatch, fit_recompute, with_margin
+from fsdp_qlora.planning.fit import MemoryWatch, Placement, fit_recompute, with_margin
 from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.long_attention import (
     describe_attention,
@@ -102,6 +103,10 @@ def test_it_is_kept_where_it_fits_and_then_planned():
     assert host - sum(offloaded.memory.host.values()) == 4 * size
     assert keeping_attention(offloaded, math.inf, host).step.on_host.attention
     assert keeping_attention(offloaded, math.inf, host - 1) is offloaded
+    # What takes none of the host's memory is kept, however little there is.
+    weights = placed(placement=Placement("full_shard", Offload(len(PARTS.blocks), embeddings=True)))
+    assert sum(weights.memory.host.values())
+    assert keeping_attention(weights, math.inf, 0).step.on_host.attention
     # Nothing is computed again, and nobody says so.
     every = placed(recomputing=0)
     assert keeping_attention(every, math.inf, math.inf) is every
