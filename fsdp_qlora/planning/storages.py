@@ -66,7 +66,8 @@ class CountedStorages(TorchDispatchMode):
     def _count_inside(self, sizes: Sequence[int]) -> None:
         """Count buffers of an operator, which end with it."""
         self.most = max(self.most, self.now + sum(sizes))
-        named = [*enumerate(sizes)]
+        # An empty buffer is no allocation.
+        named = [(place, size) for place, size in enumerate(sizes) if size]
         self.changes += [Change(("inside", place), size) for place, size in named]
         self.changes += [Change(("inside", place), 0) for place, _ in named]
 

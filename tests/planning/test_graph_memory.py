@@ -16,11 +16,13 @@ from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.kernels.in_use import GRAPHS, Ways, using_ways
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.planning.activations import OnHost
+from fsdp_qlora.planning.allocator import reserved_bytes
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.graph_memory import blocks_by_graphs
 from fsdp_qlora.planning.memory import Memory, Step
+from fsdp_qlora.planning.storages import CountedStorages
 from tests.helpers.models import SIZES
 
 pytestmark = pytest.mark.quick
@@ -95,3 +97,10 @@ def test_memory_with_graphs_is_that_without_of_filled_tokens_and_their_own():
         "workspaces of captures",
     }
     assert by_graphs.resident["graphs' pool"] == 4608 * 1000
+
+
+def test_an_empty_buffer_of_an_operator_is_no_allocation():
+    scores = torch.zeros(0, 4, device="meta")
+    with CountedStorages([scores]) as counted:
+        torch._softmax_backward_data(scores, scores, 1, torch.float32)
+    assert reserved_bytes(counted.changes) == counted.most == 0
