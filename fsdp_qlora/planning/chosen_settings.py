@@ -13,7 +13,7 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.store import all_gather_via_store
-from fsdp_qlora.planning.fit_host import measure_link
+from fsdp_qlora.planning.fit_host import link_or_zero
 from fsdp_qlora.planning.gpus import gpu_of, nearest_gpu
 from fsdp_qlora.planning.placement import least_free
 from fsdp_qlora.planning.plan import ModelPlan
@@ -89,13 +89,16 @@ def _search_settings(
     """
     machine = model.machine
     device = machine.ranks.device
+    can_pin = True
     host = host_memory_free(machine.per_node) * machine.world_size
     if device.type == "cuda":
         gpu = gpu_of(torch.cuda.get_device_properties(device))
         if config.auto and config.recompute == "auto":
             # Slots differ, and by a slow one the trial at the start keeps nothing on the host.
-            gpu = gpu._replace(to_host=measure_link(device) / 1e9)
+            link = link_or_zero(device)
             release_cached_memory(device)
+            can_pin = link > 0
+            gpu = gpu._replace(to_host=link / 1e9 if can_pin else None)
     else:  # GPUs that are not here
         gpu = nearest_gpu(free / GIB)
     gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
@@ -104,6 +107,7 @@ def _search_settings(
     memory_gib = (free + sum(gpus.beside_torch().values())) / GIB
     gpus = gpus._replace(gpu=gpu._replace(memory_gib=memory_gib))
     planner = Planner(config, gpus, model, data)
+    planner.may_move_activations = can_pin
     best = _fastest_to_try(planner) if config.auto else planner.as_asked()
     chosen = {name: getattr(best.config, name) for name in names}
     if config.auto and _needs_host_memory(planner, best):

@@ -29,7 +29,7 @@ from fsdp_qlora.data.longest_rows import LongestRows
 from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
-from fsdp_qlora.planning.fit_host import HostLimits, Trials, fit_on_host, measure_link
+from fsdp_qlora.planning.fit_host import HostLimits, Trials, fit_on_host, link_or_zero
 from fsdp_qlora.sharding.recompute import (
     keeps_attention,
     recomputed_blocks,
@@ -382,7 +382,7 @@ def fit_on_gpu(
         trials = Trials(timed_step, partial(_reserve, model, device), least)
         limits = HostLimits(
             block_bytes=moved_bytes,
-            link=least(measure_link(device)),
+            link=least(link_or_zero(device)),
             free=least(host_memory_free(trainer.ranks.local_world_size)),
             micro_batches=longest.num_rounds * trainer.options.total_steps,
         )

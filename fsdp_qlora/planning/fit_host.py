@@ -30,8 +30,8 @@ OF_FREE = 0.5  # share of the host's free memory that may be pinned
 class HostLimits(NamedTuple):
     """The limits of the smallest rank.
 
-    block_bytes: of a block's activations. link: bytes a second from and to the host, at once. free:
-    bytes of host memory. micro_batches: of the run.
+    block_bytes: of a block's activations. link: bytes a second from and to the host, at once; 0 if
+    none can be pinned. free: bytes of host memory. micro_batches: of the run.
     """
 
     block_bytes: int
@@ -40,8 +40,24 @@ class HostLimits(NamedTuple):
     micro_batches: int
 
 
+def link_or_zero(device: torch.device) -> float:
+    """As `measure_link`; 0 with a line in the log if no host memory can be pinned.
+
+    An error of one rank would leave the others waiting for what it has found.
+    """
+    try:
+        return measure_link(device)
+    except MemoryError as error:
+        log.info("Recompute: no activations go to host memory: %s", error)
+        return 0.0
+
+
 def measure_link(device: torch.device) -> float:
-    """Bytes a second from a GPU to the host while as many come back."""
+    """Bytes a second from a GPU to the host while as many come back.
+
+    Raises:
+        MemoryError: no host memory can be allocated or pinned.
+    """
     host = split_arena([_TRIED_BYTES] * 2, pinned=True)
     here = [torch.empty(_TRIED_BYTES, dtype=torch.uint8, device=device) for _ in host]
     streams = [torch.cuda.Stream(device) for _ in host]
@@ -87,7 +103,7 @@ def fit_on_host(model: nn.Module, recomputing: int, trials: Trials, limits: Host
     blocks = len(recomputed_blocks(model))
     # Activations of the last block are used again at once.
     leaving = min(recomputing, blocks - 1)
-    if not leaving:
+    if not (leaving and limits.link):
         return 0
     seconds, room = trials.step()
     # A backward pass takes as long as two forward passes.

@@ -168,6 +168,8 @@ class Planner:
     Attributes:
         on_operator: called while blocks are measured, as in `measure_blocks`; this takes most of
             the time.
+        may_move_activations: whether the fastest settings may keep activations in host memory
+            where the options leave it open.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class Planner:
         self.data = data
         self._tokens = tokens
         self.on_operator: Callable[[], object] = lambda: None
+        self.may_move_activations = True
         self._size = size_of(model.meta.parts)._replace(trains=bool(config.optimizer))
         # Rows of a dataset have lengths of all kinds.
         self._parts = Parts.of(model, of_equal_lengths=data is None)
@@ -353,7 +356,7 @@ class Planner:
         moving: list[Any] = []
         if recompute == ["auto"]:
             recompute = ["none", *range(1, blocks), "all"]
-            moving = ["host"]
+            moving = ["host"] if self.may_move_activations else []
         # One for each strategy and offload: `place` decides itself how gradients are reduced.
         places = {
             (place.sharding_strategy, place.offload): place

@@ -38,6 +38,9 @@ def test_auto_keeps_activations_on_the_host_where_link_and_memory_allow():
     # A slow link has no time for it.
     slow = Planner(planner.config, GpuSet(GPUS["RTX 3090"], 2), planner.model)
     assert not first(slow, 512).moves_activations
+    # Nor has a host that pins nothing.
+    planner.may_move_activations = False
+    assert not first(planner, 512).moves_activations
     given = Planner(replace(planner.config, recompute="all"), planner.gpus, planner.model)
     assert first(given, 512).config.recompute == "all"
 

@@ -1,8 +1,10 @@
 """Which blocks keep their activations in host memory: by a measured link, and steps tried."""
 
 import pytest
+import torch
 from torch import nn
 
+from fsdp_qlora.planning import fit_host
 from fsdp_qlora.planning.fit import MemoryWatch
 from fsdp_qlora.planning.fit_host import HostLimits, Trials, fit_on_host
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
@@ -78,3 +80,20 @@ def test_activations_go_to_the_host_where_that_is_faster(first, limits, steps, e
     watch = MemoryWatch(model, leaving, most=1.0, on_host=number)
     if leaving < BLOCKS:
         assert watch.stepped(2.0) == leaving + 1 and len(moving(model)) == number
+
+
+@pytest.mark.quick
+def test_a_host_that_pins_no_memory_has_no_link_and_no_trial(monkeypatch, caplog):
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("32 MiB of host memory cannot be pinned")
+
+    caplog.set_level("INFO", "fsdp_qlora")
+    monkeypatch.setattr(fit_host, "split_arena", refuse)
+    link = fit_host.link_or_zero(torch.device("cuda"))
+    assert link == 0 and "cannot be pinned" in caplog.text
+    model = _model()
+    set_recompute(model, BLOCKS)
+    fake = FakeSteps(model)
+    trials = Trials(fake, fake.reserve, lambda value: value)
+    assert fit_on_host(model, BLOCKS, trials, LIMITS._replace(link=link)) == 0
+    assert not fake.tried
