@@ -39,9 +39,9 @@ def train_rank(argv: list[str], keeps: bool) -> int:
     taken = 0
     take = KeptAttention.take
 
-    def counting(kept: KeptAttention) -> Any:
+    def counting(kept: KeptAttention, name: str) -> Any:
         nonlocal taken
-        results = take(kept)
+        results = take(kept, name)
         taken += results is not None
         return results
 

@@ -53,13 +53,14 @@ class KeptAttention:
     ) -> None:
         self._pack = pack
         self._unpack = unpack
-        self._kept: deque[list[Callable[[], Any]]] = deque()
+        # of each operator its name, and its results
+        self._kept: deque[tuple[str, list[Callable[[], Any]]]] = deque()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The contexts of the first and the second pass, as `context_fn` of a checkpoint."""
         return _Pass(_Keeping(self)), _Pass(_Taking(self), at_end=self._kept.clear)
 
-    def put(self, results: Sequence[Any]) -> None:
+    def put(self, name: str, results: Sequence[Any]) -> None:
         """Keep the results of an operator. Some are numbers."""
         kept: list[Callable[[], Any]] = []
         for result in results:
@@ -68,13 +69,15 @@ class KeptAttention:
                 kept.append(partial(self._unpack, self._pack(result.detach())))
             else:
                 kept.append(partial(_same, result))
-        self._kept.append(kept)
+        self._kept.append((name, kept))
 
-    def take(self) -> tuple[Any, ...] | None:
+    def take(self, name: str) -> tuple[Any, ...] | None:
         """The results of the next operator, once; None if an earlier pass has taken them."""
         if not self._kept:
             return None
-        return tuple(unpack() for unpack in self._kept.popleft())
+        kept_name, kept = self._kept.popleft()
+        assert name == kept_name, f"the first pass called {kept_name}, and this one {name}"
+        return tuple(unpack() for unpack in kept)
 
 
 @contextlib.contextmanager
@@ -133,7 +136,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if func._schema.name in _OPERATORS:
-            self._kept.put(results)
+            self._kept.put(func._schema.name, results)
         return results
 
 
@@ -145,7 +148,8 @@ class _Taking(TorchDispatchMode):
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = self._kept.take() if func._schema.name in _OPERATORS else None
+        name = func._schema.name
+        results = self._kept.take(name) if name in _OPERATORS else None
         return func(*args, **(kwargs or {})) if results is None else results
 
 
