@@ -186,10 +186,11 @@ class InputStore:
 
         place: 0 for inputs, then the number of a tensor that is kept beside one.
         """
+        # The shortest that is long enough: blocks may differ, and each finds its own again.
         free = self.free[place]
-        for index, memory in enumerate(free):
-            if memory.numel() >= size:
-                return free.pop(index)
+        fitting = [index for index, memory in enumerate(free) if memory.numel() >= size]
+        if fitting:
+            return free.pop(min(fitting, key=lambda index: free[index].numel()))
         assert self.side is not None
         if free:
             # All are too short: replace one. Pages are unregistered and unmapped when it is freed,

@@ -76,7 +76,11 @@ class RecomputedBlock(ActivationWrapper):
     def _attention_contexts(self) -> tuple[Any, Any]:
         if self.store is None:
             return KeptAttention().contexts()
-        return KeptAttention(self.store.pack_beside, self.store.unpack).contexts()
+        # One call for each run of equal documents would need host memory for the largest of each
+        # number of runs, more than is planned. torch's kernel for documents of any lengths is
+        # called once.
+        kept = KeptAttention(self.store.pack_beside, self.store.unpack, most_calls=1)
+        return kept.contexts()
 
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:

@@ -72,11 +72,14 @@ def test_attention_runs_once_with_the_bits_of_recomputation(dtype, offload, keep
     wrap_blocks(model, offload=offload)
     recomputed, kernels = step(model)
     set_keeps_attention(model, True)
+    calls = kernels[f"{KERNEL}_backward"]
+    # Host memory has the first of each block and micro-batch.
+    taken = BLOCKS * len(MICRO_BATCHES) if offload else calls
+    assert kernels[KERNEL] == 2 * calls and calls > BLOCKS * len(MICRO_BATCHES)
     for _ in range(2):
         found, fewer = step(model)
         assert all(map(torch.equal, found, recomputed)) and all(map(torch.equal, found, kept))
-        assert kernels[KERNEL] == 2 * fewer[KERNEL] and fewer[KERNEL] >= BLOCKS * 3
-        assert kernels[f"{KERNEL}_backward"] == fewer[f"{KERNEL}_backward"] == fewer[KERNEL]
+        assert fewer[f"{KERNEL}_backward"] == calls and fewer[KERNEL] == 2 * calls - taken
 
 
 @pytest.mark.quick
@@ -148,8 +151,10 @@ def test_outputs_on_the_host_come_one_block_ahead_into_reused_memory(keeping_all
     places: list[set[int]] = []
     for _ in range(3):
         assert all(map(torch.equal, step(model)[0], expected))
-        # an input and, for up to two runs of documents, an output and logarithms in each block
-        assert [len(store.free[place]) for place in range(5)] == [BLOCKS] * 5
-        free = [memory.fill_(255) for place in range(5) for memory in store.free[place]]
+        # an input, and an output with logarithms of the first run of documents in each block
+        assert {place: len(free) for place, free in store.free.items()} == dict.fromkeys(
+            range(3), BLOCKS
+        )
+        free = [memory.fill_(255) for place in range(3) for memory in store.free[place]]
         places.append({memory.data_ptr() for memory in free})
     assert places[1] == places[2] and max(most) == 2

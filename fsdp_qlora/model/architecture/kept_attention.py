@@ -44,15 +44,20 @@ class KeptAttention:
     Args:
         pack: called with each tensor; returns what is kept of it.
         unpack: makes the tensor of that.
+        most_calls: calls of kernels whose results are kept; None for all. The others are computed
+            again.
     """
 
     def __init__(
         self,
         pack: Callable[[torch.Tensor], Any] = lambda tensor: tensor,
         unpack: Callable[[Any], torch.Tensor] = lambda packed: packed,
+        *,
+        most_calls: int | None = None,
     ) -> None:
         self._pack = pack
         self._unpack = unpack
+        self._most_calls = most_calls
         # of each operator its name, and its results
         self._kept: deque[tuple[str, list[Callable[[], Any]]]] = deque()
 
@@ -62,6 +67,8 @@ class KeptAttention:
 
     def put(self, name: str, results: Sequence[Any]) -> None:
         """Keep the results of an operator. Some are numbers."""
+        if len(self._kept) == self._most_calls:
+            return
         kept: list[Callable[[], Any]] = []
         for result in results:
             if isinstance(result, torch.Tensor):
@@ -72,7 +79,7 @@ class KeptAttention:
         self._kept.append((name, kept))
 
     def take(self, name: str) -> tuple[Any, ...] | None:
-        """The results of the next operator, once; None if an earlier pass has taken them."""
+        """The results of the next operator, once; None if they are not kept, or taken before."""
         if not self._kept:
             return None
         kept_name, kept = self._kept.popleft()
