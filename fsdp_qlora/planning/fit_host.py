@@ -41,9 +41,9 @@ class HostLimits(NamedTuple):
 
 
 def link_or_zero(device: torch.device) -> float:
-    """As `measure_link`; 0 with a line in the log if no host memory can be pinned.
+    """Measure as `measure_link` does; 0 with a line in the log if no host memory can be pinned.
 
-    An error of one rank would leave the others waiting for what it has found.
+    Other ranks wait for the answer, and an error would never give them one.
     """
     try:
         return measure_link(device)
