@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fsdp_qlora.data.batches.micro_batch import describe_documents
 from fsdp_qlora.model.architecture import kept_attention
 from fsdp_qlora.model.architecture.attention import SDPA, attending
-from fsdp_qlora.sharding.host_memory import InputStore, _Kept
+from fsdp_qlora.sharding.host_memory import InputStore, SideStream, _Kept
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_keeps_attention, wrap_blocks
 from tests.helpers.models import SIZES
 
@@ -158,3 +158,16 @@ def test_outputs_on_the_host_come_one_block_ahead_into_reused_memory(keeping_all
         free = [memory.fill_(255) for place in range(3) for memory in store.free[place]]
         places.append({memory.data_ptr() for memory in free})
     assert places[1] == places[2] and max(most) == 2
+
+
+@pytest.mark.quick
+def test_host_memory_of_blocks_that_differ_does_not_grow():
+    store = InputStore()
+    store.side = SideStream(torch.device("cpu"))
+    sizes = [64, 64, 256]
+    for _ in range(3):
+        used = [store.host_memory(size, 1) for size in sizes]
+        assert not store.free[1]
+        # A backward pass frees the last block's first.
+        store.free[1] = used[::-1]
+    assert sum(map(torch.numel, store.free[1])) == sum(sizes)
