@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from fsdp_qlora.model.architecture import kept_attention
 from fsdp_qlora.model.architecture.kept_attention import KeptAttention
+from fsdp_qlora.run import build_trainer, load_model
+from fsdp_qlora.sharding import recompute
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, flags, on_ranks
@@ -86,3 +89,36 @@ def test_a_run_has_the_bits_of_one_that_computes_attention_again(case, models, t
     others, own = trained(ranks, tmp_path / "again", options, keeps=False)
     assert others == losses and own.keys() == weights.keys()
     assert all(torch.equal(weights[name], each) for name, each in own.items())
+
+
+def train_padded_rank(argv: list[str]) -> int:
+    """A run of long documents whose loaded model turns out to need padding."""
+    import train
+
+    chosen: list[bool] = []
+    choose = recompute.set_keeps_attention
+
+    def noting(model: nn.Module, enabled: bool) -> None:
+        chosen.append(enabled)
+        choose(model, enabled)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_attention, "LONG", 1)
+        patch.setattr(build_trainer, "probe_packing", lambda _: "documents are not apart")
+        for module in (load_model, build_trainer):
+            patch.setattr(module, "set_keeps_attention", noting)
+        status = train.main(argv)
+    assert chosen == [True, False]
+    return status
+
+
+def test_a_model_that_turns_out_to_need_padding_keeps_none(models, tmp_path):
+    options = {
+        "model_name": models("llama", num_hidden_layers=BLOCKS),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        "recompute": "all",
+        "max_steps": 1,
+    }
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", **options)
+    statuses, output = on_ranks(1, train_padded_rank, (argv,), tmp_path / "logs")
+    assert statuses == [0] and "Rows are padded with this model" in output, output[-4000:]
