@@ -382,6 +382,7 @@ def test_a_rank_that_skips_a_collective_does_not_train_on(reference, tmp_path):
 def lose_memory_with_few_recomputing() -> None:
     """From the fourth step on rank 1 lacks memory unless a block recomputes."""
     import fsdp_qlora.run.train
+    from fsdp_qlora.data.longest_rows import longest_of_table
     from fsdp_qlora.planning import fit
     from fsdp_qlora.sharding.recompute import recomputed_blocks
     from fsdp_qlora.training.trainer import Trainer
@@ -392,7 +393,8 @@ def lose_memory_with_few_recomputing() -> None:
     def train_after_probes(
         trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any
     ) -> None:
-        fit.fit_on_gpu(trainer, source, block_bytes=1, too_few=recorder.supervisor.start.too_few)
+        longest = longest_of_table(source, trainer.collator)
+        fit.fit_on_gpu(trainer, longest, block_bytes=1, too_few=recorder.supervisor.start.too_few)
         train(trainer, data, source, progress, recorder)
 
     def loss(self: Trainer, *args: Any) -> torch.Tensor:
