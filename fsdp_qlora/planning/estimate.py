@@ -46,6 +46,9 @@ ALLOCATOR = {
     "moved": 0.4,
     "moved beside host": 1.1,
 }
+# Fitted to the same rows: where inputs go to the host, rows are long, and what comes next fills
+# larger gaps.
+_MOST_OF_GAPS = 2**28
 _CATEGORIES = {
     "codes": "quantized weights",
     "statistics": "their statistics",
@@ -461,8 +464,10 @@ class _Estimate:
             moved = ALLOCATOR["moved beside host" if from_host else "moved"] * of_block
         of_weights = ALLOCATOR[source] * largest * itemsize + of_trained * 4 * whole
         # Graphs' memory is planned with its gaps; factors for what the host has contain them.
-        moves = from_host or step.gathers_from_host or step.on_host.inputs or step.on_host.blocks
-        gaps = 0 if moves or self.graphs else max(block.gaps for block in self.blocks)
+        has_gaps = not (self.graphs or from_host or step.gathers_from_host or step.on_host.blocks)
+        gaps = max(block.gaps for block in self.blocks) if has_gaps else 0
+        if step.on_host.inputs:
+            gaps = min(gaps, _MOST_OF_GAPS)
         return int(of_weights + exchanged + moved) + gaps
 
     def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:
