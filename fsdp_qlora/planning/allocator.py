@@ -7,6 +7,25 @@ c10/cuda/CUDACachingAllocator.cpp of torch 2.11.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+# Bytes that torch's allocator reserves and does not use, fitted to the rows of
+# benchmarks/standin_memory.py. The first three count in units of a block's largest matrix in the
+# compute dtype, by where blocks come from. "trained" counts float32 numbers for each weight of a
+# block that trains whole; from the host it is gathered in memory of a stream of its own, and copied
+# out. "exchanged" counts a rank's hidden states where ranks share rows, as what is exchanged for
+# attention has sizes of its own. "moved" counts what a block moves to host memory.
+FACTORS = {
+    "gathered": 0.8,
+    "device": 0.8,
+    "host": 1.2,
+    "trained": 0.4,
+    "trained from host": 1.3,
+    "exchanged": 0.5,
+    "moved": 0.4,
+    "moved beside host": 1.1,
+}
+# Fitted to the same rows: where inputs go to the host, rows are long, and what comes next fills
+# larger gaps.
+MOST_OF_GAPS = 2**28
 SEGMENT = 512
 """Bytes that all sizes are rounded to."""
 # Allocations up to this size are among themselves.

@@ -17,6 +17,7 @@ from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
 from fsdp_qlora.planning.activations import Activations, Here
+from fsdp_qlora.planning.allocator import FACTORS, MOST_OF_GAPS
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.graph_memory import (
     blocks_by_graphs,
@@ -30,25 +31,6 @@ from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
-# Bytes that torch's allocator reserves and does not use, fitted to the rows of
-# benchmarks/standin_memory.py. The first three count in units of a block's largest matrix in the
-# compute dtype, by where blocks come from. "trained" counts float32 numbers for each weight of a
-# block that trains whole; from the host it is gathered in memory of a stream of its own, and copied
-# out. "exchanged" counts a rank's hidden states where ranks share rows, as what is exchanged for
-# attention has sizes of its own. "moved" counts what a block moves to host memory.
-ALLOCATOR = {
-    "gathered": 0.8,
-    "device": 0.8,
-    "host": 1.2,
-    "trained": 0.4,
-    "trained from host": 1.3,
-    "exchanged": 0.5,
-    "moved": 0.4,
-    "moved beside host": 1.1,
-}
-# Fitted to the same rows: where inputs go to the host, rows are long, and what comes next fills
-# larger gaps.
-_MOST_OF_GAPS = 2**28
 _CATEGORIES = {
     "codes": "quantized weights",
     "statistics": "their statistics",
@@ -454,20 +436,20 @@ class _Estimate:
             max(math.prod(shape[-2:]), min(math.prod(shape), group))
             for shape in self.parts.matrices
         )
-        of_trained = ALLOCATOR["trained from host" if source == "host" else "trained"]
+        of_trained = FACTORS["trained from host" if source == "host" else "trained"]
         exchanged = 0.0
         if step.layout.context_size > 1:
-            exchanged = ALLOCATOR["exchanged"] * self.hidden
+            exchanged = FACTORS["exchanged"] * self.hidden
         moved = 0.0
         if step.on_host.blocks:
             of_block = self.activations.moved_bytes / step.on_host.blocks
-            moved = ALLOCATOR["moved beside host" if from_host else "moved"] * of_block
-        of_weights = ALLOCATOR[source] * largest * itemsize + of_trained * 4 * whole
+            moved = FACTORS["moved beside host" if from_host else "moved"] * of_block
+        of_weights = FACTORS[source] * largest * itemsize + of_trained * 4 * whole
         # Graphs' memory is planned with its gaps; factors for what the host has contain them.
         has_gaps = not (self.graphs or from_host or step.gathers_from_host or step.on_host.blocks)
         gaps = max(block.gaps for block in self.blocks) if has_gaps else 0
         if step.on_host.inputs:
-            gaps = min(gaps, _MOST_OF_GAPS)
+            gaps = min(gaps, MOST_OF_GAPS)
         return int(of_weights + exchanged + moved) + gaps
 
     def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:

@@ -32,8 +32,9 @@ from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.model_parts import ModelParts, Offload
 from fsdp_qlora.model.quantizers import routed
+from fsdp_qlora.planning.allocator import FACTORS
 from fsdp_qlora.planning.blocks import BlockBytes, CountedStorages, measure_blocks
-from fsdp_qlora.planning.estimate import ALLOCATOR, estimate_memory
+from fsdp_qlora.planning.estimate import estimate_memory
 from fsdp_qlora.planning.fit import (
     Placement,
     choose,
@@ -315,7 +316,7 @@ def test_planned_memory_of_a_step_follows_its_placement():
         memory = estimate_memory(parts, [block] * 36, replace(STEP, **changed))
         kind = "host" if memory.host else "gathered" if "layout" not in changed else "device"
         if train_type == "qlora":
-            assert memory.overhead == int(ALLOCATOR[kind] * 4096 * 12288 * 2)
+            assert memory.overhead == int(FACTORS[kind] * 4096 * 12288 * 2)
         in_other_phases = {
             name: count for phase in memory.phases.values() for name, count in phase.items()
         }
