@@ -72,8 +72,7 @@ def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         if query.shape[-1] > MOST_OF_FLASH:
             return sdpa(query, key, value, call, repeat=True)
         way = ways_in_use().attention
-        is_whole = call.query_ends is None
-        if way == CUDNN and is_whole and cudnn_takes(query, value, call):
+        if way == CUDNN and cudnn_takes(query, value, call):
             return _each(partial(_cudnn, scaling=call.scaling), query, key, value, call)
         if way == FLASH4:
             _use_flash4()
