@@ -26,7 +26,7 @@ from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.kept_attention import are_long
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
-from fsdp_qlora.planning.allocator import reserved_bytes
+from fsdp_qlora.planning.allocator import Change, reserved_bytes
 from fsdp_qlora.planning.graph_pool import graph_bytes_of
 from fsdp_qlora.planning.storages import CountedStorages
 from fsdp_qlora.sharding.recompute import RecomputedBlock, unwrapped
@@ -124,6 +124,15 @@ def measure_blocks(
         ]
 
 
+class _Counted(NamedTuple):
+    """Bytes that a block keeps, the peaks of its two passes, and all its allocations."""
+
+    kept: int
+    backward: int
+    forward: int
+    changes: list[Change]
+
+
 class _Measured(Exception):
     """Ends a forward pass after the last block."""
 
@@ -199,7 +208,7 @@ def _measure(
         by_bounds: whether attention reads where documents begin from the device.
     """
     wrapped = RecomputedBlock(_as_gathered(block, precision))
-    counts: dict[str, tuple[int, int, int, int]] = {}
+    counts: dict[str, _Counted] = {}
     output: Any = None
     ways = ["keeps all", "recomputes"]
     if are_long(kwargs.get("document_lengths", [])):
@@ -209,15 +218,25 @@ def _measure(
         wrapped.keeps_attention = way == "keeps attention"
         set_save_inputs_only(wrapped, not wrapped.is_on)
         counts[way], output = _run(wrapped, precision, hidden, args, kwargs, on_operator)
-    kept, backward, *_ = counts["keeps all"]
-    _, recomputing, forward, gaps = counts["recomputes"]
+    keeping = counts["keeps all"]
+    again = counts["recomputes"]
     attention = 0
     if "keeps attention" in counts:
-        attention = counts["keeps attention"][0] - counts["recomputes"][0]
+        attention = counts["keeps attention"].kept - again.kept
+    gaps = reserved_bytes(again.changes) - again.backward
     with precision.autocasting(torch.device("cpu")):
         given = with_bounds_alone(kwargs, hidden.shape[-2]) if by_bounds else kwargs
         pool, arguments = graph_bytes_of(unwrapped(wrapped), hidden, args, given)
-    counted = BlockBytes(kept, backward, recomputing, forward, attention, gaps, pool, arguments)
+    counted = BlockBytes(
+        kept=keeping.kept,
+        backward=keeping.backward,
+        recomputing=again.backward,
+        forward=again.forward,
+        attention=attention,
+        gaps=gaps,
+        pool=pool,
+        arguments=arguments,
+    )
     return counted, output
 
 
@@ -228,14 +247,10 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     on_operator: Callable[[], object],
-) -> tuple[tuple[int, int, int, int], Any]:
-    """Run a block forward and backward.
+) -> tuple[_Counted, Any]:
+    """Run a block forward and backward. Returns its bytes and its output.
 
     Arguments as for `_measure`.
-
-    Returns:
-        The bytes that it keeps, the peaks of its backward and its forward pass, and those reserved
-        beside the first of these; and its output.
     """
     x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
     # tree_leaves does not look into Mappings that are no dicts.
@@ -266,8 +281,7 @@ def _run(
         # A block's messages to later blocks, whose backward passes end there.
         if isinstance(arg, MutableMapping):
             arg.update({key: _as_leaves(value) for key, value in arg.items()})
-    gaps = reserved_bytes(count.changes) - count.most
-    return (kept, count.most, forward, gaps), output
+    return _Counted(kept, count.most, forward, count.changes), output
 
 
 def _as_leaves(values: Any) -> Any:
