@@ -7,7 +7,7 @@ import numpy as np
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory
-from fsdp_qlora.data.batches.shared_tokens import RowTokens
+from fsdp_qlora.data.batches.shared_tokens import RowTokens, shared_of_prompts
 from fsdp_qlora.data.prompts import rows_of_answers
 from fsdp_qlora.data.run_data import RunData
 
@@ -31,7 +31,7 @@ def longest_rows(data: RunData, collator: Collator) -> LongestRows:
     known = data.known_rows
     if not data.prompts:
         return longest_of_table(RowsInMemory(known, data.train_rows), collator)
-    prompts = known.lengths - 1 if collator.shares_prompts else None
+    prompts = shared_of_prompts(known.lengths) if collator.shares_prompts else None
     computed = RowTokens(data.lengths, known.row_numbers, prompts)
     rows, num_rounds = collator.schedule.longest_micro_batch(
         data.train_rows, data.lengths, computed

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
+from fsdp_qlora.data.batches.shared_tokens import shared_of_prompts
 from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.data.content import Row
 
@@ -75,5 +74,5 @@ def rows_of_answers(
     table = join_completions(before, [[0] * num_tokens] * len(before), numbers)
     if has_teacher:
         return beside_teacher(table)
-    tokens = np.array([len(ids) - 1 for ids in before], np.int64)
-    return table.with_columns("row", prompt_tokens=tokens)
+    shared = shared_of_prompts([len(ids) for ids in before])
+    return table.with_columns("row", prompt_tokens=shared)

@@ -14,6 +14,7 @@ from fsdp_qlora.data.batches.shared_tokens import (
     SharedTokens,
     shared_in_groups,
     shared_in_pairs,
+    shared_of_prompts,
 )
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.planning.placement import longest_allowed
@@ -115,7 +116,7 @@ class RunRows:
         own = rows.learned_from(shares_prompts=self._shares_in_pairs).own + data.completion_length
         prompts = None
         if shares and not self._shares_in_pairs:
-            prompts = np.minimum(rows.lengths - 1, schedule.context_length)
+            prompts = np.minimum(shared_of_prompts(rows.lengths), schedule.context_length)
         self._computed = RowTokens(
             np.minimum(own, schedule.context_length), rows.row_numbers, prompts
         )

@@ -63,9 +63,8 @@ class TokenizedRows:
       training. From cache.py, for `MicroBatch.reference`.
     - `advantages`, float32 per row: of a completion that the run has sampled. From rl/source.py,
       for target values.
-    - `prompt_tokens`, int64 per row: tokens of the prompt that all rows with the same number begin
-      with, but the last. From rl/rollout_rows.py, for `shared_tokens`. The last one predicts
-      another token in each row; shared, it would have their gradients in any order.
+    - `prompt_tokens`, int64 per row: tokens that all rows with the same number begin with
+      (`shared_of_prompts`). From rl/rollout_rows.py, for `shared_tokens`.
     - `old_logps`, `sampled_logps`, float32 per token: log-probabilities under the policy that
       sampled the completion, if it has changed since, and as the engine gives them; 0 for prompts.
       From rl/source.py, for target values.

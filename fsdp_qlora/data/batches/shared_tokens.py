@@ -40,6 +40,17 @@ def shared_in_groups(groups: np.ndarray, prompts: np.ndarray) -> SharedTokens:
     return SharedTokens(np.where(is_first, 0, prompts), sources)
 
 
+def shared_of_prompts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Tokens of prompts that their answers share, int64 [prompts]: all but the last.
+
+    The last one predicts another token in each answer; shared, it would have their gradients in any
+    order.
+
+    lengths: tokens of each prompt.
+    """
+    return np.asarray(lengths, np.int64) - 1
+
+
 class RowTokens(NamedTuple):
     """Tokens of the rows of a table that a model computes.
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
+from fsdp_qlora.data.batches.shared_tokens import shared_of_prompts
 from fsdp_qlora.training.rl.rollout_file import Rollout
 from fsdp_qlora.training.teacher import Teacher
 
@@ -23,7 +24,7 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     table = table.with_columns(
         "row",
         advantages=np.array(advantages, np.float32),
-        prompt_tokens=np.array([len(prompt) - 1 for prompt in prompts], np.int64),
+        prompt_tokens=shared_of_prompts([len(prompt) for prompt in prompts]),
     )
     # All rollouts of a generation have log-probabilities, or none.
     if rollouts[0].old_logps is not None:
