@@ -1,20 +1,16 @@
 """Activations in host memory: the numbers of a run that keeps or recomputes them, to the bit."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fsdp_qlora.sharding import host_activations
 from fsdp_qlora.sharding.host_memory import SideStream
 from tests.helpers.host_activations import poison
-from tests.helpers.metrics import read_metrics
-from tests.helpers.rows import make_rows, write_rows
-from tests.helpers.run import all_slow_but, flags, on_ranks
-from tests.preferences.pairs import make_pairs
+from tests.helpers.run import all_slow_but
+from tests.helpers.short_runs import options_of, trained
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank in bf16": (1, {"precision": "bf16"}),
@@ -64,37 +60,15 @@ def train_rank(argv: list[str], moves: bool) -> int:
     return status
 
 
-def trained(
-    ranks: int, folder: Path, options: dict[str, Any]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of a run, and its result."""
-    argv = flags(output_dir=folder, quant_cache="off", log_to="jsonl", **options)
-    moves = options["recompute"] == "host"
-    statuses, output = on_ranks(ranks, train_rank, (argv, moves), folder.parent / "logs")
-    assert statuses == [0] * ranks, output[-4000:]
-    name = "model" if options.get("train_type") == "full" else "adapter_model"
-    return read_metrics(folder), load_file(folder / f"{name}.safetensors")
-
-
 @pytest.mark.parametrize("case", all_slow_but("full_shard in bf16", CASES, nightly=NIGHTLY))
 def test_a_run_has_the_bits_of_one_that_keeps_or_recomputes(case, models, tmp_path):
     ranks, changes = CASES[case]
-    changes = dict(changes)
-    family = changes.pop("family", "llama")
-    rows = make_pairs(16) if "objective" in changes else make_rows(16)
-    options: dict[str, Any] = {
-        "model_name": models(family, num_hidden_layers=4),
-        "dataset": write_rows(tmp_path / "rows.jsonl", rows),
-        "context_length": 256,
-        "batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "lr": 1e-2,
-        **changes,
-    }
-    losses, weights = trained(ranks, tmp_path / "host", {**options, "recompute": "host"})
+    options = options_of(changes, models, tmp_path, num_blocks=4)
+    options["recompute"] = "host"
+    losses, weights = trained(ranks, tmp_path / "host", options, train_rank, True)
     assert len(losses) == 4 and all(map(math.isfinite, losses))
     for recompute in ("none", "all"):
-        others, own = trained(ranks, tmp_path / recompute, {**options, "recompute": recompute})
+        options["recompute"] = recompute
+        others, own = trained(ranks, tmp_path / recompute, options, train_rank, False)
         assert others == losses and own.keys() == weights.keys()
         assert all(torch.equal(weights[name], each) for name, each in own.items())

@@ -1,22 +1,19 @@
 """Blocks that recompute and keep attention's output: the numbers of a run without, to the bit."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_qlora.model.architecture import kept_attention
 from fsdp_qlora.model.architecture.kept_attention import KeptAttention
 from fsdp_qlora.run import build_trainer, load_model
 from fsdp_qlora.sharding import recompute
-from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, flags, on_ranks
-from tests.preferences.pairs import make_pairs
+from tests.helpers.short_runs import options_of, trained
 
 BLOCKS = 3
 MICRO_BATCHES = 2 * 4
@@ -56,37 +53,14 @@ def train_rank(argv: list[str], keeps: bool) -> int:
     return status
 
 
-def trained(
-    ranks: int, folder: Path, options: dict[str, Any], *, keeps: bool
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of a run, and its result."""
-    argv = flags(output_dir=folder, quant_cache="off", log_to="jsonl", **options)
-    statuses, output = on_ranks(ranks, train_rank, (argv, keeps), folder.parent / "logs")
-    assert statuses == [0] * ranks, output[-4000:]
-    name = "model" if options.get("train_type") == "full" else "adapter_model"
-    return read_metrics(folder), load_file(folder / f"{name}.safetensors")
-
-
 @pytest.mark.parametrize("case", all_slow_but("full_shard in bf16", CASES, nightly=NIGHTLY))
 def test_a_run_has_the_bits_of_one_that_computes_attention_again(case, models, tmp_path):
     ranks, changes = CASES[case]
-    changes = dict(changes)
-    family = changes.pop("family", "llama")
-    rows = make_pairs(16) if "objective" in changes else make_rows(16)
-    options: dict[str, Any] = {
-        "model_name": models(family, num_hidden_layers=BLOCKS),
-        "dataset": write_rows(tmp_path / "rows.jsonl", rows),
-        "context_length": 256,
-        "batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "lr": 1e-2,
-        "recompute": "all",
-        **changes,
-    }
-    losses, weights = trained(ranks, tmp_path / "keeps", options, keeps=True)
+    changes = {"recompute": "all"} | changes
+    options = options_of(changes, models, tmp_path, num_blocks=BLOCKS)
+    losses, weights = trained(ranks, tmp_path / "keeps", options, train_rank, True)
     assert len(losses) == 4 and all(map(math.isfinite, losses))
-    others, own = trained(ranks, tmp_path / "again", options, keeps=False)
+    others, own = trained(ranks, tmp_path / "again", options, train_rank, False)
     assert others == losses and own.keys() == weights.keys()
     assert all(torch.equal(weights[name], each) for name, each in own.items())
 
