@@ -18,17 +18,17 @@ from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.model.adapters.peft_folder import read_config
 from fsdp_qlora.training.generation.prompt_format import read_questions
-from fsdp_qlora.training.rl import rewards
 from fsdp_qlora.training.rl.rollout_file import truncate_rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import open_named, record_of
 from fsdp_qlora.utils.hub import find_model_folder
+from fsdp_qlora.utils.user_files import run_file
 
 pytestmark = pytest.mark.quick
 # Door -> how it opens a path.
 DOORS: dict[str, Callable[[Path], object]] = {
     "an image of a row": lambda path: keep_all([path]),
-    "a file of rewards": lambda path: rewards._run_file(path),
+    "a file of rewards": run_file,
     "rollouts.jsonl": lambda path: truncate_rollouts(path, step=1),
     "a prompt template": lambda path: find_template(str(path)),
     "--prompts": read_questions,
@@ -122,7 +122,8 @@ OTHERWISE = {
     KERNEL: """
         distributed.supervision.clock:limit_memory
         distributed.supervision.launch:_torchrun_has_nproc utils.machine:_cgroup_free
-        training.rl.rewards:work utils.redact:_RedactedStream._dropped_if_lost
+        training.rl.rewards:work training.environments.host:work
+        utils.redact:_RedactedStream._dropped_if_lost
         sharding.loading.weight_files:_buffer run.trial_process:_key
     """,
     OWN: """

@@ -77,6 +77,11 @@ def within(
     raise TimeoutError(f"no answer within {seconds:g} s")
 
 
+def work_command(module: str) -> list[str]:
+    """The command of a process that calls `work` of a module."""
+    return [sys.executable, "-c", _WORK.format(_ROOT, module)]
+
+
 class Worker:
     """A process that answers lines, for the code of others.
 
@@ -100,7 +105,7 @@ class Worker:
         In the latter case it has ended.
         """
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-c", _WORK.format(_ROOT, self._module)]
+            command = work_command(self._module)
             pipe = subprocess.PIPE
             # A session of its own: a Ctrl-C is for this process, and `close` ends the group.
             self._process = subprocess.Popen(

@@ -6,15 +6,12 @@ process can be ended whatever a function does: a pattern that backtracks holds t
 lock, so no thread could end it.
 """
 
-import hashlib
 import json
 import logging
 import math
 import os
 import re
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import islice
@@ -25,10 +22,10 @@ from typing import Any, NamedTuple
 from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import RankError, RolloutError, UserError
-from fsdp_qlora.utils.files import read_named
 from fsdp_qlora.utils.processes import end_with_parent
 from fsdp_qlora.utils.redact import guard_output
 from fsdp_qlora.utils.text import printable
+from fsdp_qlora.utils.user_files import MEMORY_BYTES, reason, run_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -46,9 +43,6 @@ _MARK = "####"
 _LIKE_AN_ANSWER = re.compile(
     "answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE
 )
-# Besides what the process has when it is ready: a function that grows without end must not take the
-# memory of the training.
-_MEMORY_BYTES = 4 * 2**30
 
 
 def text_of(completion: Any) -> str:
@@ -343,7 +337,7 @@ def work() -> None:
     files = dict[Path, tuple[ModuleType, str]]()
     for line in requests:
         # Anew for each request, so that what the functions hold by now does not count.
-        limit_memory(_MEMORY_BYTES)
+        limit_memory(MEMORY_BYTES)
         request = json.loads(line)
         reward = Reward(*request["reward"])
         batch = request["batch"]
@@ -366,45 +360,14 @@ def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callab
     path = reward.path
     if path is None:
         return builtin(reward.word)
-    try:
-        if path not in files:
-            files[path] = _run_file(path)
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
-    # A file may also call sys.exit().
-    except BaseException as error:
-        # The last line of the file itself, not one of a library that it calls.
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        # A SyntaxError has no frame in the file.
-        line = getattr(error, "lineno", None) or [0, *lines][-1]
-        raise UserError(f"{path}:{line} cannot be run: {_reason(error)}") from error
+    if path not in files:
+        files[path] = run_file(path)
     function = getattr(files[path][0], reward.name, None)
     if not callable(function):
         members = vars(files[path][0])
         names = [name for name, value in members.items() if callable(value) and name[0] != "_"]
         raise UserError(f"{path} has no function {reward.name!r}. It has: {', '.join(names)}.")
     return function
-
-
-def _run_file(path: Path) -> tuple[ModuleType, str]:
-    """Run a file as a module. Returns it, and the file's hash as records have it."""
-    # A file called json.py must not take the place of a library.
-    name = path.stem
-    while name in sys.modules or name in sys.stdlib_module_names:
-        name += "_"
-    source = read_named(path)
-    # The file finds the modules beside it.
-    sys.path.insert(0, str(path.absolute().parent))
-    # Dataclasses and pickle look a class's module up there.
-    module = ModuleType(name)
-    sys.modules[name] = module
-    module.__file__ = str(path)
-    exec(compile(source, str(path), "exec"), vars(module))
-    return module, f"(sha256 {hashlib.sha256(source).hexdigest()[:12]})"
 
 
 def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
@@ -431,7 +394,7 @@ def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
             if isinstance(value, str | bytes) or not math.isfinite(scores[-1] or 0.0):
                 bad[place] = f"it returned {value!r:.100}"
     except BaseException as error:
-        return {"error": _reason(error), "raised": True}
+        return {"error": reason(error), "raised": True}
     if number != count:
         return {"error": f"it returned {number} values for {count} answers"}
     reply: dict[str, Any] = {"values": scores}
@@ -440,10 +403,3 @@ def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
         reply["error"] = bad[places[0]]
         reply["places"] = places
     return reply
-
-
-def _reason(error: BaseException) -> str:
-    """An error in words."""
-    if isinstance(error, MemoryError):
-        return f"MemoryError: it takes more than {_MEMORY_BYTES >> 30} GiB of memory"
-    return f"{type(error).__name__}: {error}"
