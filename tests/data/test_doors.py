@@ -162,6 +162,7 @@ def test_no_other_function_opens_a_file():
             ".".join(path.relative_to(root).with_suffix("").parts) + ":",
         )
     }
-    # Sink.open is no file
-    sinks = {place for place in found if place.startswith("observability.sinks:")}
+    # Sink.open and Environments.open open no file
+    others = ("observability.sinks:", "training.environments.pool:")
+    sinks = {place for place in found if place.startswith(others)}
     assert found - sinks == {place for places in OTHERWISE.values() for place in places.split()}
