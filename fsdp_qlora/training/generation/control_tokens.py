@@ -34,18 +34,21 @@ class ControlTokens:
         added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
         self.texts = {id_: text for id_, text in added.items() if text.replace("▁", " ").strip()}
         """Token id -> its text."""
-        by_length = sorted(self.texts.values(), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        self._tokens = set(self.texts.values())
+        self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
+        # Models have thousands of them: an alternative for each would try all at each bracket.
+        firsts = "".join(sorted({token[0] for token in self._tokens}))
+        self._starts = re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)")
 
     def begins(self, text: str) -> str:
         """The control token that a text begins with, behind white space; "" if there is none."""
-        found = self._pattern.match(text.lstrip())
-        return found[0] if found else ""
+        shortened = text.lstrip()
+        return self._at(shortened, 0)
 
     def ends(self, text: str) -> str:
         """The control token that a text ends with, but for white space; "" if there is none."""
         shortened = text.rstrip()
-        fits = [token for token in self.texts.values() if shortened.endswith(token)]
+        fits = [token for token in self._tokens if shortened.endswith(token)]
         return max(fits, key=len, default="")
 
     def hidden_in(self, *values: Any) -> "HiddenTexts":
@@ -54,10 +57,26 @@ class ControlTokens:
 
     def find(self, text: str) -> set[str]:
         """The pieces of a text that are, or may become, control tokens."""
-        found = set(self._pattern.findall(text))
-        rest = self._pattern.split(text)
+        found = set()
+        rest = []
+        place = 0
+        for start in self._starts.finditer(text):
+            token = self._at(text, start.start()) if start.start() >= place else ""
+            if token:
+                found.add(token)
+                rest.append(text[place : start.start()])
+                place = start.start() + len(token)
+        rest.append(text[place:])
         # A tokenizer may normalize before it looks for its tokens.
         return found | {piece for piece in rest if self._has_control(self.encode(piece))}
+
+    def _at(self, text: str, place: int) -> str:
+        """The longest control token at a place; "" if there is none."""
+        for length in self._lengths:
+            piece = text[place : place + length]
+            if piece in self._tokens:
+                return piece
+        return ""
 
     def plain(self, text: str) -> list[int]:
         """The ids of a text without control tokens."""
