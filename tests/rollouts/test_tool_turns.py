@@ -189,7 +189,7 @@ BROKEN = {
     '{"name": "f", "arguments": {"n": "\\ud800"}}</tool_call>': "half a surrogate pair",
     '{"name": "f", "arguments": [1]}</tool_call>': "the arguments of f are not an object of JSON",
     '{"arguments": {}}</tool_call>': "a call has no name",
-    '{"name": "f", "arguments": {}}': "a call has no end behind its JSON",
+    '{"name": "f", "arguments": {}} and': "a call has no end behind its JSON",
 }
 
 
@@ -198,6 +198,7 @@ def test_a_turn_with_a_malformed_call_is_text_with_a_problem(worker):
     good = '<tool_call>{"name": "g", "arguments": {"n": 1, "n": 2, "z": "\\u0000"}}</tool_call>'
     parsed = turns.parse(encoded(tokenizer, good))
     assert parsed.calls == [ToolCall("g", {"n": 2, "z": "\0"})]
+    assert turns.parse(encoded(tokenizer, good[:-12])).calls == parsed.calls
     for broken, problem in BROKEN.items():
         text = f"{good}\n<tool_call>\n{broken}"
         parsed = turns.parse(encoded(tokenizer, text))

@@ -67,9 +67,11 @@ def _types_of(schema: Any) -> list[str]:
     if not isinstance(schema, dict):
         return []
     declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else [*(declared or ())]
+    names = declared if isinstance(declared, list) else [declared]
+    types = [name for name in names if isinstance(name, str)]
     for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
             types += _types_of(choice)
     if schema.get("nullable"):
         types.append("null")
@@ -154,9 +156,12 @@ def object_of(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def objects(opening: str, closing: str) -> Reader:
-    """Read {"name": ..., "arguments": {...}} between marks, or a list of such objects."""
+    """Read {"name": ..., "arguments": {...}} between marks, or a list of such objects.
+
+    The closing mark may be absent at the end of a turn.
+    """
     head = re.compile(opening)
-    tail = re.compile(rf"\s*(?:{closing})")
+    tail = re.compile(rf"\s*(?:{closing}|\Z)")
 
     def read(text: str, place: int, types: Types) -> Found:
         start = head.match(text, place)

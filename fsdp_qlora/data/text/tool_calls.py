@@ -5,7 +5,7 @@ form is one that reads the same calls from the text.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fsdp_qlora.data.text.call_readers import (
@@ -163,17 +163,24 @@ def split_calls(text: str, form: Form, types: Types) -> tuple[str, list[ToolCall
     return "".join([*pieces, text[place:]]), calls
 
 
-def parse_turn(text: str, form: Form, tools: Tools = None, opened: str = "") -> ParsedTurn:
+Marks = Sequence[tuple[str, str]]
+"""What begins and ends reasoning, as in `THOUGHTS`."""
+
+
+def parse_turn(
+    text: str, form: Form, tools: Tools = None, *, opened: str = "", marks: Marks = THOUGHTS
+) -> ParsedTurn:
     """A turn in parts. It never raises for anything that a model writes.
 
     Args:
         text: the turn without its end token.
         opened: the mark that opens reasoning if the prompt ends within it.
+        marks: those of the template.
     """
     reasoning = ""
     rest = text
     if not form.whole:
-        reasoning, rest = split_reasoning(text, form, opened)
+        reasoning, rest = split_reasoning(text, form, opened, marks)
     try:
         if form.whole:
             content, reasoning, calls = form.whole(text)
@@ -192,19 +199,21 @@ def _check(calls: list[ToolCall]) -> None:
         raise BadCall("a name has half a surrogate pair")
 
 
-def split_reasoning(text: str, form: Form, opened: str) -> tuple[str, str]:
+def split_reasoning(text: str, form: Form, opened: str, marks: Marks) -> tuple[str, str]:
     """(the reasoning at the beginning of a turn, the text behind it).
 
     A turn that does not end its reasoning has nothing else.
     """
-    begins = form.begins.search(text)
+    shortened = text.lstrip()
     for opening, closing in THOUGHTS:
-        has_begun = opening == opened or text.lstrip().startswith(opening)
-        thought = text.lstrip().removeprefix(opening) if has_begun else text
-        inner, found, rest = thought.partition(closing)
-        if has_begun:
+        if opening == opened or shortened.startswith(opening):
+            inner, _, rest = shortened.removeprefix(opening).partition(closing)
             return inner.strip(), rest.lstrip()
+    begins = form.begins.search(text)
+    for opening, closing in marks:
+        inner, found, rest = text.partition(closing)
+        is_before_calls = not begins or begins.start() > len(inner)
         # A prompt behind a tool's result may open it where others do not.
-        if found and opening not in inner and not (begins and begins.start() < len(inner)):
+        if found and opening not in inner and is_before_calls:
             return inner.strip(), rest.lstrip()
     return "", text

@@ -110,6 +110,8 @@ class ToolTurns:
         try:
             prompt = self._fill([_QUESTION], prompts=True)
             self._opened = _opened_in(prompt)
+            source = self._template.source
+            self._marks = [marks for marks in THOUGHTS if marks[1] in source]
             self.end_ids = self._ends_of_answers()
             if has_tools:
                 self._probe(prompt)
@@ -162,7 +164,7 @@ class ToolTurns:
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
-        parsed = parse_turn(text, self.form, tools, self._opened)
+        parsed = parse_turn(text, self.form, tools, opened=self._opened, marks=self._marks)
         content = self._without_special(parsed.content)
         return parsed._replace(content=content, reasoning=self._without_special(parsed.reasoning))
 
