@@ -35,4 +35,6 @@ def cache_key(text: DatasetText, source: Source, samples: int | None) -> list[ob
         key += [kind.name, COLUMNS["prompt"], options.max_completion_length]
     if options.rating_threshold is not None:
         key.append(f"rated {options.rating_threshold}")
+    if options.tools is not None:
+        key.append(dict(options.tools))
     return key

@@ -1,7 +1,8 @@
 """The options that decide a run's rows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data.text.image_processor import ImageProcessor
@@ -22,6 +23,8 @@ class TextOptions:
     max_completion_length: int = 0
     image_processor: ImageProcessor | None = None
     """The model's, if it has one; no option."""
+    tools: Mapping[str, list[dict[str, Any]]] | None = None
+    """JSON schemas of the tools of each environment by its name, "" for the only one; no option."""
 
     @property
     def makes_rows(self) -> bool:

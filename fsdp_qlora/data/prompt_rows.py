@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_qlora.config.objectives import OBJECTIVES
@@ -13,6 +13,7 @@ from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.content import (
     BadRow,
+    Chat,
     Fields,
     PromptContent,
     Rendered,
@@ -29,6 +30,8 @@ from fsdp_qlora.data.text.rendering import Renderer, over_workers
 from fsdp_qlora.data.text.template_kwargs import read_kwargs
 from fsdp_qlora.data.text.templates import as_chat
 
+# The column that names the environment of a row, as in TRL.
+ENVIRONMENT = "environment"
 # Names that reward functions know for something else.
 _OURS = {"prompt", "completion", "completion_ids"}
 
@@ -44,6 +47,8 @@ class ReadPrompt(NamedTuple):
     """The prompt that the teacher sees instead, if it is another one."""
     answer: object
     """The right answer, where it is in no column of its own."""
+    environment: str = ""
+    """The name of its environment, if there are several."""
 
 
 class RenderedPrompt(NamedTuple):
@@ -86,7 +91,12 @@ class PromptRows:
         if for_teacher is not None:
             for_teacher = with_template_kwargs(for_teacher, template_kwargs)
         answer = _right_answer(row, completion)
-        return ReadPrompt(row, reading.dataset_format, content, for_teacher, answer)
+        environment = ""
+        tools = self._text.options.text.tools
+        if tools is not None:
+            environment = environment_of(row, tools)
+            content = _with_tools(content, tools[environment])
+        return ReadPrompt(row, reading.dataset_format, content, for_teacher, answer, environment)
 
     def tokenize(
         self, contents: Sequence[tuple[int, ReadPrompt]], report: DataReport
@@ -135,6 +145,7 @@ class PromptRows:
         teacher_ids = None
         if rendered.for_teacher is not None:
             teacher_ids = tokenization.encode_prompt(rendered.for_teacher, tokenizer)
+        has_environment = self._text.options.text.tools is not None
         return Prompt(
             row_number,
             tokenization.encode_prompt(rendered.prompt, tokenizer),
@@ -142,6 +153,8 @@ class PromptRows:
             self._beside(row.columns),
             row.answer,
             teacher_ids,
+            row.content if has_environment and isinstance(row.content, Chat) else None,
+            row.environment,
         )
 
     def _beside(self, row: Row) -> Row:
@@ -151,6 +164,29 @@ class PromptRows:
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
+
+
+def environment_of(row: Row, names: Collection[str]) -> str:
+    """The name of a row's environment. Raises BadRow if there is none of that name."""
+    if "" in names:
+        return ""
+    name = row.get(ENVIRONMENT)
+    if name not in names:
+        known = ", ".join(names)
+        raise BadRow(f"environment is {str(name)[:60]!r}, and --environment has {known}")
+    return str(name)
+
+
+def _with_tools(content: PromptContent, tools: list[dict[str, Any]]) -> Chat:
+    """The prompt as a conversation in which the model may call tools.
+
+    Raises BadRow for text that is no conversation.
+    """
+    if isinstance(content, Fields):
+        content = as_chat(content)
+    if not isinstance(content, Chat):
+        raise BadRow("an environment needs messages or an instruction, and the prompt is a text")
+    return dataclasses.replace(content, tools=tools or None)
 
 
 def _right_answer(row: Row, said: str | None) -> object:

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
 from fsdp_qlora.data.batches.shared_tokens import shared_of_prompts
 from fsdp_qlora.data.columns import ANSWERS
-from fsdp_qlora.data.content import Row
+from fsdp_qlora.data.content import Chat, Row
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Prompt:
     """The right answer, where it is in no column of its own."""
     teacher_ids: list[int] | None = None
     """The tokens before a completion that a teacher sees, if they are others."""
+    chat: Chat | None = None
+    """The conversation with the tools of its environment, if it has one."""
+    environment: str = ""
+    """The name of its environment, if there are several."""
 
     @property
     def for_rewards(self) -> Row:

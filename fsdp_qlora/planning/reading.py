@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
 from fsdp_qlora.config.marks import REPLACE
@@ -38,21 +40,36 @@ def with_kept_context(config: TrainConfig, decisions: Decisions) -> TrainConfig:
     return dataclasses.replace(config, context_length=decisions.context_length)
 
 
-def pick_data(config: TrainConfig, image_processor: ImageProcessor | None = None) -> DataOptions:
-    """The options of the rows as they are given. image_processor: the model's, if it has one."""
+Tools = Mapping[str, list[dict[str, Any]]]
+
+
+def pick_data(
+    config: TrainConfig,
+    image_processor: ImageProcessor | None = None,
+    tools: Tools | None = None,
+) -> DataOptions:
+    """The options of the rows as they are given.
+
+    Args:
+        image_processor: the model's, if it has one.
+        tools: of the run's environments, as in `TextOptions`.
+    """
     text = config.pick(
         TextOptions,
         row_kind=config.objective_row.kind_of_rows(config),
         image_processor=image_processor,
+        tools=tools,
     )
     return config.pick(DataOptions, text=text)
 
 
 def read_planned_rows(
-    config: TrainConfig, plan: ModelPlan, decisions: Decisions
+    config: TrainConfig, plan: ModelPlan, decisions: Decisions, tools: Tools | None = None
 ) -> tuple[TrainConfig, RunData]:
     """Read the rows for a model that is planned.
 
+    Args:
+        tools: of the run's environments, as in `TextOptions`.
     Returns:
         The options with the context_length that the rows decide, and the rows.
     Raises:
@@ -66,7 +83,7 @@ def read_planned_rows(
     )
     data = read_rows(
         plan.tokenizer,
-        options_for(pick_data(config), model, keeps_template=decisions.fills_template),
+        options_for(pick_data(config, tools=tools), model, keeps_template=decisions.fills_template),
         vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
         longest=most_positions(plan.config),
     )
