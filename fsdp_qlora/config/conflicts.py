@@ -243,11 +243,15 @@ def _answer_conflicts(c: TrainConfig, kind: RowKind) -> Iterator[str]:
 def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
     if not c.objective_row.kind_of_rows(c).is_sampled:
         return
-    if not (c.rewards or c.objective_row.distills):
+    if not (c.rewards or c.environment or c.objective_row.distills):
         yield (
             f"--objective {c.objective} needs --rewards: functions that score the completions, "
             "such as exact_match."
         )
+    of_episodes = _changed(c, "max_turns", "tool_seconds", "episode_seconds")
+    if of_episodes and not c.environment:
+        verb = "need" if len(of_episodes) > 1 else "needs"
+        yield f"{_flags(of_episodes)} {verb} --environment."
     # An address without user and password.
     for name in _changed(c, "rollout_url", "teacher_url"):
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):

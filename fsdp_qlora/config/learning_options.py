@@ -223,6 +223,17 @@ class LearningOptions:
     FILE.py:function or the name of a built-in one, with =WEIGHT if that is not 1, such as
     exact_match,style.py:is_short=0.5.
     """
+    environment: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
+    """Environment of grpo whose tools the model calls, in several turns: FILE.py:Class (TRL's form
+    of environments), or verifiers:NAME. Several have names that the rows' column environment gives,
+    such as game=play.py:Game,code=run.py:Code.
+    """
+    max_turns: Annotated[int, at_least(1), MAY_DIFFER] = 10
+    """Maximum turns of the model in an episode with an environment."""
+    tool_seconds: Annotated[float, POSITIVE, MAY_DIFFER] = 60.0
+    """Seconds that a call of an environment may take; a longer one ends its episode."""
+    episode_seconds: Annotated[float, POSITIVE, MAY_DIFFER] = 600.0
+    """Seconds that all calls of an environment in an episode may take together."""
     num_generations: Annotated[int, at_least(2)] = 8
     """Completions per prompt, which are compared with each other."""
     max_completion_length: Annotated[int, at_least(1)] = 512

@@ -183,8 +183,6 @@ class ObjectiveOptions(Protocol):
     @property
     def precompute_reference(self) -> bool: ...
     @property
-    def rewards(self) -> Sequence[str]: ...
-    @property
     def num_generations(self) -> int: ...
     @property
     def beta(self) -> float | None: ...
@@ -245,7 +243,7 @@ class Objective:
 
     def answers_per_prompt(self, options: ObjectiveOptions) -> int:
         """Completions of a prompt in a step."""
-        return options.num_generations if options.rewards else 1
+        return 1 if self.distills else options.num_generations
 
     def decided(self, options: ObjectiveOptions) -> DecidedOptions:
         """The options whose default it decides."""
@@ -368,6 +366,10 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
 
 _OF_GRPO = (
     "rewards",
+    "environment",
+    "max_turns",
+    "tool_seconds",
+    "episode_seconds",
     "num_generations",
     "max_completion_length",
     "temperature",

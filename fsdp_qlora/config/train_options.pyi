@@ -135,6 +135,14 @@ class TrainOptions(TypedDict, total=False):
     "Number of the teacher's top tokens to keep for each learned token; all others count as one. Each takes 6 bytes."
     rewards: str | PathLike[str] | Sequence[Any]
     "Functions that score the completions in grpo; their rewards are added. Each is FILE.py:function or the name of a built-in one, with =WEIGHT if that is not 1, such as exact_match,style.py:is_short=0.5."
+    environment: str | PathLike[str] | Sequence[Any]
+    "Environment of grpo whose tools the model calls, in several turns: FILE.py:Class (TRL's form of environments), or verifiers:NAME. Several have names that the rows' column environment gives, such as game=play.py:Game,code=run.py:Code."
+    max_turns: int
+    "Maximum turns of the model in an episode with an environment."
+    tool_seconds: float
+    "Seconds that a call of an environment may take; a longer one ends its episode."
+    episode_seconds: float
+    "Seconds that all calls of an environment in an episode may take together."
     num_generations: int
     "Completions per prompt, which are compared with each other."
     max_completion_length: int

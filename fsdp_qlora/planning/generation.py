@@ -64,6 +64,8 @@ def plan_generation(
     most_new: int,
     free: int | None,
     gpu: Gpu | None = None,
+    *,
+    has_turns: bool = False,
 ) -> Generation:
     """Plan the answers that are generated at a time: as many as fit, and at least one.
 
@@ -75,13 +77,15 @@ def plan_generation(
         free: bytes of the GPU that has least; without it they get what a step needs. Weights stay
             gathered if they fit beside as many as a step has room for.
         gpu: for the time.
+        has_turns: whether answers have several turns, each behind all tokens before it.
     """
     model = placed.model
     memory = placed.memory
     itemsize = model.precision.compute_dtype.itemsize
     # A cache has room for further tokens (training/generation/model_cache.py).
     longest = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
+    least_new = 1 if has_turns else most_new
+    answer_bytes = _bytes_of_answer(model.meta.model.config, longest, least_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
     room = _room(placed)
     at_a_time = min(per_rank, max(1, room // answer_bytes))

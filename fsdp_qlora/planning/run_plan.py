@@ -104,6 +104,7 @@ def plan_own_generation(
         config.max_completion_length,
         free,
         gpu,
+        has_turns=bool(config.environment),
     )
 
 

@@ -1,12 +1,11 @@
 """Builds the trainer of a loaded model, and opens the source of its rows."""
 
-import contextlib
 import dataclasses
 import inspect
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.longest_rows import longest_rows
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
-from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
@@ -40,7 +39,6 @@ from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.run.host_link import describe_link
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
-from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.sharding.recompute import (
     ReferencePass,
     keeps_attention,
@@ -49,21 +47,21 @@ from fsdp_qlora.sharding.recompute import (
     set_keeps_attention,
 )
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
+from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
-from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
-from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.generation.generator import KeptWeights
+from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.client import Server
-from fsdp_qlora.training.rl.engine import Engine
+from fsdp_qlora.training.rl.own_engine import OwnEngine, Room
 from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.training.rl.source import Rollouts
-from fsdp_qlora.training.rl.waiting import check_stop
 from fsdp_qlora.training.setup import Setup
 from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.run_files import ADAPTERS, ROLLOUTS_FILE
+from fsdp_qlora.utils.run_files import ADAPTERS, EPISODES_FILE, ROLLOUTS_FILE
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -271,11 +269,18 @@ def open_source(
     if not plan.data.prompts:
         return RowsInMemory(plan.data.train, plan.data.train_rows)
     stops = Stops(plan.model.tokenizer, trainer.model, setup.stop_text)
+    if setup.tool_turns:
+        stops.tokens |= setup.tool_turns.end_ids
     # Answers of an earlier version of the adapter are weighed by how likely that one found them.
     looks_back = config.num_iterations > 1 or config.rollout_url
+    engine = open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id)
+    episodes = None
+    if setup.environments:
+        stage = setup.stage(config.max_turns, config.max_completion_length, folder / EPISODES_FILE)
+        episodes = Episodes(engine.play, stage, trainer.ranks, setup.environments.rewards)
     return Rollouts(
         data=plan.data,
-        engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
+        engine=engine.complete,
         scorer=setup.scorer,
         path=folder / ROLLOUTS_FILE,
         ranks=trainer.ranks,
@@ -285,12 +290,13 @@ def open_source(
         scale_rewards=config.scale_rewards,
         next_check=0 if config.rollout_url else None,
         teacher=teacher,
+        episodes=episodes,
     )
 
 
 def open_engine(
     config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path
-) -> Engine:
+) -> ServerEngine | OwnEngine:
     """The engine that answers prompts.
 
     adapters: folder of adapters for a server, with the beginning of their names.
@@ -306,7 +312,7 @@ def open_engine(
         server = Server(
             config.rollout_url, (config.model_name, config.base_name), config.hang_seconds
         )
-        engine = ServerEngine(
+        return ServerEngine(
             server,
             lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
             adapters,
@@ -316,29 +322,18 @@ def open_engine(
             options,
             vocab_size=model.get_input_embeddings().num_embeddings,
         )
-        return engine.complete
     assert generation is not None
-
-    def complete(prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
-        """Complete prompts as an `Engine`.
-
-        In float32 on one kind of device, completions are the same on any number of ranks.
-        """
-        # By the number of the generation: a resumed run draws as if it had not stopped.
-        seeded = dataclasses.replace(options, seed=derive_seed("rollouts", config.seed, number))
-        generator = TextGenerator(
-            model,
-            trainer.ranks,
-            plan.model.precision,
-            stops,
-            seeded,
-            KeptWeights(generation.decoded > 0, generation.stays),
-        )
-        beat = partial(check_stop, trainer.control, trainer.ranks, version)
-        with kept_gathered(model) if generation.gathered else contextlib.nullcontext():
-            return generator.answer_all(prompts, generation.at_a_time, beat)
-
-    return complete
+    return OwnEngine(
+        model,
+        trainer.ranks,
+        trainer.control,
+        plan.model.precision,
+        stops,
+        options,
+        Room(generation.at_a_time, int(plan.data.lengths.max())),
+        KeptWeights(generation.decoded > 0, generation.stays),
+        keeps_gathered=generation.gathered > 0,
+    )
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:

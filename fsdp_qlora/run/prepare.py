@@ -91,7 +91,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     machine.data_size(config.context_size)  # is refused if the ranks cannot be divided so
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
-    setup = open_setup(config.pick(SetupOptions), is_rank_0=ranks.is_rank_0)
+    setup = open_setup(config.pick(SetupOptions), ranks, store)
     # A run that continues keeps the context length that auto chose at its beginning.
     decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
     config = with_kept_context(config, decisions)
@@ -101,7 +101,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     if config.objective_row.distills:
         refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
-    config, data = read_planned_rows(config, model, decisions)
+    config, data = read_planned_rows(config, model, decisions, setup.tools)
     setup = setup.with_rows(data, model.tokenizer)
     say_prompts(data, model.tokenizer, setup.stop_text, is_default=config.prompt_template is None)
     config, plan = make_plan(config, model, data, store, decisions.settings)

@@ -1,17 +1,26 @@
 """A run's work besides losses: rewards for its answers, samples of its text, and tasks."""
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.training.episodes.opening import OpenedEnvironments, open_environments
+from fsdp_qlora.training.episodes.played_episode import Limits, Stage
+from fsdp_qlora.training.episodes.turns_file import TurnsFile
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
+from fsdp_qlora.training.generation.tool_turns import ToolTurns
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers
+from fsdp_qlora.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,9 @@ class SetupOptions:
     rewards: Sequence[str]
     on_reward_error: str
     hang_seconds: float
+    environment: Sequence[str]
+    tool_seconds: float
+    episode_seconds: float
     sample_prompts: str | None
     eval_tasks: Sequence[str]
 
@@ -37,6 +49,31 @@ class Setup:
     tasks: Tasks | None = None
     stop_text: str = ""
     """`PromptFormat.stop_text` of a run that answers its prompts."""
+    environments: OpenedEnvironments | None = None
+    """The environments of a run whose answers are episodes."""
+
+    tool_turns: ToolTurns | None = None
+    """Knows how the chat template writes turns with tools, if there are environments."""
+
+    def stage(self, max_turns: int, max_tokens: int, path: Path) -> Stage | None:
+        """All that the episodes of the run have in common; None on other ranks than 0.
+
+        path: of episodes.jsonl.
+        """
+        if not (self.environments and self.environments.processes and self.tool_turns):
+            return None
+        return Stage(
+            self.environments.processes,
+            self.tool_turns,
+            Limits(max_turns, max_tokens),
+            TurnsFile(path),
+            threading.Lock(),
+        )
+
+    @property
+    def tools(self) -> Mapping[str, list[dict[str, Any]]] | None:
+        """The tools of each environment, if there are some."""
+        return self.environments.tools if self.environments else None
 
     def with_rows(self, data: RunData, tokenizer: PreTrainedTokenizerBase) -> "Setup":
         """The same for a run's rows. Raises UserError if they lack columns of the rewards."""
@@ -46,15 +83,22 @@ class Setup:
         with contextlib.closing(
             PromptFormat(tokenizer, data.provenance["prompt"])
         ) as prompt_format:
-            return replace(self, stop_text=prompt_format.stop_text)
+            setup = replace(self, stop_text=prompt_format.stop_text)
+        if not self.environments:
+            return setup
+        template = data.provenance["prompt"].get("chat_template")
+        has_tools = any(self.environments.tools.values())
+        return replace(setup, tool_turns=ToolTurns(tokenizer, template, has_tools=has_tools))
 
 
-def open_setup(options: SetupOptions, *, is_rank_0: bool) -> Setup:
+def open_setup(options: SetupOptions, ranks: Ranks, store: dist.Store | None) -> Setup:
     """Read and start what the options name. Called on every rank.
 
+    Args:
+        store: of the session; None for one process.
     Raises:
         UserError: a file is missing or wrong.
-        RankError: a reward's file cannot be run.
+        RankError: the file of a reward or of an environment cannot be run.
     """
     scorer = Scorer(
         options.rewards,
@@ -62,7 +106,22 @@ def open_setup(options: SetupOptions, *, is_rank_0: bool) -> Setup:
         seconds=options.hang_seconds,
     )
     # Rewards are computed on rank 0 alone; the other ranks receive them.
-    scored_by = scorer.start() if is_rank_0 else []
+    scored_by = scorer.start() if ranks.is_rank_0 else []
+    environments = open_environments(
+        options.environment,
+        call_seconds=options.tool_seconds,
+        episode_seconds=options.episode_seconds,
+        ranks=ranks,
+        store=store,
+    )
+    if environments:
+        scored_by += environments.described
+        if not (options.rewards or environments.rewards):
+            raise UserError(
+                f"--environment {', '.join(options.environment)} gives no reward: it has no "
+                "method get_reward. Add one, or give --rewards."
+            )
     questions = read_questions(Path(options.sample_prompts)) if options.sample_prompts else []
     tasks = Tasks(options.eval_tasks) if options.eval_tasks else None
-    return Setup(scorer, scored_by, tuple(question for _, question in questions), tasks)
+    asked = tuple(question for _, question in questions)
+    return Setup(scorer, scored_by, asked, tasks, environments=environments)

@@ -9,6 +9,7 @@ SERVICE = "service.db"  # what a training service keeps, in its own folder
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # the completions of a GRPO run
+EPISODES_FILE = "episodes.jsonl"  # the turns of the episodes that such a run plays
 LOCK = ".lock"
 RUN = "run.json"
 STATUS = "status.json"
@@ -26,6 +27,7 @@ RUN_FILES = (
     "model.safetensors.index.json",
     "rejected.jsonl",
     "rollouts.jsonl",
+    EPISODES_FILE,
     "samples.jsonl",
     ADAPTERS,
     "additional_chat_templates",

@@ -182,7 +182,6 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
 
 def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]]) -> None:
     from fsdp_qlora.data.batches.schedule import StepRows
-    from fsdp_qlora.export.values import LiveValues, saved_parameters
     from fsdp_qlora.training.forward import token_logprobs
 
     records = []
@@ -194,10 +193,16 @@ def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]])
                 old_logps = token_logprobs(trainer.forward, table)
                 table = table.with_columns("token", old_logps=old_logps)
         records.append(trainer.train_step(StepRows(step, table, np.arange(len(table)))))
+    save_trained(trainer, records, Path(config.output_dir))
+
+
+def save_trained(trainer: Any, records: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Save the metrics of steps and the adapter. Called on every rank."""
+    from fsdp_qlora.export.values import LiveValues, saved_parameters
+
     found = dict(saved_parameters(trainer.model, LiveValues(keeps=True)))
     if trainer.ranks.is_rank_0:
-        folder = Path(config.output_dir)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.json").write_text(json.dumps(records))
         save_file(
             {name: value.contiguous() for name, value in found.items()},

@@ -24,7 +24,7 @@ from fsdp_qlora.training.forward import token_logprobs
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.objective import Totals, make_objective
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of
-from fsdp_qlora.training.rl.rollout_file import Rollout
+from fsdp_qlora.training.rl.rollout_file import Rollout, RolloutPrompt
 from tests.helpers.models import Models
 from tests.helpers.run import on_ranks
 from tests.preferences.answers import (
@@ -118,10 +118,9 @@ def test_advantages_and_metrics_of_answers_are_those_of_trl(case):
                 step=1,
                 version=0,
                 row=1,
-                prompt="",
+                prompt=RolloutPrompt("", []),
                 text="",
                 advantage=0.0,
-                prompt_ids=[],
                 completion=Completion(each.completion, is_done=each.completion[-1] == END),
                 reward=each.reward,
                 rewards={"fixed": each.reward},

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_qlora.training.episodes.transcript import FAILED, LENGTH, MAX_TURNS, EpisodeRecord
 from fsdp_qlora.training.rl.rollout_file import Rollout
 
 # Added to a standard deviation that divides, as TRL does.
@@ -45,7 +46,7 @@ def _spread(values: Any, axis: int | None = None) -> Any:
 
 def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, float]:
     """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
-    lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
+    lengths = np.array([_num_sampled(rollout) for rollout in rollouts])
     ended_lengths = lengths[[rollout.completion.is_done for rollout in rollouts]]
     metrics: dict[str, Any] = {}
     if rollouts[0].rewards:
@@ -63,7 +64,30 @@ def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, f
         for kind in ("mean", "min", "max"):
             metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
     metrics["completions/clipped_ratio"] = 1 - len(ended_lengths) / len(rollouts)
+    metrics |= _metrics_of_episodes([rollout.episode for rollout in rollouts if rollout.episode])
     return {name: _as_float(value) for name, value in metrics.items()}
+
+
+def _num_sampled(rollout: Rollout) -> int:
+    """Tokens of a completion that the model has sampled."""
+    written = rollout.episode.num_written if rollout.episode else 0
+    return len(rollout.completion.token_ids) - written
+
+
+def _metrics_of_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """The metrics of a step's episodes, if its answers are such; the tools' under TRL's names."""
+    if not episodes:
+        return {}
+    num_calls = sum(episode.num_calls for episode in episodes)
+    num_failed = sum(episode.num_failed_calls for episode in episodes)
+    ends = [episode.end for episode in episodes]
+    return {
+        "tools/call_frequency": num_calls / len(episodes),
+        "tools/failure_frequency": num_failed / num_calls if num_calls else 0.0,
+        "episodes/mean_turns": sum(episode.num_turns for episode in episodes) / len(episodes),
+        "episodes/failed": ends.count(FAILED),
+        "episodes/cut": ends.count(MAX_TURNS) + ends.count(LENGTH),
+    }
 
 
 def _as_float(value: Any) -> float:

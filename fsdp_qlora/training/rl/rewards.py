@@ -46,10 +46,11 @@ _LIKE_AN_ANSWER = re.compile(
 
 
 def text_of(completion: Any) -> str:
-    """The text of an answer, which is a text or a list of messages."""
+    """The text of an answer, which is a text or a list of messages: what the model says last."""
     if isinstance(completion, str):
         return completion
-    return "".join(message["content"] for message in completion)
+    said = [message for message in completion if message["role"] == "assistant"]
+    return said[-1].get("content") or "" if said else ""
 
 
 def _pairs(

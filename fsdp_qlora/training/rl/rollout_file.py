@@ -12,15 +12,28 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_qlora.checkpoint.result import write_with_room
+from fsdp_qlora.training.episodes.transcript import EpisodeRecord
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import open_named
 from fsdp_qlora.utils.records import parse_record
 
 log = logging.getLogger("fsdp_qlora")
+
+
+class RolloutPrompt(NamedTuple):
+    """The prompt of a completion.
+
+    content: text or messages. ids: its tokens. teacher_ids: those that a teacher sees, if they are
+    others.
+    """
+
+    content: Any
+    ids: list[int]
+    teacher_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,7 @@ class Rollout:
     """Optimizer steps of the weights that made it."""
     row: int
     """The number of its prompt in the dataset."""
-    prompt: Any
-    """Text or messages."""
+    prompt: RolloutPrompt
     text: str
     completion: Completion
     reward: float | None
@@ -42,11 +54,10 @@ class Rollout:
     rewards: dict[str, float | None]
     """The value of each reward function."""
     advantage: float
-    prompt_ids: list[int]
     old_logps: list[float] | None = None
     """Log-probabilities of the tokens under the weights that made it, where they are used."""
-    teacher_prompt_ids: list[int] | None = None
-    """The tokens before the completion that a teacher sees, if they are others."""
+    episode: EpisodeRecord | None = None
+    """The course of the episode that the completion is, if it is one."""
 
     def to_json(self) -> dict[str, Any]:
         """The line's object. In the file the completion is a text, and its parts have own keys."""
@@ -54,17 +65,18 @@ class Rollout:
             "step": self.step,
             "version": self.version,
             "row": self.row,
-            "prompt": self.prompt,
+            "prompt": self.prompt.content,
             "completion": self.text,
             "finish": self.completion.finish,
             "reward": self.reward,
             "rewards": self.rewards,
             "advantage": self.advantage,
-            "prompt_ids": self.prompt_ids,
+            "prompt_ids": self.prompt.ids,
             "token_ids": self.completion.token_ids,
             "sampled_logps": self.completion.logps,
             "old_logps": self.old_logps,
-            "teacher_prompt_ids": self.teacher_prompt_ids,
+            "teacher_prompt_ids": self.prompt.teacher_ids,
+            "episode": self.episode._asdict() if self.episode else None,
         }
         # A reward of null says that no function applies.
         return {
@@ -75,12 +87,17 @@ class Rollout:
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
         """The reverse of `to_json`. Raises KeyError or TypeError for other objects."""
         values = dict(record)
+        values["prompt"] = RolloutPrompt(
+            values["prompt"], values.pop("prompt_ids"), values.pop("teacher_prompt_ids", None)
+        )
         values["text"] = values["completion"]
         values["completion"] = Completion(
             token_ids=values.pop("token_ids"),
             is_done=values.pop("finish") == "stop",
             logps=values.pop("sampled_logps", None),
         )
+        if "episode" in values:
+            values["episode"] = EpisodeRecord(**values["episode"])
         return cls(**values)
 
 

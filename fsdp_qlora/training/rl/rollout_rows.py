@@ -1,5 +1,7 @@
 """The rows of a step, made of the completions that it learns from."""
 
+import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +15,19 @@ from fsdp_qlora.training.teacher import Teacher
 
 def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
-    prompts = [rollout.prompt_ids for rollout in rollouts]
+    prompts = [rollout.prompt.ids for rollout in rollouts]
     completions = [rollout.completion for rollout in rollouts]
     table = join_completions(
         prompts,
         [completion.token_ids for completion in completions],
         [rollout.row for rollout in rollouts],
     )
+    table = _without_environment(table, rollouts)
     advantages = [rollout.advantage for rollout in rollouts]
     table = table.with_columns(
         "row",
         advantages=np.array(advantages, np.float32),
-        prompt_tokens=shared_of_prompts([len(prompt) for prompt in prompts]),
+        prompt_tokens=shared_of_prompts(_lengths_in_common(rollouts)),
     )
     # All rollouts of a generation have log-probabilities, or none.
     if rollouts[0].old_logps is not None:
@@ -34,6 +37,39 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
         sampled_logps = [completion.logps for completion in completions]
         table = table.with_columns("token", sampled_logps=_over_tokens(prompts, sampled_logps))
     return table
+
+
+def _without_environment(table: TokenizedRows, rollouts: Sequence[Rollout]) -> TokenizedRows:
+    """The rows, in which nothing is learned of what an environment wrote."""
+    learned = table.learned.copy()
+    for start, rollout in zip(table.offsets[:-1], rollouts, strict=True):
+        first = start + len(rollout.prompt.ids)
+        for begin, end in rollout.episode.environment_spans if rollout.episode else ():
+            learned[first + begin : first + end] = False
+    return dataclasses.replace(table, learned=learned)
+
+
+def _lengths_in_common(rollouts: Sequence[Rollout]) -> list[int]:
+    """Tokens of each rollout's prompt that all rollouts of its row begin with.
+
+    They are all of them, unless environments begin the episodes of a row in different ways; at
+    least 1.
+    """
+    prompts_of_row = defaultdict[int, list[list[int]]](list)
+    for rollout in rollouts:
+        prompts_of_row[rollout.row].append(rollout.prompt.ids)
+    in_common = {row: max(1, _in_common(prompts)) for row, prompts in prompts_of_row.items()}
+    return [in_common[rollout.row] for rollout in rollouts]
+
+
+def _in_common(prompts: Sequence[Sequence[int]]) -> int:
+    """The number of tokens with which all prompts begin."""
+    count = 0
+    for tokens in zip(*prompts, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        count += 1
+    return count
 
 
 def _over_tokens(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
@@ -51,14 +87,14 @@ def rows_with_teacher(rollouts: Sequence[Rollout], teacher: Teacher | None) -> T
     For the model itself, a row has a second document: the completion behind the teacher's prompt.
     """
     completions = [rollout.completion.token_ids for rollout in rollouts]
-    teacher_prompts = [rollout.teacher_prompt_ids or rollout.prompt_ids for rollout in rollouts]
+    teacher_prompts = [rollout.prompt.teacher_ids or rollout.prompt.ids for rollout in rollouts]
     if teacher:
         teacher.request(teacher_prompts, completions, rollouts[0].version)
         return rows_of_rollouts(rollouts)
     prompts_of_documents = []
     completions_of_documents = []
     for rollout, teacher_prompt in zip(rollouts, teacher_prompts, strict=True):
-        prompts_of_documents += [rollout.prompt_ids, teacher_prompt]
+        prompts_of_documents += [rollout.prompt.ids, teacher_prompt]
         completions_of_documents += [rollout.completion.token_ids] * 2
     rows = [rollout.row for rollout in rollouts]
     documents = join_completions(prompts_of_documents, completions_of_documents, np.repeat(rows, 2))

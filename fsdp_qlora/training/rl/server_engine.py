@@ -18,6 +18,7 @@ from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
+from fsdp_qlora.training.episodes.played_episode import Episode
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.rl.client import (
     BYTES_PER_TOKEN,
@@ -54,6 +55,22 @@ class ServerEngine:
         self, prompts: Sequence[Sequence[int]], generation: int, version: int
     ) -> list[Completion]:
         """Save the adapter, and have the server answer with it."""
+        folder = self._saved(version)
+        answers = partial(self._answers, folder, prompts, generation)
+        text = self.server.answer_of(answers, self.control, self.ranks, version)
+        return [Completion(*values) for values in json.loads(text)]
+
+    def play(self, episodes: Sequence[Episode], count: int, generation: int, version: int) -> None:
+        """Save the adapter, and have the server write the turns of episodes as a `TurnEngine`.
+
+        Each episode goes on by itself.
+        """
+        folder = self._saved(version)
+        turns = partial(self._turns, folder, episodes, generation)
+        self.server.answer_of(turns, self.control, self.ranks, version)
+
+    def _saved(self, version: int) -> Path:
+        """Save the adapter into a folder of its own. Called on every rank."""
         folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:
@@ -62,32 +79,53 @@ class ServerEngine:
                 for old in folders[:-1]:
                     shutil.rmtree(old, ignore_errors=True)
             self.save(folder)
-        answers = partial(self._answers, folder, prompts, generation)
-        text = self.server.answer_of(answers, self.control, self.ranks, version)
-        return [Completion(*values) for values in json.loads(text)]
+        return folder
 
-    def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
-        """Ask for all answers. Returns JSON: the values of a Completion for each."""
+    def _loaded(self, folder: Path) -> tuple[str, Callable[[], None]]:
+        """Have the server load an adapter. Returns its name, and what loads it again."""
         # With the hash, so that a server cannot answer by other weights of the same version, such
         # as those of a run that was resumed from an earlier checkpoint.
         name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
         load = partial(self.server.load, name, folder)
         self.server.patiently(load)
+        return name, load
+
+    def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
+        """Ask for all answers. Returns JSON: the values of a Completion for each."""
+        name, load = self._loaded(folder)
+        most = self.options.max_new_tokens
 
         # The seed follows from the prompt's place: an answer that is asked for again, after a fault
         # or by a resumed run, has the same one.
         def answer(place: int) -> Completion:
             seed = derive_seed("rollouts", self.options.seed, generation, place)
-            return self._answer(self._request(name, prompts[place], seed), load)
+            return self._answer(self._request(name, prompts[place], seed, most), load)
 
         return json.dumps(self.server.all_answers(len(prompts), answer))
 
-    def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
-        """The body of a request for one answer."""
+    def _turns(self, folder: Path, episodes: Sequence[Episode], generation: int) -> str:
+        """Play all episodes. Returns no text."""
+        name, load = self._loaded(folder)
+
+        # Called again after a fault: the episode then goes on with the turn that it waits for.
+        def play(place: int) -> None:
+            episode = episodes[place]
+            episode.begin()
+            while not episode.is_over:
+                parts = ("rollouts", self.options.seed, generation, place)
+                seed = derive_seed(*parts, *([episode.turn] if episode.turn else []))
+                request = self._request(name, episode.token_ids, seed, episode.room)
+                episode.take(self._answer(request, load))
+
+        self.server.all_answers(len(episodes), play)
+        return ""
+
+    def _request(self, name: str, prompt: Sequence[int], seed: int, most: int) -> dict[str, Any]:
+        """The body of a request for one answer of `most` tokens at most."""
         return {
             "model": name,
             "prompt": list(prompt),
-            "max_tokens": self.options.max_new_tokens,
+            "max_tokens": most,
             # Every server takes a seed of 31 bits.
             "seed": seed % 2**31,
             "temperature": self.options.temperature,
@@ -106,7 +144,7 @@ class ServerEngine:
         Raises RequestFailed, or RolloutError if it cannot be learned from.
         """
         try:
-            longest = MOST_BYTES + BYTES_PER_TOKEN * self.options.max_new_tokens
+            longest = MOST_BYTES + BYTES_PER_TOKEN * request["max_tokens"]
             content = self.server.ask(COMPLETIONS, request, longest)
         except RequestFailed as error:
             # vLLM answers so where it does not know the adapter, as after a restart.
@@ -127,13 +165,16 @@ class ServerEngine:
                     "have sampled from other weights"
                 )
             tokens = reply.get("choices", 0, kind=dict).get("token_ids")
-            problem = self._problem(tokens, is_done=finish == "stop")
+            problem = self._problem(tokens, request["max_tokens"], is_done=finish == "stop")
             if problem:
                 raise Unusable(problem)
             return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
 
-    def _problem(self, tokens: Any, *, is_done: bool) -> str | None:
-        """Why an answer's tokens cannot be learned from; None if they can."""
+    def _problem(self, tokens: Any, most: int, *, is_done: bool) -> str | None:
+        """Why an answer's tokens cannot be learned from; None if they can.
+
+        most: the tokens that were asked for.
+        """
         if not isinstance(tokens, list) or not tokens:
             return "returns text alone, without the token ids that vLLM gives for return_token_ids"
         for token in tokens:
@@ -143,7 +184,6 @@ class ServerEngine:
                     f"returns the token {token!r:.100}, and the model's vocabulary has "
                     f"{self.vocab_size}"
                 )
-        most = self.options.max_new_tokens
         if len(tokens) > most or not (is_done or len(tokens) == most):
             return f"returns {len(tokens):,} tokens, cut, instead of {most:,}"
         if not self.stops.tokens.isdisjoint(tokens[:-1]):

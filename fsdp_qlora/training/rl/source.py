@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
-from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import (
     all_gather_strings,
@@ -30,11 +28,18 @@ from fsdp_qlora.distributed.process_group import (
 )
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.sampling import Completion
+from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of, weighted_sum
+from fsdp_qlora.training.rl.answers import Answer, answers_of_episodes, batch_of
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
-from fsdp_qlora.training.rl.rollout_file import Rollout, append_rollouts, mark_of, truncate_rollouts
+from fsdp_qlora.training.rl.rollout_file import (
+    Rollout,
+    RolloutPrompt,
+    append_rollouts,
+    mark_of,
+    truncate_rollouts,
+)
 from fsdp_qlora.training.rl.rollout_rows import rows_of_rollouts, rows_with_teacher
 from fsdp_qlora.training.rl.waiting import run_on_rank_0
 from fsdp_qlora.training.teacher import Teacher
@@ -70,6 +75,19 @@ class Rollouts:
     """The first step that may find whether a server uses the adapter; None if it is known."""
     teacher: Teacher | None = None
     """On a server, if one is asked."""
+    episodes: Episodes | None = None
+    """Plays episodes in environments, if answers are such."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward, by its name; none where a teacher teaches."""
+        weights = {reward.name: reward.weight for reward in self.scorer.rewards}
+        return weights | dict.fromkeys(self._own_rewards.values(), 1.0)
+
+    @property
+    def _own_rewards(self) -> Mapping[str, str]:
+        """The name of each environment's own reward, by the environment's name."""
+        return self.episodes.rewards if self.episodes else {}
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
@@ -108,7 +126,7 @@ class Rollouts:
                     "than the checkpoint. Restore it, or resume from the checkpoint of a "
                     f"step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
-            if self.scorer.rewards:
+            if self.weights:
                 table = rows_of_rollouts(rollouts)
             else:
                 table = rows_with_teacher(rollouts, self.teacher)
@@ -117,6 +135,8 @@ class Rollouts:
             metrics |= memory
             yield StepRows(step, table, np.arange(len(rollouts)), position, metrics)
         self.scorer.close()
+        if self.episodes:
+            self.episodes.close()
 
     def _read_back(self, step: int) -> list[Rollout]:
         """The last rollouts before a step, on every rank; none if they are damaged.
@@ -138,28 +158,27 @@ class Rollouts:
 
         Called on every rank, with the same result.
         """
-        prompts = [self.data.prompts[row] for row in rows.ravel()]
-        completions = self.engine([prompt.ids for prompt in prompts], generation, step)
-        numbers = [prompt.row_number for prompt in prompts]
-        values = self._scores(prompts, completions, numbers, step)
-        rewards = self._rewards(values, len(prompts), step)
+        answers = self._answers(rows.ravel(), generation, step)
+        values = self._scores(answers, step)
+        rewards = self._rewards(values, len(answers), step)
         # An answer without a reward, None, becomes NaN.
         by_prompt = np.array(rewards, np.float64).reshape(rows.shape)
         gains = advantages(by_prompt, self.scale_rewards).ravel().tolist()
         rollouts = []
-        for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for place, answer in enumerate(answers):
             rollout = Rollout(
                 step=step + 1,
                 version=step,
-                row=numbers[place],
-                prompt=prompt.content,
-                text=self.text_of(completion.token_ids),
-                completion=completion,
+                row=answer.prompt.row_number,
+                prompt=RolloutPrompt(
+                    answer.shown_prompt, answer.prompt_ids, answer.prompt.teacher_ids
+                ),
+                text=answer.text,
+                completion=answer.completion,
                 reward=rewards[place],
                 rewards={name: values[name][place] for name in values},
                 advantage=gains[place],
-                prompt_ids=prompt.ids,
-                teacher_prompt_ids=prompt.teacher_ids,
+                episode=answer.transcript.record if answer.transcript else None,
             )
             rollouts.append(rollout)
         rollouts = self._with_old_logps(rollouts, step, has_rewards=bool(values))
@@ -168,14 +187,20 @@ class Rollouts:
                 append_rollouts(self.path, rollouts)
         return rollouts
 
-    def _scores(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        numbers: Sequence[int],
-        step: int,
-    ) -> dict[str, list[float | None]]:
-        """The value that each reward function gives each answer.
+    def _answers(self, rows: np.ndarray, generation: int, step: int) -> list[Answer]:
+        """The answers to the prompts of some rows."""
+        prompts = [self.data.prompts[row] for row in rows]
+        if self.episodes:
+            transcripts = self.episodes.play(prompts, generation, step)
+            return answers_of_episodes(prompts, transcripts, self.text_of)
+        completions = self.engine([prompt.ids for prompt in prompts], generation, step)
+        return [
+            Answer(prompt, completion, self.text_of(completion.token_ids))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    def _scores(self, answers: Sequence[Answer], step: int) -> dict[str, list[float | None]]:
+        """The value that each reward function gives each answer, and the environments' own.
 
         Only rank 0 calls the functions, which may draw random numbers or ask a service: all ranks
         must learn from the same values.
@@ -184,10 +209,19 @@ class Rollouts:
             # In this thread, which lives as long as the run: the process ends with the thread that
             # has started it.
             self.scorer.start()
-        score = partial(self.scorer.score, self._batch(prompts, completions), numbers)
+        rows = [answer.prompt.row_number for answer in answers]
+        score = partial(self.scorer.score, batch_of(answers), rows)
         text = run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step)
         values: dict[str, list[float | None]] = json.loads(text)
+        for name in dict.fromkeys(self._own_rewards.values()):
+            values[name] = [self._own_reward(answer, name) for answer in answers]
         return values
+
+    def _own_reward(self, answer: Answer, name: str) -> float | None:
+        """The reward of a name that the environment of an answer gives; None from another one."""
+        if answer.transcript and self._own_rewards.get(answer.prompt.environment) == name:
+            return answer.transcript.reward
+        return None
 
     def _rewards(
         self, values: dict[str, list[float | None]], count: int, step: int
@@ -196,7 +230,7 @@ class Rollouts:
         # A run that learns from a teacher has no functions.
         if not values:
             return [None] * count
-        weights = [reward.weight for reward in self.scorer.rewards]
+        weights = [*self.weights.values()]
         rewards = [weighted_sum(scores, weights) for scores in zip(*values.values(), strict=True)]
         if set(rewards) == {None}:
             log.warning(
@@ -223,7 +257,7 @@ class Rollouts:
             self._check_server(table, logps, self.logprobs(table, at_start=True))
         logps_of_rows = np.split(logps, table.offsets[1:-1])
         return [
-            dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
+            dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt.ids) :].tolist())
             for rollout, of_row in zip(rollouts, logps_of_rows, strict=True)
         ]
 
@@ -258,27 +292,3 @@ class Rollouts:
                 to_base,
             )
             self.next_check = None
-
-    def _batch(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> dict[str, list[Any]]:
-        """The arguments of reward functions, which are TRL's.
-
-        Answers to messages are messages too.
-        """
-        completion_ids = [completion.token_ids for completion in completions]
-        texts: list[Any] = [self.text_of(token_ids) for token_ids in completion_ids]
-        for place, prompt in enumerate(prompts):
-            if not isinstance(prompt.content, str):
-                texts[place] = [{"role": "assistant", "content": texts[place]}]
-        # Rows of several datasets may have other columns: a function gets None for a missing one.
-        rows = [prompt.for_rewards for prompt in prompts]
-        names = dict.fromkeys(chain(*rows))
-        arguments: dict[str, list[Any]] = {}
-        for name in names:
-            arguments[name] = [row.get(name) for row in rows]
-        # Last, so that no column of the dataset replaces them.
-        arguments["prompts"] = [prompt.content for prompt in prompts]
-        arguments["completions"] = texts
-        arguments["completion_ids"] = completion_ids
-        return arguments
