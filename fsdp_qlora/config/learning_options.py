@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fsdp_qlora.config.marks import (
+    AT_MOST_TWO,
     FINITE,
     MAY_DIFFER,
     NOT_EMPTY,
@@ -171,7 +172,9 @@ class LearningOptions:
     """Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the
     pairs is swapped), sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum
     over tokens: dapo (the tokens of a step), grpo (each answer's tokens, then the answers), dr_grpo
-    (the answers times max_completion_length). auto is sigmoid, or dapo for grpo.
+    (the answers times max_completion_length); gspo clips the ratio of a whole answer, divided as by
+    grpo, and cispo keeps the gradient of clipped tokens, divided as by dapo. auto is sigmoid, or
+    dapo for grpo.
     """
     label_smoothing: Annotated[
         float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")
@@ -248,9 +251,11 @@ class LearningOptions:
     """Standard deviation by which advantages are divided: over the completions of a prompt (group),
     over all completions of a step (batch), or no division (none).
     """
-    epsilon: Annotated[tuple[float, ...], ONE_OR_TWO] = (0.2,)
+    epsilon: Annotated[tuple[float, ...], AT_MOST_TWO] = ()
     """Clipping range of the probability ratio between the model and the one that sampled; with two
-    numbers, such as 0.2,0.28, the second one is for increases (TRL's epsilon_high).
+    numbers, such as 0.2,0.28, the second one is for increases (TRL's epsilon_high). For cispo the
+    last number is the largest ratio itself. By default 0.2, for gspo 0.0003,0.0004, and for cispo
+    5.
     """
     num_iterations: Annotated[int, at_least(1)] = 1
     """Optimizer steps on the same completions."""

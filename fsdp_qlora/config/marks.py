@@ -91,6 +91,10 @@ ONE_OR_TWO = Limit(
     lambda values: len(values) in (1, 2) and all(0 <= value < math.inf for value in values),
     "one or two finite numbers, 0 or more",
 )
+AT_MOST_TWO = Limit(
+    lambda values: not values or ONE_OR_TWO.accepts(values),
+    ONE_OR_TWO.allowed,
+)
 SAMPLES = Limit(
     lambda value: (
         isinstance(value, bool) or re.fullmatch(r"samples(=[1-9]\d*)?", value) is not None

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 
 _FULL_LR = 1e-5  # the default of lr where all weights train
+# The default of epsilon, and where the loss type has another: the range of the paper (Zheng et al.
+# 2025, 5.1), and the largest ratio that ScaleRL found (Khatri et al. 2025), as TRL recommends.
+_EPSILON = (0.2,)
+_EPSILONS = {"gspo": (3e-4, 4e-4), "cispo": (5.0,)}
 
 
 class RowKind(NamedTuple):
@@ -149,7 +153,7 @@ class TokenInputs(NamedTuple):
 
     logps: log-probabilities under the policy. old_logps: when the answers were sampled. reference:
     under the reference; None without one. sampled_logps: the engine's own. advantages: of the
-    answers.
+    answers. answer_mean: gives at each token the mean of values [N] over its answer's tokens.
     """
 
     logps: torch.Tensor
@@ -157,6 +161,7 @@ class TokenInputs(NamedTuple):
     reference: torch.Tensor | None
     sampled_logps: torch.Tensor
     advantages: torch.Tensor
+    answer_mean: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Reference(Enum):
@@ -189,6 +194,8 @@ class ObjectiveOptions(Protocol):
     @property
     def loss_type(self) -> str: ...
     @property
+    def epsilon(self) -> tuple[float, ...]: ...
+    @property
     def lr(self) -> float | None: ...
 
 
@@ -198,6 +205,7 @@ class DecidedOptions(NamedTuple):
     lr: float
     beta: float
     loss_type: str
+    epsilon: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -252,7 +260,8 @@ class Objective:
             lr = _FULL_LR if options.kind.trains == "all" else self.adapter_lr
         beta = self.beta if options.beta is None else options.beta
         loss_type = self.loss_types[0] if options.loss_type == "auto" else options.loss_type
-        return DecidedOptions(lr, beta, loss_type)
+        epsilon = options.epsilon or _EPSILONS.get(loss_type, _EPSILON)
+        return DecidedOptions(lr, beta, loss_type, epsilon)
 
     def reference(self, options: ObjectiveOptions) -> Reference:
         """The model to compare with, or the base that teaches itself."""
@@ -327,28 +336,34 @@ def clipped_loss(
     return -(ratio * advantages).minimum(ratio.clamp(lowest, highest) * advantages)
 
 
-def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Shao et al. 2024, eq. 3, for each token, with TRL's names of its metrics.
+def weighted_loss(
+    logps: torch.Tensor,
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    lowest: float,
+    highest: float,
+) -> torch.Tensor:
+    """CISPO (MiniMax 2025, eq. 4), of each token. ratio: of the policy's probability to the old.
 
-    The upper clip may be a higher one (Yu et al. 2025). What a server samples with other
-    probabilities than the policy's is weighed by truncated importance sampling (Yao et al. 2025).
-    The rounding of the run's own model is only measured, as by TRL: where the old log-probabilities
-    are the step's, weights would add the noise of its dropout.
+    The clipped ratio is a weight without a gradient, so that clipped tokens learn, too.
     """
-    # one number is for both sides
-    low = s.epsilon[0]
-    high = s.epsilon[-1]
-    ratio = (x.logps - x.old_logps).exp()
-    loss = clipped_loss(ratio, x.advantages, 1 - low, 1 + high)
-    # A clipped token has no gradient: the minimum takes the constant where the ratio has already
-    # moved in the advantage's direction.
-    is_low = (ratio < 1 - low) & (x.advantages < 0)
-    is_high = (ratio > 1 + high) & (x.advantages > 0)
-    metrics = {
-        "clip_ratio/low_mean": is_low.float(),
-        "clip_ratio/high_mean": is_high.float(),
-        "clip_ratio/region_mean": (is_low | is_high).float(),
-    }
+    return -ratio.detach().clamp(lowest, highest) * advantages * logps
+
+
+def policy_loss(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of each token by `loss_type`, with TRL's names of its metrics.
+
+    What a server samples with other probabilities than the policy's is weighed by truncated
+    importance sampling (Yao et al. 2025). The rounding of the run's own model is only measured, as
+    by TRL: where the old log-probabilities are the step's, weights would add the noise of its
+    dropout.
+    """
+    log_ratio = x.logps - x.old_logps
+    if s.loss_type == "gspo":
+        # Of the whole answer, by its length (Zheng et al. 2025, eq. 7); all its tokens have it.
+        log_ratio = x.answer_mean(log_ratio)
+    ratio = log_ratio.exp()
+    loss, metrics = _clipped(ratio, x, s)
     mismatch = x.old_logps - x.sampled_logps
     weight = mismatch.exp().clamp(max=MOST_CORRECTED)
     metrics["sampling/importance_sampling_ratio/mean"] = weight
@@ -362,6 +377,32 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
         metrics["kl"] = ratio * (difference.exp() - difference - 1)
         loss = loss + s.beta * metrics["kl"]
     return loss, metrics
+
+
+def _clipped(
+    ratio: torch.Tensor, x: TokenInputs, s: LossSettings
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The clipped loss of each token, and whether it is clipped.
+
+    Shao et al. 2024, eq. 3, whose upper clip may be a higher one (Yu et al. 2025); or CISPO.
+    """
+    # one number is for both sides
+    low = s.epsilon[0]
+    high = s.epsilon[-1]
+    if s.loss_type == "cispo":
+        is_clipped = (ratio > high) & (x.advantages > 0)
+        loss = weighted_loss(x.logps, ratio, x.advantages, 0.0, high)
+        return loss, {"cispo_clip_ratio": is_clipped.float()}
+    # A clipped token has no gradient: the minimum takes the constant where the ratio has already
+    # moved in the advantage's direction.
+    is_low = (ratio < 1 - low) & (x.advantages < 0)
+    is_high = (ratio > 1 + high) & (x.advantages > 0)
+    metrics = {
+        "clip_ratio/low_mean": is_low.float(),
+        "clip_ratio/high_mean": is_high.float(),
+        "clip_ratio/region_mean": (is_low | is_high).float(),
+    }
+    return clipped_loss(ratio, x.advantages, 1 - low, 1 + high), metrics
 
 
 _OF_GRPO = (
@@ -414,8 +455,8 @@ OBJECTIVES: dict[str, Objective] = {
         has_reference=True,
         options=_OF_GRPO,
         beta=0.0,
-        loss_types=("dapo", "grpo", "dr_grpo"),
-        token_loss=clipped_ratio,
+        loss_types=("dapo", "grpo", "dr_grpo", "gspo", "cispo"),
+        token_loss=policy_loss,
     ),
     "distill": Objective(
         TEACHER_ROWS, has_reference=True, options=_OF_TEACHER, beta=0.0, adapter_lr=2e-4

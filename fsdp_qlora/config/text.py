@@ -104,7 +104,7 @@ def resolved_options(config: TrainConfig) -> dict[str, Any]:
     that it plans.
     """
     used = config.objective_row.decided(config)._asdict() | {"dry_run": False}
-    return redact_values(stored_values(vars(config)) | used)
+    return redact_values(stored_values(vars(config) | used))
 
 
 def stored_values(options: Mapping[str, Any]) -> dict[str, Any]:

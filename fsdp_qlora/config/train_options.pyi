@@ -111,8 +111,8 @@ class TrainOptions(TypedDict, total=False):
     "Ratio of the learning rates of the adapter's B and A (LoRA+); 16 with a lower lr often learns faster."
     beta: float | None
     "Strength of a preference objective: higher values keep the model closer to the base (dpo, ipo, kto, cpo) or weigh the odds ratio (orpo); for simpo 2 to 2.5 is usual. For grpo, the KL weight: 0, the default, disables the reference. For distill, the divergence: 0, the default, is KL(teacher || student), 1 is KL(student || teacher), and what is between is the generalized Jensen-Shannon divergence."
-    loss_type: Literal['auto', 'sigmoid', 'hinge', 'robust', 'sigmoid_norm', 'dapo', 'grpo', 'dr_grpo']
-    "Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the pairs is swapped), sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum over tokens: dapo (the tokens of a step), grpo (each answer's tokens, then the answers), dr_grpo (the answers times max_completion_length). auto is sigmoid, or dapo for grpo."
+    loss_type: Literal['auto', 'sigmoid', 'hinge', 'robust', 'sigmoid_norm', 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo']
+    "Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the pairs is swapped), sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum over tokens: dapo (the tokens of a step), grpo (each answer's tokens, then the answers), dr_grpo (the answers times max_completion_length); gspo clips the ratio of a whole answer, divided as by grpo, and cispo keeps the gradient of clipped tokens, divided as by dapo. auto is sigmoid, or dapo for grpo."
     label_smoothing: float
     "Share of the pairs whose answers may be swapped: conservative with loss_type sigmoid, unbiased with robust."
     sft_weight: float | None
@@ -152,7 +152,7 @@ class TrainOptions(TypedDict, total=False):
     scale_rewards: Literal['group', 'batch', 'none']
     "Standard deviation by which advantages are divided: over the completions of a prompt (group), over all completions of a step (batch), or no division (none)."
     epsilon: str | PathLike[str] | Sequence[Any]
-    "Clipping range of the probability ratio between the model and the one that sampled; with two numbers, such as 0.2,0.28, the second one is for increases (TRL's epsilon_high)."
+    "Clipping range of the probability ratio between the model and the one that sampled; with two numbers, such as 0.2,0.28, the second one is for increases (TRL's epsilon_high). For cispo the last number is the largest ratio itself. By default 0.2, for gspo 0.0003,0.0004, and for cispo 5."
     num_iterations: int
     "Optimizer steps on the same completions."
     rollout_url: str | PathLike[str] | None

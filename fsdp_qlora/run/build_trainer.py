@@ -96,7 +96,12 @@ def build_trainer(
         num_replicas=plan.placed.layout.num_replicas,
         sync_every_micro_batch=not plan.placed.placement.accumulates,
     )
-    settings = config.pick(LossSettings, beta=decided.beta, loss_type=decided.loss_type)
+    settings = config.pick(
+        LossSettings,
+        beta=decided.beta,
+        loss_type=decided.loss_type,
+        epsilon=decided.epsilon,
+    )
     return Trainer(
         forward,
         optimizer,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fsdp_qlora.config.objectives import clipped_loss
+from fsdp_qlora.config.objectives import clipped_loss, weighted_loss
 
 Documents = Callable[[Tensor], Tensor]
 """Values of tokens [T] -> at each token the sum over its document's tokens, [T]."""
@@ -68,10 +68,10 @@ def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Docu
 
 def _cispo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
     """MiniMax 2025."""
-    # The clipped ratio is a weight without a gradient, so that clipped tokens learn, too.
-    ratio = (p.detach() - given["logprobs"]).exp()
-    weight = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    return -weight * p * given["advantages"]
+    ratio = (p - given["logprobs"]).exp()
+    low = config["clip_low_threshold"]
+    high = config["clip_high_threshold"]
+    return weighted_loss(p, ratio, given["advantages"], low, high)
 
 
 def _dro(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:

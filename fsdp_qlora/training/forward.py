@@ -173,9 +173,7 @@ def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup
         losses: of its tokens, [1, N], or [2, N] with the reference's.
         context: the ranks that share the micro-batch, each with the losses of its own tokens.
     """
-    # Behind the documents' targets are those that count nothing (`MicroBatch.beside`).
-    sizes = [*batch.num_targets, losses.shape[1] - sum(batch.num_targets)]
-    documents = losses.split(sizes, dim=1)[:-1]
+    documents = losses.split(_sizes(batch), dim=1)[:-1]
     if documents:
         sums = torch.stack([-part.sum(dim=1) for part in documents], dim=1)
         policy, *references = context.summed(sums)
@@ -188,6 +186,26 @@ def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup
     else:
         reference = torch.zeros_like(policy)
     return LogProbs(policy, reference, batch.target_counts)
+
+
+def spread_sums(values: torch.Tensor, batch: MicroBatch, context: ContextGroup) -> torch.Tensor:
+    """At each target [N] the sum of values [N] over its document, differentiable.
+
+    Targets that count nothing get 0. context: as in `sum_documents`.
+    """
+    sizes = _sizes(batch)
+    *documents, others = values.split(sizes)
+    if not documents:
+        return torch.zeros_like(values)
+    sums = context.summed(torch.stack([part.sum() for part in documents]))
+    # A rank without tokens of a document takes part in the sums of both passes, too.
+    parts = [total.expand(size) for total, size in zip(sums, sizes[:-1], strict=True)]
+    return torch.cat([*parts, torch.zeros_like(others)])
+
+
+def _sizes(batch: MicroBatch) -> list[int]:
+    """Targets of each document on this rank, and of those behind them that count nothing."""
+    return [*batch.num_targets, len(batch.targets) - sum(batch.num_targets)]
 
 
 @torch.no_grad()

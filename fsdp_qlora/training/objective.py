@@ -31,7 +31,12 @@ from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.training.cross_entropy import CrossEntropy
 from fsdp_qlora.training.divergence import Divergence
-from fsdp_qlora.training.forward import ForwardPass, document_logprobs, sum_documents
+from fsdp_qlora.training.forward import (
+    ForwardPass,
+    document_logprobs,
+    spread_sums,
+    sum_documents,
+)
 from fsdp_qlora.training.token_loss import TokenLoss
 
 SIDES = ("chosen", "rejected")
@@ -239,9 +244,12 @@ class Policy(TokenMean):
 
     def _metric_names(self) -> Iterator[str]:
         yield "entropy"
-        yield "clip_ratio/low_mean"
-        yield "clip_ratio/high_mean"
-        yield "clip_ratio/region_mean"
+        if self.settings.loss_type == "cispo":
+            yield "cispo_clip_ratio"
+        else:
+            yield "clip_ratio/low_mean"
+            yield "clip_ratio/high_mean"
+            yield "clip_ratio/region_mean"
         yield "sampling/importance_sampling_ratio/mean"
         yield "sampling/sampling_logp_difference/mean"
         if self.settings.beta > 0:
@@ -254,8 +262,10 @@ class Policy(TokenMean):
         divisors = {
             # A mean over all tokens (Yu et al. 2025).
             "dapo": num_targets,
+            "cispo": num_targets,
             # A mean over answers of each answer's mean (Shao et al. 2024).
             "grpo": num_rows,
+            "gspo": num_rows,
             # A constant, so that long wrong answers are not favored (Liu et al. 2025).
             "dr_grpo": num_rows * longest,
         }
@@ -266,6 +276,8 @@ class Policy(TokenMean):
         logps = -negative
         target_values = batch.target_values
         settings = self.settings
+        # One over the tokens of the answer: each answer's sum becomes a mean.
+        shares = target_values.get("shares", torch.zeros_like(entropy))
         # At the first step of a generation the weights are those that answered: the ratio is 1, and
         # has the gradient alone.
         old_logps = target_values.get("old_logps", logps.detach())
@@ -276,12 +288,18 @@ class Policy(TokenMean):
             # A generation of an older version lacks them.
             sampled_logps=target_values.get("sampled_logps", old_logps),
             advantages=target_values.get("advantages", torch.zeros_like(entropy)),
+            answer_mean=lambda values: spread_sums(values * shares, batch, self.context),
         )
         assert self.row.token_loss is not None
         loss, metrics = self.row.token_loss(inputs, settings)
-        if settings.loss_type == "grpo":
-            # A share is one over the tokens of its answer, which makes each answer's sum a mean.
-            loss = loss * target_values.get("shares", torch.zeros_like(entropy))
+        if settings.loss_type in ("grpo", "gspo"):
+            loss = loss * shares
+        if settings.loss_type == "gspo":
+            # An answer is clipped as a whole: a mean over answers, not over tokens.
+            per_answer = shares * (totals.num_targets / totals.divisor)
+            for name in metrics:
+                if name.startswith("clip_ratio/"):
+                    metrics[name] = metrics[name] * per_answer
         metrics["entropy"] = entropy
         # [1 + metrics, N]
         metric_values = [metrics[name].detach() for name in self.metric_names]

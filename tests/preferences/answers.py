@@ -25,6 +25,7 @@ PROMPTS = 4
 ANSWERS = 3
 LONGEST = 8
 END = SIZES["eos_token_id"]
+_TWICE = {"num_iterations": 2, "beta": 0.2}
 # Name -> (model family, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("llama", {}),
@@ -34,6 +35,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "two iterations": ("llama", {"num_iterations": 2, "epsilon": "0.05,0.1", "beta": 0.2}),
     "two iterations, grpo": ("qwen2", {"num_iterations": 2, "loss_type": "grpo", "epsilon": 0.02}),
     "corrected": ("llama", {"rollout_url": "http://localhost:1"}),
+    "gspo": ("llama", {"loss_type": "gspo", "epsilon": "0.005,0.01", **_TWICE}),
+    "gspo, corrected": ("qwen2", {"loss_type": "gspo", "rollout_url": "http://localhost:1"}),
+    "cispo": ("llama", {"loss_type": "cispo", "epsilon": "1.01", **_TWICE}),
 }
 
 

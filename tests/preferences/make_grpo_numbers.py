@@ -32,7 +32,7 @@ from tests.preferences.answers import (
 from tests.preferences.pairs import plain_sgd, sketch
 
 KEPT = ("loss", "kl", "grad_norm", "entropy", "clip_ratio/", "reward", "frac_", "completions/")
-KEPT += ("sampling/importance_sampling_ratio/mean",)
+KEPT += ("sampling/importance_sampling_ratio/mean", "cispo_clip_ratio")
 LEFT_OUT = ("clip_ratio/low_min", "clip_ratio/high_max")
 
 
@@ -80,6 +80,8 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
     if "epsilon" in options:
         low, _, high = str(options["epsilon"]).partition(",")
         options |= {"epsilon": float(low), "epsilon_high": float(high or low)}
+    if options.get("loss_type") == "gspo":
+        options |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     config = GRPOConfig(
         **options,
         **plain_sgd(folder, steps=STEPS, lr=LR, batch_size=PROMPTS * ANSWERS),

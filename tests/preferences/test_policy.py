@@ -272,6 +272,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     ("options", "most_ranks"),
     [
         (ALL, 2),
+        ({**ALL, "loss_type": "gspo", "epsilon": "0.005,0.01"}, 2),
         pytest.param({"loss_type": "grpo", "beta": 0.04}, 5, marks=pytest.mark.slow),
         *(pytest.param(each, 5, marks=pytest.mark.nightly) for each in (ALL, {})),
     ],
