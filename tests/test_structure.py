@@ -47,8 +47,9 @@ MOST = {
     "packages of the library": 14,
     "files at the package's root": 3,
     # The last one chooses between kernels that are proved at the start and those of libraries.
-    # Four are of environments in which a model acts, and limit what these may take.
-    "options": 101,
+    # Four are of environments in which a model acts, and limit what these may take. One has answers
+    # sampled ahead.
+    "options": 102,
     # The last ones try blocks as graphs, which is for blocks that recompute, and plan and choose
     # those whose activations the host keeps instead; the choice for a machine left the search.
     "files that name recompute": 29,

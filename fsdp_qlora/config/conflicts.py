@@ -269,6 +269,11 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--rollout_url: servers load only LoRA adapters, and --train_type {c.train_type} "
             "trains DoRA."
         )
+    if c.rollout_ahead and not c.rollout_url:
+        yield (
+            "--rollout_ahead is for a server that completes prompts while the run trains: give "
+            "--rollout_url, too."
+        )
     refused = _changed(c, "eval_dataset", "eval_fraction", "precompute_reference")
     if refused:
         yield (

@@ -265,6 +265,11 @@ class LearningOptions:
     and the trainer's is corrected (truncated importance sampling). By default the model in training
     generates them itself.
     """
+    rollout_ahead: bool = False
+    """Have rollout_url's server complete the prompts of the next step while a step trains. Steps
+    then learn from completions of weights that are one step older (num_iterations steps, if that is
+    above 1); the correction for a server covers it.
+    """
     on_reward_error: Annotated[Literal["stop", "zero"], MAY_DIFFER] = "stop"
     """Action when a reward function fails or takes hang_minutes: stop ends the run with a
     checkpoint, zero counts a reward of 0.

@@ -418,6 +418,7 @@ _OF_GRPO = (
     "epsilon",
     "num_iterations",
     "rollout_url",
+    "rollout_ahead",
     "on_reward_error",
     "beta",
     "loss_type",

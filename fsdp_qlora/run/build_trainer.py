@@ -53,6 +53,11 @@ from fsdp_qlora.training.generation.generator import KeptWeights
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
+from fsdp_qlora.training.rl.ahead import (
+    Ahead,
+    prompts_of_generation,
+    versions_of_checkpoints,
+)
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.own_engine import OwnEngine, Room
 from fsdp_qlora.training.rl.server_engine import ServerEngine
@@ -61,7 +66,7 @@ from fsdp_qlora.training.setup import Setup
 from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.run_files import ADAPTERS, EPISODES_FILE, ROLLOUTS_FILE
+from fsdp_qlora.utils.run_files import ADAPTERS, CHECKPOINTS, EPISODES_FILE, ROLLOUTS_FILE
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -278,14 +283,27 @@ def open_source(
         stops.tokens |= setup.tool_turns.end_ids
     # Answers of an earlier version of the adapter are weighed by how likely that one found them.
     looks_back = config.num_iterations > 1 or config.rollout_url
-    engine = open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id)
+    adapters = folder / ADAPTERS / run_id
+    ahead = None
     episodes = None
-    if setup.environments:
-        stage = setup.stage(config.max_turns, config.max_completion_length, folder / EPISODES_FILE)
-        episodes = Episodes(engine.play, stage, trainer.ranks, setup.environments.rewards)
+    if config.rollout_ahead:
+        ahead = Ahead(
+            open_server(config, plan, trainer, stops, adapters),
+            partial(prompts_of_generation, plan.data, trainer.schedule),
+            partial(versions_of_checkpoints, folder / CHECKPOINTS, config.num_iterations),
+        )
+        complete = ahead.complete
+    else:
+        engine = open_engine(config, plan, trainer, stops, adapters)
+        complete = engine.complete
+        if setup.environments:
+            path = folder / EPISODES_FILE
+            stage = setup.stage(config.max_turns, config.max_completion_length, path)
+            rewards = setup.environments.rewards
+            episodes = Episodes(engine.play, stage, trainer.ranks, rewards)
     return Rollouts(
         data=plan.data,
-        engine=engine.complete,
+        engine=complete,
         scorer=setup.scorer,
         path=folder / ROLLOUTS_FILE,
         ranks=trainer.ranks,
@@ -296,6 +314,29 @@ def open_source(
         next_check=0 if config.rollout_url else None,
         teacher=teacher,
         episodes=episodes,
+        ahead=ahead,
+    )
+
+
+def open_server(
+    config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path
+) -> ServerEngine:
+    """The server that answers prompts. adapters: as of `open_engine`."""
+    assert config.rollout_url is not None
+    model = trainer.model
+    adapter = plan.model.adapter
+    assert adapter is not None
+    # Every rank takes part in gathering the adapter's values; rank 0 writes them.
+    values = LiveValues(keeps=trainer.ranks.is_rank_0)
+    return ServerEngine(
+        Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
+        lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
+        adapters,
+        trainer.ranks,
+        trainer.control,
+        stops,
+        SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed),
+        vocab_size=model.get_input_embeddings().num_embeddings,
     )
 
 
@@ -310,23 +351,7 @@ def open_engine(
     model = trainer.model
     generation = plan.generation
     if config.rollout_url:
-        adapter = plan.model.adapter
-        assert adapter is not None
-        # Every rank takes part in gathering the adapter's values; rank 0 writes them.
-        values = LiveValues(keeps=trainer.ranks.is_rank_0)
-        server = Server(
-            config.rollout_url, (config.model_name, config.base_name), config.hang_seconds
-        )
-        return ServerEngine(
-            server,
-            lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
-            adapters,
-            trainer.ranks,
-            trainer.control,
-            stops,
-            options,
-            vocab_size=model.get_input_embeddings().num_embeddings,
-        )
+        return open_server(config, plan, trainer, stops, adapters)
     assert generation is not None
     return OwnEngine(
         model,

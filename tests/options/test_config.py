@@ -307,6 +307,7 @@ BAD_WORDS = {
         "--save_every must be minutes such as 15m, steps such as 500, both, or none, but is"
     ),
     "--epsilon 0.1,0.2,0.3": "--epsilon must be one or two finite numbers",
+    "--objective grpo --rewards number --rollout_ahead true": "give --rollout_url, too.",
     "--kto_weights -1": "--kto_weights must be one or two finite numbers",
     "--warmup 1.5": "--warmup must be a share from 0.0 to 1.0, or a number of steps, but is 1.5",
     "--log_to wandb,run=1": "'run=1' is not a choice",
@@ -551,6 +552,7 @@ IDENTITY = """
     init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta loss_type label_smoothing
     sft_weight simpo_gamma kto_weights rating_threshold teacher teacher_adapter top_k
     num_generations max_completion_length temperature scale_rewards epsilon num_iterations
+    rollout_ahead
 """
 
 

@@ -2,19 +2,14 @@
 server is killed.
 """
 
-import contextlib
-import itertools
 import json
 import math
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -27,75 +22,24 @@ import torch
 
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.sampling import SamplingOptions
 from fsdp_qlora.training.rl import waiting
-from fsdp_qlora.training.rl.client import Server, check_server
-from fsdp_qlora.training.rl.server_engine import ServerEngine
+from fsdp_qlora.training.rl.client import check_server
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
-from stand_in.environment import free_port
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
 from tests.helpers.models import Models
-from tests.helpers.rows import write_rows
-from tests.helpers.run import ROOT
-from tests.helpers.tokenizers import WORDS
 from tests.rollouts.lora_server import LoraServer, Sampler
-from tests.rollouts.runs import OPTIONS as ROLLOUT_OPTIONS
 from tests.rollouts.runs import rollouts_of
-
-END = 9
-LONGEST = 4
-VOCABULARY = 10
-PROMPTS = [[1, 2]] * 3 + [[3]] * 3
-
-
-class Stops:
-    tokens = frozenset({END})
-    text = ""
-
-    def ends(self, tokens: list[int]) -> bool:
-        return tokens[-1] in self.tokens
-
-
-def choose(adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Some tokens that depend on all that they should depend on; half of the answers end by
-    themselves.
-    """
-    numbers = torch.Generator().manual_seed(
-        request["seed"] + len(request["prompt"]) + len(Path(adapter).name)
-    )
-    tokens = torch.randint(0, END, (LONGEST,), generator=numbers).tolist()
-    tokens = [*tokens[:1], END] if tokens[0] % 2 else tokens
-    return tokens, [-0.1 * token for token in tokens]
-
-
-@pytest.fixture
-def server() -> Iterator[LoraServer]:
-    with LoraServer("hub/base", choose, END) as found:
-        yield found
-
-
-@pytest.fixture
-def engine(server: LoraServer, tmp_path: Path, alone: Ranks) -> ServerEngine:
-    """The engine of a run on one rank; its adapter is a number that grows."""
-    versions = itertools.count()
-
-    def save(folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_model.safetensors").write_text(str(next(versions)))
-        (folder / "adapter_config.json").write_text("{}")
-        time.sleep(0.01)  # the next one is younger
-
-    client = Server(server.url + "/v1/", ["/models/base"], 0.3, pause_seconds=(0.01, 0.02))
-    prefix = tmp_path / "rollout_adapters" / "run"
-    options = SamplingOptions(LONGEST, temperature=0.7, seed=5)
-    stops: Any = Stops()
-    return ServerEngine(
-        client, save, prefix, alone, Control(), stops, options, vocab_size=VOCABULARY
-    )
-
-
-def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
-    return [body for found, body in server.asked if found == f"/v1/{path}"]
+from tests.rollouts.server_runs import (
+    END,
+    LONGEST,
+    PROMPTS,
+    ServerProcess,
+    asked,
+    choose,
+    once,
+    options_of,
+    says_once,
+)
 
 
 @pytest.mark.quick
@@ -128,21 +72,6 @@ def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine, se
     assert [body["lora_name"] for body in asked(server, "unload_lora_adapter")] == names[:2]
     kept = sorted(path.name for path in engine.prefix.parent.iterdir())
     assert kept == ["run-v1", "run-v2"]  # what it may still read
-
-
-def once(path: str, status: int, content: Any) -> Any:
-    """A fault that befalls the first request to a path."""
-    left = [1]
-
-    def fault(found: str, body: dict[str, Any]) -> tuple[int, Any] | None:
-        is_first = found == f"/v1/{path}" and left and left.pop()
-        return (status, content) if is_first else None
-
-    return fault
-
-
-def says_once(path: str, status: int, message: str) -> Any:
-    return once(path, status, {"error": {"message": message}})
 
 
 ABORTED = {"model": "x", "choices": [{"finish_reason": "abort"}]}
@@ -382,59 +311,6 @@ def test_the_server_is_asked_before_the_run_begins(server, fault, said):
 # --- whole runs ---
 
 
-class ServerProcess:
-    """A server in a process of its own, which can be killed and started again at the same address.
-
-    Args:
-        command: of the server, with {port} in it; it knows the base model as tiny.
-    """
-
-    def __init__(self, *command: str, log: Path, **environment: str) -> None:
-        self.port = free_port()
-        self._log = log
-        self._command = [word.format(port=self.port) for word in command]
-        self._environment = {**os.environ, **environment}
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env=self._environment,
-            stdout=self._log.open("a"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    @property
-    def url(self) -> str:
-        return f"http://localhost:{self.port}"
-
-    def answers(self) -> bool:
-        assert self.process.poll() is None, self._log.read_text()[-4000:]
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{self.url}/v1/models", timeout=60),
-        ):
-            return True
-        return False
-
-
-@pytest.fixture(scope="module")
-def lora_server(
-    models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    command = sys.executable, "-m", "tests.rollouts.lora_server", str(models()), "tiny", "{port}"
-    found = ServerProcess(*command, log=tmp_path_factory.mktemp("server") / "server.log")
-    yield found
-    found.kill()
-
-
 @pytest.fixture(scope="module")
 def whole(
     lora_server: ServerProcess,
@@ -448,38 +324,6 @@ def whole(
     assert "Waiting for the server" not in output.partition("Proof:")[2]
     assert output.count("The server uses the adapter: ") == 1
     return options, folder / "out"
-
-
-SCORER = """
-def even(completion_ids, **_):
-    return [sum(id % 2 == 0 for id in ids) for ids in completion_ids]
-"""
-OPTIONS: dict[str, object] = {
-    **ROLLOUT_OPTIONS,
-    "base_name": "hub/tiny",
-    "num_epochs": 2,
-    "batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "save_every": 3,
-    "log_to": "stdout",
-}
-
-
-def options_of(
-    server: ServerProcess | LoraServer, model: Path, folder: Path, output: str, **changes: object
-) -> dict[str, object]:
-    scorer = folder / "scorer.py"
-    scorer.write_text(SCORER)
-    rows = [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]]
-    return {
-        **OPTIONS,
-        "model_name": model,
-        "dataset": write_rows(folder / "prompts.jsonl", rows),
-        "output_dir": folder / output,
-        "rewards": f"{scorer}:even",
-        "rollout_url": server.url,
-        **changes,
-    }
 
 
 def farthest(records: list[dict[str, Any]]) -> float:
@@ -516,10 +360,12 @@ class Base(Sampler):
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_adapters_ends_the_run(models, tmp_path):
+@pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])
+def test_a_server_that_ignores_adapters_ends_the_run(ahead, models, tmp_path):
     sampler = Base(str(models()))
     with LoraServer("tiny", sampler, sampler.end) as server:
         options = options_of(server, models(), tmp_path, "out", precision="bf16")
+        options["rollout_ahead"] = ahead
         output = finish(options, tmp_path / "logs", [1, 1]).output()
     assert "[rank 1] error: The server ignores the adapter" in output
     assert "uses the adapter:" not in output

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
@@ -22,7 +22,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import awake, begun
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.rl.replies import Reply, Unusable
-from fsdp_qlora.training.rl.waiting import run_on_rank_0
+from fsdp_qlora.training.rl.waiting import result_of_rank_0
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from fsdp_qlora.utils.text import printable
 
@@ -202,8 +202,16 @@ class Server:
 
         After an error none of its threads asks on.
         """
+        task = begun(work) if ranks.is_rank_0 else None
+        return self.result_of(task, control, ranks, step)
+
+    def result_of(self, task: Future[str] | None, control: Control, ranks: Ranks, step: int) -> str:
+        """Wait for work that asks this server, and has begun, by `result_of_rank_0`.
+
+        As `answer_of`.
+        """
         try:
-            return run_on_rank_0(work, control, ranks, step)
+            return result_of_rank_0(task, control, ranks, step)
         except (RolloutError, RunStopped):
             self.is_closed = True
             raise

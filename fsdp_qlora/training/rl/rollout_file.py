@@ -55,7 +55,8 @@ class Rollout:
     """The value of each reward function."""
     advantage: float
     old_logps: list[float] | None = None
-    """Log-probabilities of the tokens under the weights that made it, where they are used."""
+    """Log-probabilities of the tokens under the weights before its first step, where they are used.
+    """
     episode: EpisodeRecord | None = None
     """The course of the episode that the completion is, if it is one."""
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
 from fsdp_qlora.data.batches.shared_tokens import shared_of_prompts
+from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.rollout_file import Rollout
 from fsdp_qlora.training.teacher import Teacher
 
@@ -17,11 +18,7 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
     prompts = [rollout.prompt.ids for rollout in rollouts]
     completions = [rollout.completion for rollout in rollouts]
-    table = join_completions(
-        prompts,
-        [completion.token_ids for completion in completions],
-        [rollout.row for rollout in rollouts],
-    )
+    table = rows_of_completions(prompts, completions, [rollout.row for rollout in rollouts])
     table = _without_environment(table, rollouts)
     advantages = [rollout.advantage for rollout in rollouts]
     table = table.with_columns(
@@ -33,6 +30,20 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     if rollouts[0].old_logps is not None:
         old_logps = [rollout.old_logps for rollout in rollouts]
         table = table.with_columns("token", old_logps=_over_tokens(prompts, old_logps))
+    return table
+
+
+def rows_of_completions(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], numbers: Sequence[int]
+) -> TokenizedRows:
+    """The rows of prompts with their completions, without what is learned of them.
+
+    numbers: of the rows in the dataset.
+    """
+    table = join_completions(prompts, [completion.token_ids for completion in completions], numbers)
+    table = table.with_columns(
+        "row", prompt_tokens=shared_of_prompts([len(prompt) for prompt in prompts])
+    )
     if completions[0].logps is not None:
         sampled_logps = [completion.logps for completion in completions]
         table = table.with_columns("token", sampled_logps=_over_tokens(prompts, sampled_logps))

@@ -29,11 +29,16 @@ from fsdp_qlora.training.rl.client import (
     shortened,
 )
 from fsdp_qlora.training.rl.replies import Reply, Unusable
-from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import record_of
 
 # vLLM takes what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def completions_of(text: str) -> list[Completion]:
+    """The completions of the JSON that `ServerEngine.ask` returns."""
+    return [Completion(*values) for values in json.loads(text)]
 
 
 @dataclass(eq=False)
@@ -55,44 +60,57 @@ class ServerEngine:
         self, prompts: Sequence[Sequence[int]], generation: int, version: int
     ) -> list[Completion]:
         """Save the adapter, and have the server answer with it."""
-        folder = self._saved(version)
-        answers = partial(self._answers, folder, prompts, generation)
-        text = self.server.answer_of(answers, self.control, self.ranks, version)
-        return [Completion(*values) for values in json.loads(text)]
+        self.publish(version)
+        answers = partial(self.ask, version, prompts, generation)
+        return completions_of(self.server.answer_of(answers, self.control, self.ranks, version))
 
     def play(self, episodes: Sequence[Episode], count: int, generation: int, version: int) -> None:
         """Save the adapter, and have the server write the turns of episodes as a `TurnEngine`.
 
         Each episode goes on by itself.
         """
-        folder = self._saved(version)
-        turns = partial(self._turns, folder, episodes, generation)
+        self.publish(version)
+        turns = partial(self._turns, version, episodes, generation)
         self.server.answer_of(turns, self.control, self.ranks, version)
 
-    def _saved(self, version: int) -> Path:
-        """Save the adapter into a folder of its own. Called on every rank."""
-        folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
+    def publish(self, version: int, versions_needed: Callable[[], set[int]] = set) -> None:
+        """Save the adapter for the server, and delete older ones. Called on every rank.
+
+        versions_needed: gives those that stay besides the newest one; called on rank 0.
+        """
+        folder = self._folder(version)
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:
                 folders = sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)
+                needed = {self._folder(needed) for needed in versions_needed()}
                 # The server may still read the newest one.
                 for old in folders[:-1]:
-                    shutil.rmtree(old, ignore_errors=True)
+                    if old not in needed:
+                        shutil.rmtree(old, ignore_errors=True)
             self.save(folder)
-        return folder
 
-    def _loaded(self, folder: Path) -> tuple[str, Callable[[], None]]:
-        """Have the server load an adapter. Returns its name, and what loads it again."""
-        # With the hash, so that a server cannot answer by other weights of the same version, such
-        # as those of a run that was resumed from an earlier checkpoint.
-        name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
-        load = partial(self.server.load, name, folder)
-        self.server.patiently(load)
-        return name, load
+    def _folder(self, version: int) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}-v{version}")
 
-    def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
-        """Ask for all answers. Returns JSON: the values of a Completion for each."""
-        name, load = self._loaded(folder)
+    def name_of(self, version: int) -> str:
+        """The name of a saved adapter on the server; empty if its folder cannot be read.
+
+        It has a hash, so that a server cannot answer by other weights of the same version, such as
+        those of a run that was resumed from an earlier checkpoint.
+        """
+        folder = self._folder(version)
+        try:
+            return f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
+        except OSError:
+            return ""
+
+    def ask(self, version: int, prompts: Sequence[Sequence[int]], generation: int) -> str:
+        """Ask for all answers of a saved adapter. Called in a thread of rank 0.
+
+        Returns:
+            JSON for `completions_of`.
+        """
+        name, load = self._loaded(version)
         most = self.options.max_new_tokens
 
         # The seed follows from the prompt's place: an answer that is asked for again, after a fault
@@ -103,9 +121,9 @@ class ServerEngine:
 
         return json.dumps(self.server.all_answers(len(prompts), answer))
 
-    def _turns(self, folder: Path, episodes: Sequence[Episode], generation: int) -> str:
+    def _turns(self, version: int, episodes: Sequence[Episode], generation: int) -> str:
         """Play all episodes. Returns no text."""
-        name, load = self._loaded(folder)
+        name, load = self._loaded(version)
 
         # Called again after a fault: the episode then goes on with the turn that it waits for.
         def play(place: int) -> None:
@@ -119,6 +137,15 @@ class ServerEngine:
 
         self.server.all_answers(len(episodes), play)
         return ""
+
+    def _loaded(self, version: int) -> tuple[str, Callable[[], None]]:
+        """Have the server load a saved adapter. Returns its name, and what loads it again."""
+        name = self.name_of(version)
+        if not name:
+            raise RolloutError(f"The adapter in {self._folder(version)} cannot be read.")
+        load = partial(self.server.load, name, self._folder(version))
+        self.server.patiently(load)
+        return name, load
 
     def _request(self, name: str, prompt: Sequence[int], seed: int, most: int) -> dict[str, Any]:
         """The body of a request for one answer of `most` tokens at most."""

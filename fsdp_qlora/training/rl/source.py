@@ -30,6 +30,8 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of, weighted_sum
+from fsdp_qlora.training.rl.ahead import KEY as AHEAD
+from fsdp_qlora.training.rl.ahead import Ahead
 from fsdp_qlora.training.rl.answers import Answer, answers_of_episodes, batch_of
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
@@ -40,7 +42,11 @@ from fsdp_qlora.training.rl.rollout_file import (
     mark_of,
     truncate_rollouts,
 )
-from fsdp_qlora.training.rl.rollout_rows import rows_of_rollouts, rows_with_teacher
+from fsdp_qlora.training.rl.rollout_rows import (
+    rows_of_completions,
+    rows_of_rollouts,
+    rows_with_teacher,
+)
 from fsdp_qlora.training.rl.waiting import run_on_rank_0
 from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
@@ -65,7 +71,7 @@ class Rollouts:
     text_of: Callable[[list[int]], str]
     """Gives the text of an answer's tokens."""
     logprobs: Callable[..., np.ndarray] | None
-    """Gives log-probabilities of all tokens of a table under the weights that answered.
+    """Gives log-probabilities of all tokens of a table under the weights of now.
 
     None where the step's own log-probabilities are as good.
     """
@@ -75,6 +81,8 @@ class Rollouts:
     """The first step that may find whether a server uses the adapter; None if it is known."""
     teacher: Teacher | None = None
     """On a server, if one is asked."""
+    ahead: Ahead | None = None
+    """The owner of `engine`, if it answers one generation ahead."""
     episodes: Episodes | None = None
     """Plays episodes in environments, if answers are such."""
 
@@ -99,10 +107,26 @@ class Rollouts:
             TrainingError: the file cannot be written, or lacks answers.
             RunStopped: the ranks have agreed to stop.
         """
+        try:
+            yield from self._steps(schedule, first, position)
+        finally:
+            # The loop has left this step, for whatever reason.
+            if self.ahead:
+                self.ahead.close()
+        self.scorer.close()
+        if self.episodes:
+            self.episodes.close()
+
+    def _steps(
+        self, schedule: Schedule, first: int, position: Mapping[str, Any]
+    ) -> Iterator[StepRows]:
         rollouts = self._read_back(first)
+        mark = {name: value for name, value in position.items() if name != AHEAD}
         # Checkpoints of earlier versions have no mark.
-        if position and position != mark_of(rollouts):
+        if mark and mark != mark_of(rollouts):
             rollouts = []
+        if self.ahead:
+            self.ahead.resume(position)
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
             generation, iteration = divmod(step, schedule.num_iterations)
@@ -120,6 +144,8 @@ class Rollouts:
                 if peak:
                     memory["generation_memory_gib"] = round(peak, 3)
                 position = mark_of(rollouts)
+                if self.ahead:
+                    position |= self.ahead.position()
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others "
@@ -134,9 +160,6 @@ class Rollouts:
             metrics["generation_seconds"] = time.perf_counter() - started
             metrics |= memory
             yield StepRows(step, table, np.arange(len(rollouts)), position, metrics)
-        self.scorer.close()
-        if self.episodes:
-            self.episodes.close()
 
     def _read_back(self, step: int) -> list[Rollout]:
         """The last rollouts before a step, on every rank; none if they are damaged.
@@ -168,7 +191,7 @@ class Rollouts:
         for place, answer in enumerate(answers):
             rollout = Rollout(
                 step=step + 1,
-                version=step,
+                version=self.ahead.version if self.ahead else step,
                 row=answer.prompt.row_number,
                 prompt=RolloutPrompt(
                     answer.shown_prompt, answer.prompt_ids, answer.prompt.teacher_ids
@@ -242,7 +265,7 @@ class Rollouts:
     def _with_old_logps(
         self, rollouts: list[Rollout], step: int, *, has_rewards: bool
     ) -> list[Rollout]:
-        """Add the log-probabilities under the weights that answered, where they are used.
+        """Add the log-probabilities under the weights before the step, where they are used.
 
         Checks by them whether a server uses the adapter, if that is due.
         """
@@ -252,14 +275,28 @@ class Rollouts:
         table = rows_of_rollouts(rollouts)
         logps = self.logprobs(table)
         if is_checked:
-            # Each check costs a forward pass of the base, so they become rare.
-            self.next_check = 2 * step + 1
-            self._check_server(table, logps, self.logprobs(table, at_start=True))
+            self._check(table, logps, step)
         logps_of_rows = np.split(logps, table.offsets[1:-1])
         return [
             dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt.ids) :].tolist())
             for rollout, of_row in zip(rollouts, logps_of_rows, strict=True)
         ]
+
+    def _check(self, table: TokenizedRows, logps: np.ndarray, step: int) -> None:
+        """Check whether a server uses the adapter, by answers of the weights of now.
+
+        table, logps: the step's own, which are of these weights if no generation is ahead.
+        """
+        assert self.logprobs is not None
+        # Each check costs a forward pass of the base, so they become rare.
+        self.next_check = 2 * step + 1
+        if self.ahead:
+            following = self.ahead.of_current_weights(step)
+            if following is None:
+                return
+            table = rows_of_completions(*following, range(len(following[0])))
+            logps = self.logprobs(table)
+        self._check_server(table, logps, self.logprobs(table, at_start=True))
 
     def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
         """Decide whether a server uses the adapter.

@@ -5,7 +5,7 @@ stopped: instead all ranks exchange signs of life, twice a second.
 """
 
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -20,7 +20,7 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.utils.errors import RolloutError, RunStopped
 
 # Ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy.
-_BY_GLOO = torch.device("cpu")
+BY_GLOO = torch.device("cpu")
 # Between two signs of life of a rank.
 _PULSE_SECONDS = 0.5
 
@@ -33,7 +33,7 @@ def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = Fal
     Raises:
         RunStopped: on every rank.
     """
-    numbers = gather_numbers([is_done, *control.flags(step)], _BY_GLOO)
+    numbers = gather_numbers([is_done, *control.flags(step)], BY_GLOO)
     control.heartbeat.beat(step, "rows")
     control.agree(numbers[:, 1:])
     if control.stop:
@@ -51,14 +51,21 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
         RunStopped: on every rank.
         RolloutError: of `work`; the same on every rank.
     """
+    return result_of_rank_0(begun(work) if ranks.is_rank_0 else None, control, ranks, step)
+
+
+def result_of_rank_0(task: Future[str] | None, control: Control, ranks: Ranks, step: int) -> str:
+    """Wait for a thread of rank 0, and return its text on every rank.
+
+    As `run_on_rank_0`, for work that has begun before. task: None on other ranks.
+    """
     text = ""
-    task = begun(work) if ranks.is_rank_0 else None
     # All ranks make the same number of calls: rank 0's flag, which all of them get, ends the loop.
     while not check_stop(control, ranks, step, is_done=task is not None and task.done()):
         # Without a task this returns at once, and the other ranks wait for rank 0 in check_stop.
         wait([task] if task else [], _PULSE_SECONDS)
     # An error of rank 0 alone would leave the others waiting for its text.
-    with raise_on_all_ranks(RolloutError, _BY_GLOO):
+    with raise_on_all_ranks(RolloutError, BY_GLOO):
         if task:
             text = task.result()
-    return all_gather_strings(text, _BY_GLOO)[0]
+    return all_gather_strings(text, BY_GLOO)[0]
