@@ -354,9 +354,10 @@ def policy_loss(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str
     """The loss of each token by `loss_type`, with TRL's names of its metrics.
 
     What a server samples with other probabilities than the policy's is weighed by truncated
-    importance sampling (Yao et al. 2025). The rounding of the run's own model is only measured, as
-    by TRL: where the old log-probabilities are the step's, weights would add the noise of its
-    dropout.
+    importance sampling (Yao et al. 2025). So is what older weights have sampled, apart from the
+    ratio that is clipped (Hilton et al. 2022, Fu et al. 2025). The rounding of the run's own model
+    is only measured, as by TRL: where the old log-probabilities are the step's, weights would add
+    the noise of its dropout.
     """
     log_ratio = x.logps - x.old_logps
     if s.loss_type == "gspo":

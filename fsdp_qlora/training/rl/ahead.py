@@ -1,5 +1,7 @@
 """Answers one generation ahead: a server samples the next generation while this one trains.
 
+Learning is then one step off-policy (Noukhovitch et al. 2024).
+
 A schedule says which weights sample, and no race: generation 0 is sampled with the weights that
 the run begins with, and generation g with those from before the training of generation g - 1. So
 a run gives the same answers however fast the server is.
