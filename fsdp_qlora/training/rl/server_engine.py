@@ -6,13 +6,13 @@ run, the version and a hash of its weights. Requests ask for that name, and an a
 one ends the run. So nothing is learned from other weights, whichever process dies in between.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
@@ -20,20 +20,10 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.training.episodes.played_episode import Episode
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
-from fsdp_qlora.training.rl.client import (
-    BYTES_PER_TOKEN,
-    COMPLETIONS,
-    MOST_BYTES,
-    RequestFailed,
-    Server,
-    shortened,
-)
-from fsdp_qlora.training.rl.replies import Reply, Unusable
+from fsdp_qlora.training.rl.client import Server
+from fsdp_qlora.training.rl.server_answers import ServerAnswers
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import record_of
-
-# vLLM takes what a request leaves out from the model's generation_config.json.
-_WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def completions_of(text: str) -> list[Completion]:
@@ -111,13 +101,13 @@ class ServerEngine:
             JSON for `completions_of`.
         """
         name, load = self._loaded(version)
-        most = self.options.max_new_tokens
+        asked = self._asking(self.options.max_new_tokens)
 
         # The seed follows from the prompt's place: an answer that is asked for again, after a fault
         # or by a resumed run, has the same one.
         def answer(place: int) -> Completion:
             seed = derive_seed("rollouts", self.options.seed, generation, place)
-            return self._answer(self._request(name, prompts[place], seed, most), load)
+            return asked.ask(asked.request(name, prompts[place], seed), load)
 
         return json.dumps(self.server.all_answers(len(prompts), answer))
 
@@ -132,11 +122,17 @@ class ServerEngine:
             while not episode.is_over:
                 parts = ("rollouts", self.options.seed, generation, place)
                 seed = derive_seed(*parts, *([episode.turn] if episode.turn else []))
-                request = self._request(name, episode.token_ids, seed, episode.room)
-                episode.take(self._answer(request, load))
+                asked = self._asking(episode.room)
+                episode.take(asked.ask(asked.request(name, episode.token_ids, seed), load))
 
         self.server.all_answers(len(episodes), play)
         return ""
+
+    def _asking(self, most: int) -> ServerAnswers:
+        """Asks for answers of `most` tokens at most."""
+        texts = [self.stops.text] if self.stops.text else []
+        options = dataclasses.replace(self.options, max_new_tokens=most)
+        return ServerAnswers(self.server, self.stops, texts, options, self.vocab_size)
 
     def _loaded(self, version: int) -> tuple[str, Callable[[], None]]:
         """Have the server load a saved adapter. Returns its name, and what loads it again."""
@@ -146,75 +142,3 @@ class ServerEngine:
         load = partial(self.server.load, name, self._folder(version))
         self.server.patiently(load)
         return name, load
-
-    def _request(self, name: str, prompt: Sequence[int], seed: int, most: int) -> dict[str, Any]:
-        """The body of a request for one answer of `most` tokens at most."""
-        return {
-            "model": name,
-            "prompt": list(prompt),
-            "max_tokens": most,
-            # Every server takes a seed of 31 bits.
-            "seed": seed % 2**31,
-            "temperature": self.options.temperature,
-            **_WHOLE_DISTRIBUTION,
-            "stop_token_ids": sorted(self.stops.tokens),
-            "stop": [self.stops.text] if self.stops.text else [],
-            # Text alone cannot be learned from: tokenized again, it may have other tokens.
-            "return_token_ids": True,
-            # The log-probability of the drawn token, and of no other one.
-            "logprobs": 0,
-        }
-
-    def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
-        """Ask for one answer.
-
-        Raises RequestFailed, or RolloutError if it cannot be learned from.
-        """
-        try:
-            longest = MOST_BYTES + BYTES_PER_TOKEN * request["max_tokens"]
-            content = self.server.ask(COMPLETIONS, request, longest)
-        except RequestFailed as error:
-            # vLLM answers so where it does not know the adapter, as after a restart.
-            if error.status != 404:
-                raise
-            load()
-            raise RequestFailed("it had lost the adapter, which is loaded again") from error
-        with self.server.reading():
-            reply = Reply(COMPLETIONS, content)
-            finish: str = reply.get("choices", 0, "finish_reason", kind=str)
-            # vLLM ends answers with "abort" when it is stopped itself.
-            if finish not in ("stop", "length"):
-                raise RequestFailed(f"an answer ended with {shortened(finish)!r}")
-            model: str = reply.get("model", kind=str)
-            if model != request["model"]:
-                raise Unusable(
-                    f"answers as {shortened(model)} instead of {request['model']}: it may "
-                    "have sampled from other weights"
-                )
-            tokens = reply.get("choices", 0, kind=dict).get("token_ids")
-            problem = self._problem(tokens, request["max_tokens"], is_done=finish == "stop")
-            if problem:
-                raise Unusable(problem)
-            return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
-
-    def _problem(self, tokens: Any, most: int, *, is_done: bool) -> str | None:
-        """Why an answer's tokens cannot be learned from; None if they can.
-
-        most: the tokens that were asked for.
-        """
-        if not isinstance(tokens, list) or not tokens:
-            return "returns text alone, without the token ids that vLLM gives for return_token_ids"
-        for token in tokens:
-            # type() and not isinstance: JSON's true would be the token 1.
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                return (
-                    f"returns the token {token!r:.100}, and the model's vocabulary has "
-                    f"{self.vocab_size}"
-                )
-        if len(tokens) > most or not (is_done or len(tokens) == most):
-            return f"returns {len(tokens):,} tokens, cut, instead of {most:,}"
-        if not self.stops.tokens.isdisjoint(tokens[:-1]):
-            return "goes on behind the token that ends an answer"
-        if is_done and not self.stops.ends(tokens):
-            return "leaves out the token that ends an answer"
-        return None

@@ -1,0 +1,115 @@
+"""Asks a server for one answer to a prompt, and refuses one that cannot be learned from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.rl.client import (
+    BYTES_PER_TOKEN,
+    COMPLETIONS,
+    MOST_BYTES,
+    RequestFailed,
+    Server,
+    shortened,
+)
+from fsdp_qlora.training.rl.replies import Reply, Unusable
+
+# vLLM takes what a request leaves out from the model's generation_config.json.
+_UNCHANGED = {"min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True, eq=False)
+class ServerAnswers:
+    """Answers of a server with the same sampling options and ends.
+
+    texts: end an answer, besides the tokens of `stops`.
+    """
+
+    server: Server
+    stops: Stops
+    texts: Sequence[str]
+    options: SamplingOptions
+    vocab_size: int
+
+    def request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
+        """The body of a request for one answer.
+
+        Args:
+            name: of the base or of an adapter, at the server.
+        """
+        return {
+            "model": name,
+            "prompt": list(prompt),
+            "max_tokens": self.options.max_new_tokens,
+            # Every server takes a seed of 31 bits.
+            "seed": seed % 2**31,
+            "temperature": self.options.temperature,
+            "top_p": self.options.top_p,
+            "top_k": self.options.top_k or -1,
+            **_UNCHANGED,
+            "stop_token_ids": sorted(self.stops.tokens),
+            "stop": list(self.texts),
+            # Otherwise the end tokens of the model's own files end an answer, too.
+            "ignore_eos": not self.stops.tokens,
+            # Text alone cannot be learned from: tokenized again, it may have other tokens.
+            "return_token_ids": True,
+            # The log-probability of the drawn token, and of no other one.
+            "logprobs": 0,
+        }
+
+    def ask(self, request: dict[str, Any], load: Callable[[], object] | None) -> Completion:
+        """Ask for one answer.
+
+        Args:
+            load: has the adapter of this name loaded again; None for the base.
+        Raises:
+            RequestFailed: the request may be repeated.
+            RolloutError: the answer cannot be learned from.
+        """
+        try:
+            longest = MOST_BYTES + BYTES_PER_TOKEN * self.options.max_new_tokens
+            content = self.server.ask(COMPLETIONS, request, longest)
+        except RequestFailed as error:
+            # vLLM answers so where it does not know the adapter, as after a restart.
+            if error.status != 404 or load is None:
+                raise
+            load()
+            raise RequestFailed("it had lost the adapter, which is loaded again") from error
+        with self.server.reading():
+            reply = Reply(COMPLETIONS, content)
+            finish: str = reply.get("choices", 0, "finish_reason", kind=str)
+            # vLLM ends answers with "abort" when it is stopped itself.
+            if finish not in ("stop", "length"):
+                raise RequestFailed(f"an answer ended with {shortened(finish)!r}")
+            model: str = reply.get("model", kind=str)
+            if model != request["model"]:
+                raise Unusable(
+                    f"answers as {shortened(model)} instead of {request['model']}: it may "
+                    "have sampled from other weights"
+                )
+            tokens = reply.get("choices", 0, kind=dict).get("token_ids")
+            problem = self._problem(tokens, is_done=finish == "stop")
+            if problem:
+                raise Unusable(problem)
+            return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
+
+    def _problem(self, tokens: Any, *, is_done: bool) -> str | None:
+        """Why an answer's tokens cannot be learned from; None if they can."""
+        if not isinstance(tokens, list) or not tokens:
+            return "returns text alone, without the token ids that vLLM gives for return_token_ids"
+        for token in tokens:
+            # type() and not isinstance: JSON's true would be the token 1.
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                return (
+                    f"returns the token {token!r:.100}, and the model's vocabulary has "
+                    f"{self.vocab_size}"
+                )
+        most = self.options.max_new_tokens
+        if len(tokens) > most or not (is_done or len(tokens) == most):
+            return f"returns {len(tokens):,} tokens, cut, instead of {most:,}"
+        if not self.stops.tokens.isdisjoint(tokens[:-1]):
+            return "goes on behind the token that ends an answer"
+        if is_done and not self.stops.ends(tokens):
+            return "leaves out the token that ends an answer"
+        return None
