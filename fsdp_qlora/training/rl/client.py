@@ -271,19 +271,30 @@ class Server:
             )
         return names
 
-    def load(self, name: str, folder: Path) -> None:
+    def load_newest(self, name: str, folder: Path) -> None:
         """Have this adapter loaded, and no other one of its run.
 
+        Raises:
+            RequestFailed or RolloutError.
+        """
+        # Names are RUN-vVERSION-HASH.
+        run = name.partition("-v")[0]
+        self.load(name, folder, lambda other: other.startswith(f"{run}-v"))
+
+    def load(self, name: str, folder: Path, is_old: Callable[[str], bool]) -> None:
+        """Have this adapter loaded, and no old one of another name.
+
+        Args:
+            is_old: whether an adapter is not needed any more.
         Raises:
             RequestFailed or RolloutError.
         """
         # Many threads notice at once that a restarted server has lost the adapter.
         with self._loading:
             loaded = self.names()
-            # Names are RUN-vVERSION-HASH. Old versions go first: a server may have one place only.
-            run = name.partition("-v")[0]
+            # Old ones go first: a server may have one place only.
             for other in loaded:
-                if other != name and other.startswith(f"{run}-v"):
+                if other != name and is_old(other):
                     with contextlib.suppress(RequestFailed):
                         self.ask("/v1/unload_lora_adapter", {"lora_name": other})
             try:

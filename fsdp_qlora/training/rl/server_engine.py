@@ -139,6 +139,6 @@ class ServerEngine:
         name = self.name_of(version)
         if not name:
             raise RolloutError(f"The adapter in {self._folder(version)} cannot be read.")
-        load = partial(self.server.load, name, self._folder(version))
+        load = partial(self.server.load_newest, name, self._folder(version))
         self.server.patiently(load)
         return name, load

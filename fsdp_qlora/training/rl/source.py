@@ -29,6 +29,7 @@ from fsdp_qlora.distributed.process_group import (
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.episodes.play import Episodes
+from fsdp_qlora.training.rl.adapter_use import check_use
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of, weighted_sum
 from fsdp_qlora.training.rl.ahead import KEY as AHEAD
 from fsdp_qlora.training.rl.ahead import Ahead
@@ -52,6 +53,11 @@ from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 
 log = logging.getLogger("fsdp_qlora")
+
+_REMEDY = (
+    "use a version that reads them, or train without (--lora_target_parameters). If --temperature "
+    "is not 1, it needs --logprobs-mode processed_logprobs."
+)
 
 
 @dataclass(eq=False)
@@ -299,33 +305,15 @@ class Rollouts:
         self._check_server(table, logps, self.logprobs(table, at_start=True))
 
     def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
-        """Decide whether a server uses the adapter.
-
-        It is decided once the server's log-probabilities are twice as near to one side as to the
-        other. At the first steps, an adapter that has learned little is as near as the base.
+        """Decide whether a server uses the adapter. Raises RolloutError if it does not.
 
         Args:
             logps, base: of the table's tokens with the adapter, and without it.
-        Raises:
-            RolloutError: it does not, and its answers would stay the base's.
         """
         sampled = table.columns["sampled_logps"].values
         count = table.num_targets.sum()
         # Tokens of prompts are 0 on all sides.
         to_model = float(np.abs(sampled - logps).sum() / count)
         to_base = float(np.abs(sampled - base).sum() / count)
-        if 2 * to_base < to_model:
-            raise RolloutError(
-                f"The server ignores the adapter: its log-probabilities are {to_base:.2g} from the "
-                f"base's and {to_model:.2g} from the adapted model's. vLLM ignores adapters of "
-                "some layers, as of some experts: use a version that reads them, or train without "
-                "(--lora_target_parameters). If --temperature is not 1, it needs --logprobs-mode "
-                "processed_logprobs."
-            )
-        if 2 * to_model < to_base:
-            log.info(
-                "The server uses the adapter: it is %.2g from the model, %.2g from the base.",
-                to_model,
-                to_base,
-            )
+        if check_use(to_model, to_base, _REMEDY):
             self.next_check = None
