@@ -51,6 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="second, frozen model that clients can sample from and compute log-probabilities with",
     )
     parser.add_argument(
+        "--rollout_url",
+        metavar="URL",
+        help="server with vLLM's API that draws the samples, beside training; it is sent each "
+        "saved adapter that clients sample from",
+    )
+    parser.add_argument(
         "--max_models",
         type=int,
         default=8,
@@ -97,7 +103,13 @@ def run(args: argparse.Namespace) -> int | None:
 
     key = NO_KEY if args.api_key == NO_KEY else os.environ.get(_KEY_VARIABLE)
     options = ServeOptions(
-        args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher
+        args.host,
+        args.port,
+        Path(args.folder).expanduser(),
+        args.max_models,
+        key,
+        args.teacher,
+        args.rollout_url,
     )
     serve(config, options)
     return None

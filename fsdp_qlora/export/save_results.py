@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpoint import checkpoint
@@ -35,14 +35,14 @@ from fsdp_qlora.export.gathering import as_stored, gather_all
 from fsdp_qlora.export.values import LiveValues, Values, saved_parameters
 from fsdp_qlora.export.whole_model import save_model
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
-from fsdp_qlora.model.adapters.peft_folder import PREFIX
+from fsdp_qlora.model.adapters.peft_folder import PREFIX, WEIGHTS
 from fsdp_qlora.model.architecture.structure import canonical_name
 from fsdp_qlora.model.architecture.tokenizer import generation_config_with
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.heads import with_own_head
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import TrainingError
-from fsdp_qlora.utils.files import read_json
+from fsdp_qlora.utils.files import read_json, staged_folder
 from fsdp_qlora.utils.result_files import record_result
 from fsdp_qlora.utils.run_files import BEST, CARD, CHECKPOINTS
 
@@ -99,13 +99,31 @@ def save_adapter(
         state, config = _as_served(model, config, state)
 
     def write(folder: Path) -> None:
-        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
         _write_config(config, folder)
         sidecar(folder)
         record_result(folder)
 
     if values.keeps:
         publish_with_room(output_dir, write)
+
+
+def copy_for_server(model: PreTrainedModel, source: Path, target: Path) -> None:
+    """Copy a saved adapter as vLLM reads it, complete or not at all. For one process.
+
+    Args:
+        model: that the adapter is for.
+        source: folder of the saved adapter, in PEFT's format.
+    Raises:
+        OSError or SafetensorError: it cannot be read or written.
+    """
+    state, config = _as_served(
+        model, LoraConfig.from_pretrained(str(source)), load_file(source / WEIGHTS)
+    )
+    shutil.rmtree(target, ignore_errors=True)
+    with staged_folder(target) as folder:
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        _write_config(config, folder)
 
 
 def _as_served(

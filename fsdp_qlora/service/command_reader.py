@@ -253,6 +253,13 @@ class CommandReader:
         drawing, own = read_sample_request(queued.id, request, self.bases[base].limits)
         return WantedSample(sampler, drawing, own)
 
+    def samples_trained_base(self, sampler: str) -> bool:
+        """Whether a sampler is of the base whose adapters are trained, with one or without."""
+        entry = self.records.samplers.get(sampler)
+        if entry is None:
+            return False
+        return entry["path"] is not None or entry.get("base") in self.bases[0].names
+
     def sampling(self, wanted: WantedSample) -> Sample:
         """The command of a request.
 

@@ -22,6 +22,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.service.entries import AdapterSettings
 from fsdp_qlora.service.sampling import Drawing, SampleRequest
 from fsdp_qlora.service.train_request import TrainRequest
+from fsdp_qlora.training.generation.sampling import Completion
 
 # A GPU would be busy while ranks wait.
 _BY_GLOO = torch.device("cpu")
@@ -88,6 +89,10 @@ class Sample:
     """The request that saved the weights. Others may be saved later under the same name."""
     base: int = 0
     """The number of the base."""
+    answers: list[list[Completion]] | None = None
+    """Each request's answers, where a server has given them: as lists on the other ranks."""
+    checked: str | None = None
+    """The model that the weights are of, if these answers show whether the server uses them."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
+from fsdp_qlora.export.save_results import copy_for_server
 from fsdp_qlora.model.architecture.config import at_most_positions
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.kernels.in_use import using_ways
@@ -62,12 +63,18 @@ from fsdp_qlora.service.folder_identity import check_identity, note_ways, ways_b
 from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.opening import Opened, ServeOptions, open_folder_and_port
 from fsdp_qlora.service.reasons import reason_of
+from fsdp_qlora.service.sample_server import SampleServer
 from fsdp_qlora.service.sampler import RequestSampler
+from fsdp_qlora.service.sampling import Drawing
 from fsdp_qlora.service.scheduler import Scheduler
+from fsdp_qlora.service.served_adapters import ServedAdapters
 from fsdp_qlora.service.training import RequestTargets, RequestTrainer
 from fsdp_qlora.service.worker import Worker
 from fsdp_qlora.training.loop import gc_frozen
+from fsdp_qlora.training.rl.client import Server, check_server
+from fsdp_qlora.training.rl.server_answers import ServerAnswers
 from fsdp_qlora.utils.errors import RunStopped, UserError
+from fsdp_qlora.utils.run_files import ADAPTERS
 from fsdp_qlora.utils.text import fit_line, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
@@ -105,6 +112,8 @@ def _serve_in_session(
     with session.kept_until_all_connect():
         # First of all: a port or a folder that is in use is no reason to plan for minutes.
         opened = open_folder_and_port(options) if ranks.is_rank_0 else None
+        if opened is not None and options.rollout_url is not None:
+            check_server(options.rollout_url, (config.model_name, config.base_name))
         planned = _plan(config, ranks, store, options)
         for base in planned:
             check_resources(base.config, base.placed)
@@ -149,7 +158,11 @@ def _load_and_work(
         least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
         worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
     if opened is not None:
-        scheduler = _start_server([*map(_described, bases, workers)], opened, config, options)
+        sample_server = None
+        if options.rollout_url is not None:
+            sample_server = _sample_server(workers[0], config, options)
+        described = [*map(_described, bases, workers)]
+        scheduler = _start_server(described, opened, config, options, sample_server)
     watchdog = Watchdog(
         control.heartbeat,
         session.presence,
@@ -280,8 +293,27 @@ def _described(base: FetchedBase, worker: Worker) -> Base:
     return Base(names, str(here.resolve()) if here.is_dir() else config.model_name, worker.limits)
 
 
+def _sample_server(worker: Worker, config: TrainConfig, options: ServeOptions) -> SampleServer:
+    """The server that draws the samples of the trained base."""
+    assert options.rollout_url is not None
+    server = Server(options.rollout_url, (config.model_name, config.base_name), config.hang_seconds)
+    sampler = worker.sampling
+    copy_adapter = functools.partial(copy_for_server, worker.adapters.trainer.model)
+
+    def answers_of(drawing: Drawing) -> ServerAnswers:
+        stops = sampler.stops(drawing)
+        return ServerAnswers(server, stops, stops.texts, drawing.options(), sampler.vocabulary)
+
+    adapters = ServedAdapters(server, copy_adapter, options.folder / ADAPTERS)
+    return SampleServer(server, adapters, sampler.checks, answers_of)
+
+
 def _start_server(
-    bases: list[Base], opened: Opened, config: TrainConfig, options: ServeOptions
+    bases: list[Base],
+    opened: Opened,
+    config: TrainConfig,
+    options: ServeOptions,
+    sample_server: SampleServer | None,
 ) -> Scheduler:
     """Answer requests in a thread of rank 0; returns the scheduler that has the work."""
     steps, minutes = save_times(config.save_every)
@@ -292,6 +324,7 @@ def _start_server(
         max_rank=config.lora_rank,
         max_models=options.max_models,
         save_times=(steps, 60 * minutes),
+        server=sample_server,
     )
     requests = ClientRequests(scheduler)
     scheduler.results.on_done = requests.waiting.wake

@@ -32,6 +32,8 @@ class ServeOptions(NamedTuple):
     """
     teacher: str | None = None
     """A second, frozen model."""
+    rollout_url: str | None = None
+    """Of a server that answers requests for samples."""
 
 
 class Opened(NamedTuple):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.service.adapter_checks import AdapterChecks
 from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
 from fsdp_qlora.service.commands import Sample
 from fsdp_qlora.service.entries import AdapterSettings
@@ -21,7 +22,7 @@ from fsdp_qlora.service.sampling import Drawing, SampleRequest
 from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.training.forward import token_logprobs, values_of_tokens
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
-from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.generation.sampling import Completion, Stops
 from fsdp_qlora.training.top_tokens import TopTokens
 
 _BASE: AdapterSettings = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}
@@ -45,8 +46,8 @@ class RequestStops(Stops):
         stop: Sequence[str | int] | None,
     ):
         super().__init__(tokenizer, model, "")
-        self._texts = [each for each in stop or () if isinstance(each, str)]
-        self._longest = max((len(text.encode(errors="replace")) for text in self._texts), default=0)
+        self.texts = [each for each in stop or () if isinstance(each, str)]
+        self._longest = max((len(text.encode(errors="replace")) for text in self.texts), default=0)
         self.tokens |= {each for each in stop or () if isinstance(each, int)}
         if stop is not None and not stop:
             self.tokens = set()
@@ -54,11 +55,11 @@ class RequestStops(Stops):
     def ends(self, tokens: list[int]) -> bool:
         if tokens[-1] in self.tokens:
             return True
-        if not self._texts:
+        if not self.texts:
             return False
         # Only the end is decoded: a text before it would have ended the answer earlier.
         end = self._tokenizer.decode(tokens[-self._longest - 1 :])
-        return any(text in end for text in self._texts)
+        return any(text in end for text in self.texts)
 
 
 @dataclass(eq=False)
@@ -71,19 +72,37 @@ class RequestSampler:
     """Token ids are below this."""
     beat: Callable[[], object]
     """Called while it computes."""
+    checks: AdapterChecks = field(default_factory=AdapterChecks)
+    """Whether a server that answers uses the adapters."""
     free: int | None = None
     """Free bytes of the fullest GPU, when all bases are loaded."""
     snapshots: OrderedDict[SnapshotKey, AdapterState] = field(default_factory=OrderedDict)
 
     def sample(self, command: Sample) -> list[bytes]:
-        """The answer to each request."""
+        """The answer to each request.
+
+        Raises:
+            UserError: on every rank, if the server that has answered ignores the adapter.
+        """
         self.adapters.activate(self._snapshot(command.path, command.saved_by))
-        answers = self._complete(command.requests, command.drawing)
+        if command.answers is None:
+            answers = self._complete(command.requests, command.drawing)
+        else:
+            answers = [[Completion(*values) for values in own] for own in command.answers]
+        if command.checked is not None:
+            weights = (command.checked, str(command.saved_by))
+            forward = self.adapters.trainer.forward
+            self.checks.compare(weights, forward, command.requests, answers)
         scores = self._scores(command.requests)
         return [
             encode_samples(own, scores.get(number, PromptScores()))
             for number, own in enumerate(answers)
         ]
+
+    def stops(self, drawing: Drawing) -> RequestStops:
+        """What ends answers with these sampling settings."""
+        model = self.adapters.trainer.model
+        return RequestStops(self.placed.model.tokenizer, model, drawing.stop)
 
     # --- weights ---
 
@@ -154,14 +173,8 @@ class RequestSampler:
         asked = [(each, sample) for each in requests for sample in range(each.num_samples)]
         longest = drawing.max_tokens + max(len(each.prompt) for each in requests)
         plan = plan_generation(self.placed, len(asked), longest, drawing.max_tokens, self.free)
-        options = SamplingOptions(
-            drawing.max_tokens,
-            temperature=drawing.temperature,
-            top_p=drawing.top_p,
-            top_k=drawing.top_k,
-            plain_logps=True,
-        )
-        stops = RequestStops(self.placed.model.tokenizer, trainer.model, drawing.stop)
+        options = drawing.options()
+        stops = self.stops(drawing)
         generator = TextGenerator(
             trainer.model,
             trainer.ranks,

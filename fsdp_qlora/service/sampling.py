@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tinker import types
 
 from fsdp_qlora.service.messages import Limits, prompt_tokens
+from fsdp_qlora.training.generation.sampling import SamplingOptions
 from fsdp_qlora.utils.errors import UserError
 
 # Samples of requests that are answered together.
@@ -38,6 +39,16 @@ class Drawing:
     """0 for all tokens."""
     stop: list[str | int] | None
     """Texts or tokens that end an answer; None for the model's own end."""
+
+    def options(self) -> SamplingOptions:
+        """These settings for an engine. Log-probabilities are the model's own."""
+        return SamplingOptions(
+            self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            plain_logps=True,
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tinker.proto import tinker_public_pb2 as pb
 
-from fsdp_qlora.service.command_reader import Base, CommandReader
+from fsdp_qlora.service import names
+from fsdp_qlora.service.command_reader import Base, CommandReader, WantedSample
 from fsdp_qlora.service.commands import (
     Command,
     DropModel,
@@ -27,16 +28,20 @@ from fsdp_qlora.service.commands import (
     SaveWeights,
 )
 from fsdp_qlora.service.jobs import Job
+from fsdp_qlora.service.messages import PromptScores, encode_samples
 from fsdp_qlora.service.model_states import ModelStates
 from fsdp_qlora.service.parsed_requests import ParsedRequests
 from fsdp_qlora.service.reasons import reason_of
 from fsdp_qlora.service.records import DONE, QueuedRequest, Records
 from fsdp_qlora.service.request_queue import RequestQueue
 from fsdp_qlora.service.results import Results
+from fsdp_qlora.service.sample_server import SampleServer
 from fsdp_qlora.service.saved_weights import SavedWeights
+from fsdp_qlora.service.server_samples import ServerSamples
 from fsdp_qlora.service.sessions import Sessions
 from fsdp_qlora.service.waiting_samples import WaitingSamples
 from fsdp_qlora.service.wall_clock import WallClock
+from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -63,6 +68,7 @@ class Scheduler:
         max_models: the maximum number of models in memory.
         save_times: steps and seconds after which a model's state is saved, so that fewer requests
             must be repeated after a kill; 0 for never.
+        server: answers requests for samples of the first base, if there is one.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Scheduler:
         max_rank: int,
         max_models: int,
         save_times: tuple[int, float],
+        server: SampleServer | None = None,
     ) -> None:
         self.records = records
         self.max_models = max_models
@@ -83,7 +90,13 @@ class Scheduler:
         self.results = Results(records)
         self.parsed = ParsedRequests()
         self.reader = CommandReader(records, self.weights, self.parsed, bases, max_rank)
-        self.queue = RequestQueue(records.waiting(), self._first_number)
+        self.server = server
+        at_server = list[QueuedRequest]()
+        for_ranks = list[QueuedRequest]()
+        for request in records.waiting():
+            (at_server if self._is_for_server(request) else for_ranks).append(request)
+        self.queue = RequestQueue(for_ranks, self._first_number)
+        self.server_queue = RequestQueue(at_server, self._first_number)
         self.models = ModelStates(save_times)
         alone = records.tried_samples()
         self.samples = WaitingSamples(self.reader, self.queue, alone, self._fail)
@@ -91,6 +104,14 @@ class Scheduler:
         self._coming: deque[Job] = deque()
         self._job: Job | None = None  # that the ranks execute
         self._swept_at = -_SWEEP_SECONDS
+        if server is not None:
+            ServerSamples(
+                server,
+                self.server_queue,
+                read=self._command_for_server,
+                done=self._answered,
+                fail=self._fail,
+            ).start()
 
     # --- for the web server's threads ---
 
@@ -108,21 +129,62 @@ class Scheduler:
             Busy: the client should ask again later.
             UserError: too many others come before it.
         """
-        self.queue.check(request)
+        queue = self.server_queue if self._is_for_server(request) else self.queue
+        queue.check(request)
         # Recorded before the client hears of it, so that a kill loses no request.
         if not self.records.add(request, body):
             return
         # Before it is in the queue, as it may be its turn at once.
         if message is not None:
             self.parsed.put(request.id, message, request.size)
-        if not self.queue.add(request):
+        if not queue.add(request):
             self._fail(request, f"The model's request {request.seq} has been passed over.")
 
     def cancel(self, name: str) -> None:
         """Give up a request for samples that has not begun."""
-        request = self.queue.remove_sample(name)
+        request = self.server_queue.remove_sample(name) or self.queue.remove_sample(name)
         if request:
             self._fail(request, "cancelled")
+
+    def _is_for_server(self, request: QueuedRequest) -> bool:
+        """Whether the server answers a request, and not the ranks."""
+        is_sample = self.server is not None and request.kind == "asample"
+        return is_sample and self.reader.samples_trained_base(request.target)
+
+    # --- for the server's threads ---
+
+    def _command_for_server(self, request: QueuedRequest) -> Sample:
+        """The command of a request for samples. Raises UserError or others."""
+        assert self.server is not None
+        wanted = self.samples.read(request)
+        model = _model_of(wanted)
+        refusal = None if model is None else self.server.checks.refusal(model)
+        if refusal is not None:
+            raise UserError(refusal)
+        return self.reader.sampling(wanted)
+
+    def _answered(self, request: QueuedRequest, answers: list[Completion]) -> None:
+        """Record a server's answers, or hand them to the ranks for what these find of them."""
+        try:
+            wanted = self.samples.read(request)
+            if wanted.request.scores or self._checked_model(wanted) is not None:
+                self.samples.answers[request.id] = answers
+                self.queue.add(request)
+                return
+            result = encode_samples(answers, PromptScores())
+            self.records.finish([(request.id, DONE, result)])
+        except Exception as error:
+            self._fail(request, reason_of(error, "recorded"))
+        else:
+            self._advance(request)
+
+    def _checked_model(self, wanted: WantedSample) -> str | None:
+        """The model of a request's weights, if its answers are to be compared; None if not."""
+        model = _model_of(wanted)
+        if model is None or self.server is None:
+            return None
+        saved_by = self.weights.entry(str(wanted.sampler["path"]))["piece"]
+        return model if self.server.checks.is_due(model, saved_by) else None
 
     # --- for the main thread ---
 
@@ -363,13 +425,19 @@ class Scheduler:
 
     def _sampling(self, request: QueuedRequest) -> Job:
         """One job for a request and the others with the same weights and sampling settings."""
-        command = self.reader.sampling(self.samples.read(request))
-        requests = list(command.requests)
+        wanted = self.samples.read(request)
+        command = self.reader.sampling(wanted)
         for other in self.samples.take_beside(request):
             self._in_work.append(other)
             self.records.begin(other.id)
-            requests.append(self.samples.read(other).request)
-        return Job(dataclasses.replace(command, requests=tuple(requests)))
+        requests = tuple(self.samples.read(each).request for each in self._in_work)
+        command = dataclasses.replace(command, requests=requests)
+        # A server has answered the requests of all that are alike, or of none.
+        if request.id in self.samples.answers:
+            answers = [self.samples.answers[each.id] for each in self._in_work]
+            checked = self._checked_model(wanted)
+            command = dataclasses.replace(command, answers=answers, checked=checked)
+        return Job(command)
 
     def _state_number(self, model: str) -> int:
         """The number of the request after which a model's own state was saved; -1 for none."""
@@ -399,3 +467,9 @@ class Scheduler:
         for model in forgotten:
             self.models.forget(model)
         self.queue.forget_idle()
+
+
+def _model_of(wanted: WantedSample) -> str | None:
+    """The model whose weights a request samples from; None for a base."""
+    path = wanted.sampler["path"]
+    return None if path is None else names.parts_of(path)[0]

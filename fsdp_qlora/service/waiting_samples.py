@@ -7,6 +7,7 @@ from fsdp_qlora.service.reasons import reason_of
 from fsdp_qlora.service.records import QueuedRequest
 from fsdp_qlora.service.request_queue import RequestQueue
 from fsdp_qlora.service.sampling import SampleGroup
+from fsdp_qlora.training.generation.sampling import Completion
 
 # Tokens of waiting prompts that are looked at for those to answer together; what is read is kept.
 _MAX_LOOKED_AT = 2**22
@@ -18,6 +19,8 @@ class WaitingSamples:
     Args:
         alone: names of requests that are not answered together with others.
         fail: is called with a request that cannot be read, and the reason.
+    Attributes:
+        answers: those of a server to requests that still wait for the ranks, by their names.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class WaitingSamples:
         self.queue = queue
         self.alone = alone
         self._fail = fail
+        self.answers: dict[str, list[Completion]] = {}
         self._read: dict[str, WantedSample] = {}
 
     def read(self, request: QueuedRequest) -> WantedSample:
@@ -66,6 +70,7 @@ class WaitingSamples:
     def forget(self, request: QueuedRequest) -> None:
         """Record that a request has its result."""
         self._read.pop(request.id, None)
+        self.answers.pop(request.id, None)
         self.alone.discard(request.id)
 
     def _read_other(self, request: QueuedRequest) -> WantedSample | None:

@@ -19,8 +19,8 @@ Fault = Callable[[str, dict[str, Any]], tuple[int, Any] | None]
 
 
 class LoraServer(ThreadingHTTPServer):
-    """Answers with `choose`, which gets the adapter's folder and a request; returns token ids and
-    log-probabilities.
+    """Answers with `choose`, which gets the adapter's folder, empty for the base, and a request;
+    returns token ids and log-probabilities.
 
     faults: each may answer a path and a body itself, with a status and content: JSON, bytes as they
     are, an iterator of all that is sent, the place of a redirect, or None, which cuts the
@@ -81,10 +81,11 @@ class LoraServer(ThreadingHTTPServer):
         return (200, "Success") if found else (404, _error("it cannot be found"))
 
     def completions(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if body["model"] not in self.adapters:
+        folders = {self.base: "", **self.adapters}
+        if body["model"] not in folders:
             return 404, _error(f"The model `{body['model']}` does not exist.")
         with self.lock:
-            tokens, logps = self.choose(self.adapters[body["model"]], body)
+            tokens, logps = self.choose(folders[body["model"]], body)
         choice = {
             "token_ids": tokens,
             "finish_reason": "stop" if tokens[-1] == self.end else "length",
@@ -143,7 +144,7 @@ class Sampler:
 
         if adapter != self._loaded:
             base = self.model.unload() if self._loaded else self.model
-            self.model = PeftModel.from_pretrained(base, adapter).eval()
+            self.model = PeftModel.from_pretrained(base, adapter).eval() if adapter else base
             self._loaded = adapter
         return self.sample(request)
 

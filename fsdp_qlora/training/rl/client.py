@@ -245,7 +245,7 @@ class Server:
             raise RolloutError(f"The server {self.url} {error}.") from error
 
     def names(self) -> list[str]:
-        """The names of its base model and adapters.
+        """The names of its base model, which is the first, and of its adapters.
 
         Raises:
             RolloutError: it has another base. RequestFailed.
@@ -269,7 +269,7 @@ class Server:
                 f"{self._bases[0]}. If they are the same weights, say so to the server: "
                 f"--served-model-name {self._bases[0]}."
             )
-        return names
+        return [base["id"], *(name for name in names if name != base["id"])]
 
     def load_newest(self, name: str, folder: Path) -> None:
         """Have this adapter loaded, and no other one of its run.
