@@ -61,6 +61,7 @@ OTHER_FLAGS = {
         "enable-lora",
         "max-logprobs",
         "max-lora-rank",
+        "max-loras",
         "max-model-len",
         "gpu-memory-utilization",
         "tensor-parallel-size",

@@ -33,7 +33,7 @@ class ServeOptions(NamedTuple):
     teacher: str | None = None
     """A second, frozen model."""
     rollout_url: str | None = None
-    """Of a server that answers requests for samples."""
+    """The address of a server that answers requests for samples."""
 
 
 class Opened(NamedTuple):

@@ -100,7 +100,7 @@ class RequestSampler:
         ]
 
     def stops(self, drawing: Drawing) -> RequestStops:
-        """What ends answers with these sampling settings."""
+        """The ends of answers with these sampling settings."""
         model = self.adapters.trainer.model
         return RequestStops(self.placed.model.tokenizer, model, drawing.stop)
 
