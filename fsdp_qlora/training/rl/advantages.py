@@ -1,6 +1,6 @@
 """Advantages of answers over the others to their prompt, and the metrics of a generation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,13 @@ from fsdp_qlora.training.rl.rollout_file import Rollout
 
 # Added to a standard deviation that divides, as TRL does.
 _LEAST_SPREAD = 1e-4
+
+
+def sums_of_rewards(
+    values: Mapping[str, Sequence[float | None]], weights: Sequence[float]
+) -> list[float | None]:
+    """The weighted sum of each answer's values. weights: of the functions, in their order."""
+    return [weighted_sum(scores, weights) for scores in zip(*values.values(), strict=True)]
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
@@ -46,25 +53,55 @@ def _spread(values: Any, axis: int | None = None) -> Any:
 
 def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, float]:
     """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
-    lengths = np.array([_num_sampled(rollout) for rollout in rollouts])
-    ended_lengths = lengths[[rollout.completion.is_done for rollout in rollouts]]
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
     if rollouts[0].rewards:
-        rewards = _masked([rollout.reward for rollout in rollouts])
-        of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
-        metrics |= {"reward": rewards.mean(), "reward_std": _spread(rewards)}
+        rewards = [rollout.reward for rollout in rollouts]
+        values = {
+            name: [rollout.rewards[name] for rollout in rollouts] for name in rollouts[0].rewards
+        }
+        of_groups = _spread(_masked(rewards).reshape(-1, num_generations), axis=1)
         # The share of groups from which nothing is learned. A group without rewards is not of them.
-        metrics["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
-    for name in rollouts[0].rewards:
-        values = _masked([rollout.rewards[name] for rollout in rollouts])
-        metrics |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
+        metrics["frac_reward_zero_std"] = float(np.isclose(of_groups.filled(np.nan), 0).mean())
+        metrics = reward_metrics(rewards, values) | metrics
+    lengths = [_num_sampled(rollout) for rollout in rollouts]
+    metrics |= length_metrics(lengths, [rollout.completion.is_done for rollout in rollouts])
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
+    return metrics | _metrics_of_episodes(episodes)
+
+
+def reward_metrics(
+    rewards: Sequence[float | None], values: Mapping[str, Sequence[float | None]]
+) -> dict[str, float]:
+    """Means and standard deviations of answers' rewards, under TRL's names.
+
+    Answers to which no function applies do not count; NaN where there is no other.
+
+    Args:
+        rewards: the weighted sum of each answer.
+        values: of each function.
+    """
+    masked = _masked(rewards)
+    metrics: dict[str, Any] = {"reward": masked.mean(), "reward_std": _spread(masked)}
+    for name, of_function in values.items():
+        masked = _masked(of_function)
+        metrics |= {f"rewards/{name}/mean": masked.mean(), f"rewards/{name}/std": _spread(masked)}
+    return {name: _as_float(value) for name, value in metrics.items()}
+
+
+def length_metrics(num_tokens: Sequence[int], are_done: Sequence[bool]) -> dict[str, float]:
+    """The lengths of completions in tokens, and the share that was cut, under TRL's names.
+
+    are_done: whether each ended by itself.
+    """
+    lengths = np.array(num_tokens)
+    ended_lengths = lengths[[*are_done]]
+    metrics: dict[str, Any] = {}
     # TRL's names and values: 0 where no answer has ended by itself.
     terminated = ended_lengths if len(ended_lengths) else np.zeros(1)
     for name, counts in (("", lengths), ("_terminated", terminated)):
         for kind in ("mean", "min", "max"):
             metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
-    metrics["completions/clipped_ratio"] = 1 - len(ended_lengths) / len(rollouts)
-    metrics |= _metrics_of_episodes([rollout.episode for rollout in rollouts if rollout.episode])
+    metrics["completions/clipped_ratio"] = 1 - len(ended_lengths) / len(lengths)
     return {name: _as_float(value) for name, value in metrics.items()}
 
 

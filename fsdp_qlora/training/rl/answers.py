@@ -1,7 +1,6 @@
 """The answers of a generation, with what reward functions and rollouts.jsonl get of them."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from fsdp_qlora.data.prompts import Prompt
@@ -37,6 +36,18 @@ class Answer(NamedTuple):
         return [{"role": "assistant", "content": self.text}]
 
 
+def answers_of_prompts(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    text_of: Callable[[list[int]], str],
+) -> list[Answer]:
+    """The answers of one completion each. text_of: gives the text of tokens."""
+    answers = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        answers.append(Answer(prompt, completion, text_of(completion.token_ids)))
+    return answers
+
+
 def answers_of_episodes(
     prompts: Sequence[Prompt],
     transcripts: Sequence[Transcript],
@@ -48,18 +59,3 @@ def answers_of_episodes(
         last = transcript.turns[-1].completion.token_ids if transcript.turns else []
         answers.append(Answer(prompt, transcript.completion, text_of(last), transcript))
     return answers
-
-
-def batch_of(answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """The arguments of reward functions, which are TRL's."""
-    # Rows of several datasets may have other columns: a function gets None for a missing one.
-    rows = [answer.prompt.for_rewards for answer in answers]
-    names = dict.fromkeys(chain(*rows))
-    arguments: dict[str, list[Any]] = {}
-    for name in names:
-        arguments[name] = [row.get(name) for row in rows]
-    # Last, so that no column of the dataset replaces them.
-    arguments["prompts"] = [answer.shown_prompt for answer in answers]
-    arguments["completions"] = [answer.shown for answer in answers]
-    arguments["completion_ids"] = [answer.completion.token_ids for answer in answers]
-    return arguments

@@ -141,11 +141,13 @@ class Reward(NamedTuple):
         return Path(file).expanduser() if file.endswith(".py") else None
 
 
-def parse_rewards(words: Sequence[str]) -> list[Reward]:
+def parse_rewards(words: Sequence[str], option: str = "rewards") -> list[Reward]:
     """The functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT.
 
     No file is read.
 
+    Args:
+        option: the one that gives the words, for messages.
     Raises:
         UserError: there is no such function, two have one name, or a weight is infinite.
     """
@@ -158,21 +160,21 @@ def parse_rewards(words: Sequence[str]) -> list[Reward]:
         if not reward.path:
             # regex:PATTERN has its name in front of the colon, and the pattern may have others.
             reward = reward._replace(name=function.partition(":")[0])
-            builtin(function)
+            builtin(function, option)
         if not math.isfinite(reward.weight):
-            raise UserError(f"--rewards {word}: the weight must be a finite number.")
+            raise UserError(f"--{option} {word}: the weight must be a finite number.")
         rewards.append(reward)
     names = [reward.name for reward in rewards]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(
-            f"--rewards: two functions are called {min(twice)}, and so would be their metrics. "
+            f"--{option}: two functions are called {min(twice)}, and so would be their metrics. "
             "Rename one."
         )
     return rewards
 
 
-def builtin(word: str) -> Callable[..., Any]:
+def builtin(word: str, option: str = "rewards") -> Callable[..., Any]:
     """A function of REWARDS, or made by one of REWARD_FACTORIES.
 
     Raises UserError if there is none.
@@ -182,19 +184,24 @@ def builtin(word: str) -> Callable[..., Any]:
         try:
             return REWARD_FACTORIES[name](argument)
         except (ValueError, re.error) as error:
-            raise UserError(f"--rewards {word}: {argument} cannot be used: {error}.") from error
+            raise UserError(f"--{option} {word}: {argument} cannot be used: {error}.") from error
     if colon or name not in REWARDS:
         names = ", ".join([*REWARDS, *(f"{factory}:..." for factory in REWARD_FACTORIES)])
         raise UserError(
-            f"--rewards {word}: there is no such function. Give FILE.py:function or one of {names}."
+            f"--{option} {word}: there is no such function. Give FILE.py:function or one of "
+            f"{names}."
         )
     return REWARDS[name]
 
 
-def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> None:
+def check_answers(
+    rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], option: str = "rewards"
+) -> None:
     """Raise UserError if a function reads the right answer, and no row has one.
 
-    rows: columns of the prompts.
+    Args:
+        rows: columns of the prompts.
+        option: as for `parse_rewards`.
     """
     reading = [reward.name for reward in rewards if reward.word in REWARDS]
     if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
@@ -203,7 +210,7 @@ def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) 
     likely = [name for name in columns if _LIKE_AN_ANSWER.search(name)]
     chosen = likely[0] if likely else "COLUMN"
     raise UserError(
-        f"--rewards {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. "
+        f"--{option} {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. "
         f"They have: {', '.join(columns)}. Say which it is, such as --columns answer={chosen}."
     )
 
@@ -216,12 +223,24 @@ class Scorer(Worker):
         zero_on_error: count a failing function's values as 0, with a warning, instead of ending the
             run.
         seconds: for each function and generation, and for each file.
+        option: as for `parse_rewards`.
+        of_rows: the dataset whose rows are scored, for messages.
     """
 
-    def __init__(self, words: Sequence[str], *, zero_on_error: bool, seconds: float) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        zero_on_error: bool,
+        seconds: float,
+        option: str = "rewards",
+        of_rows: str = "the dataset",
+    ) -> None:
         super().__init__(__name__, seconds)
-        self.rewards = parse_rewards(words)
+        self.rewards = parse_rewards(words, option)
         self._zero_on_error = zero_on_error
+        self._option = option
+        self._of_rows = of_rows
 
     def start(self) -> list[str]:
         """Run the functions' files in the process, unless it has.
@@ -236,7 +255,7 @@ class Scorer(Worker):
         replies = [(reward, self._ask(reward, {}, (), self._seconds)) for reward in self.rewards]
         for reward, reply in replies:
             if "error" in reply:
-                raise RankError(f"--rewards {reward.word}: {printable(reply['error'])}")
+                raise RankError(f"--{self._option} {reward.word}: {printable(reply['error'])}")
         described = []
         for reward, reply in replies:
             # Without the folder, which may be another one on the next machine.
@@ -276,7 +295,7 @@ class Scorer(Worker):
         numbers = dict.fromkeys([rows[place] for place in places][:32])
         named = ", ".join(map(str, numbers))
         message = (
-            f"The reward function {reward.name} failed at row {named} of the dataset: "
+            f"The reward function {reward.name} failed at row {named} of {self._of_rows}: "
             f"{printable(reply['error'])}"
         )
         if not self._zero_on_error:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.rl.adapter_use import check_use
-from fsdp_qlora.training.rl.advantages import advantages, metrics_of, weighted_sum
+from fsdp_qlora.training.rl.advantages import advantages, metrics_of, sums_of_rewards
 from fsdp_qlora.training.rl.ahead import KEY as AHEAD
 from fsdp_qlora.training.rl.ahead import Ahead
-from fsdp_qlora.training.rl.answers import Answer, answers_of_episodes, batch_of
+from fsdp_qlora.training.rl.answers import Answer, answers_of_episodes, answers_of_prompts
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.rollout_file import (
@@ -48,7 +47,7 @@ from fsdp_qlora.training.rl.rollout_rows import (
     rows_of_rollouts,
     rows_with_teacher,
 )
-from fsdp_qlora.training.rl.waiting import run_on_rank_0
+from fsdp_qlora.training.rl.scoring import Values, reward_arguments, score_answers
 from fsdp_qlora.training.teacher import Teacher
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 
@@ -223,25 +222,13 @@ class Rollouts:
             transcripts = self.episodes.play(prompts, generation, step)
             return answers_of_episodes(prompts, transcripts, self.text_of)
         completions = self.engine([prompt.ids for prompt in prompts], generation, step)
-        return [
-            Answer(prompt, completion, self.text_of(completion.token_ids))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        return answers_of_prompts(prompts, completions, self.text_of)
 
-    def _scores(self, answers: Sequence[Answer], step: int) -> dict[str, list[float | None]]:
-        """The value that each reward function gives each answer, and the environments' own.
-
-        Only rank 0 calls the functions, which may draw random numbers or ask a service: all ranks
-        must learn from the same values.
-        """
-        if self.ranks.is_rank_0:
-            # In this thread, which lives as long as the run: the process ends with the thread that
-            # has started it.
-            self.scorer.start()
+    def _scores(self, answers: Sequence[Answer], step: int) -> Values:
+        """The value that each reward function gives each answer, and the environments' own."""
         rows = [answer.prompt.row_number for answer in answers]
-        score = partial(self.scorer.score, batch_of(answers), rows)
-        text = run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step)
-        values: dict[str, list[float | None]] = json.loads(text)
+        arguments = reward_arguments(answers)
+        values = score_answers(self.scorer, arguments, rows, self.control, self.ranks, step)
         for name in dict.fromkeys(self._own_rewards.values()):
             values[name] = [self._own_reward(answer, name) for answer in answers]
         return values
@@ -259,8 +246,7 @@ class Rollouts:
         # A run that learns from a teacher has no functions.
         if not values:
             return [None] * count
-        weights = [*self.weights.values()]
-        rewards = [weighted_sum(scores, weights) for scores in zip(*values.values(), strict=True)]
+        rewards = sums_of_rewards(values, [*self.weights.values()])
         if set(rewards) == {None}:
             log.warning(
                 "Step %d learns nothing: no reward function gives a value for any of its answers.",
