@@ -48,8 +48,8 @@ MOST = {
     "files at the package's root": 3,
     # The last one chooses between kernels that are proved at the start and those of libraries.
     # Four are of environments in which a model acts, and limit what these may take. One has answers
-    # sampled ahead.
-    "options": 102,
+    # sampled ahead, and two score answers to held-out prompts.
+    "options": 104,
     # The last ones try blocks as graphs, which is for blocks that recompute, and plan and choose
     # those whose activations the host keeps instead; the choice for a machine left the search.
     "files that name recompute": 29,

@@ -16,11 +16,12 @@ _SIGMAS = 8.0
 
 @dataclass
 class Evaluations:
-    """Losses of a run's evaluations.
+    """Losses and scores of a run's evaluations.
 
-    last_eval_step: step of the last evaluation, -1 for none. best_eval_loss: lowest evaluation loss
-    after step 0. best_eval_step: its step. num_evals_without_best: number of evaluations since
-    then.
+    last_eval_step: step of the last evaluation, -1 for none. best_by: the measure that chooses the
+    best evaluation, `loss` or the name of a score. best_eval_loss, best_eval_score: the lowest loss
+    or the highest score after step 0; None where the other one chooses. best_eval_step: its step.
+    num_evals_without_best: number of evaluations since then.
     """
 
     first_eval_loss: float | None = None
@@ -29,26 +30,85 @@ class Evaluations:
     best_eval_step: int = -1
     num_evals_without_best: int = 0
     last_eval_step: int = -1
+    best_by: str = "loss"
+    first_eval_score: float | None = None
+    eval_score: float | None = None
+    best_eval_score: float | None = None
 
-    def add_evaluation(self, step: int, eval_loss: float) -> bool:
-        """Count an evaluation after a step. Returns whether it is the best.
+    def add_evaluation(
+        self, step: int, eval_loss: float | None, score: float | None = None
+    ) -> bool:
+        """Count an evaluation after a step. Returns whether it is the best by `best_by`.
 
         An evaluation before the first step is never the best: the best adapter must have been
-        trained.
+        trained. NaN is never the best, either.
+
+        Args:
+            eval_loss: None where there is no held-out loss.
+            score: None where answers are not scored.
         """
         self.last_eval_step = step
         self.eval_loss = eval_loss
+        self.eval_score = score
         if self.first_eval_loss is None:
             self.first_eval_loss = eval_loss
+        if self.first_eval_score is None:
+            self.first_eval_score = score
         if step == 0:
             return False
-        is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
+        is_best = self._is_best()
         self.num_evals_without_best += 1
         if is_best:
-            self.best_eval_loss = eval_loss
+            if self.best_by == "loss":
+                self.best_eval_loss = eval_loss
+            else:
+                self.best_eval_score = score
             self.best_eval_step = step
             self.num_evals_without_best = 0
         return is_best
+
+    def describe_best(self) -> str:
+        """The value that a better evaluation has to pass, and its step."""
+        if self.best_eval_step < 0:
+            return f"a finite {self.best_by}"
+        if self.best_by == "loss":
+            return f"a lower loss than {self.best_eval_loss:.4f} of step {self.best_eval_step}"
+        return (
+            f"a higher {self.best_by} than {self.best_eval_score:.4f} of step {self.best_eval_step}"
+        )
+
+    def _is_best(self) -> bool:
+        """Whether the last evaluation is better than all before."""
+        if self.best_by == "loss":
+            return is_below(self.eval_loss, self.best_eval_loss)
+        return is_below(negative(self.eval_score), negative(self.best_eval_score))
+
+
+def is_below(value: float | None, limit: float | None) -> bool:
+    """Whether a value is below a limit. None and NaN are not; no limit is infinity."""
+    return value is not None and value < (math.inf if limit is None else limit)
+
+
+def negative(value: float | None) -> float | None:
+    """The negative of a value; None has none."""
+    return None if value is None else -value
+
+
+def measure_of(progress: Mapping[str, Any], step: int) -> float | None:
+    """The value of a checkpoint by which the best one is chosen: the lowest of all is the best.
+
+    Args:
+        progress: of the checkpoint of `step`, as in its state.json.
+    Returns:
+        The held-out loss or the negative score; None if the run was not evaluated at this step, or
+        the value is not finite.
+    """
+    if progress.get("last_eval_step") != step:
+        return None
+    value: float | None = progress.get("eval_loss")
+    if progress.get("best_by", "loss") != "loss":
+        value = negative(progress.get("eval_score"))
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass
@@ -57,7 +117,8 @@ class Progress(Evaluations):
 
     step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
     loss_scale: `LossScale.state` of an fp16 run. stream: the position of the rows' source, such as
-    `mark_of` the last answers of training/rl/rollout_file.py. idle: `IdleSteps.state`.
+    `mark_of` the last answers of training/rl/rollout_file.py. idle: `IdleSteps.state`. reward_gap:
+    `RewardGap.state`.
     """
 
     step: int = 0
@@ -69,6 +130,7 @@ class Progress(Evaluations):
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
+    reward_gap: dict[str, float | None] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
@@ -96,11 +158,11 @@ class Progress(Evaluations):
 
     def summary(self) -> dict[str, float]:
         """The run's final values."""
-        names = ("loss", "first_eval_loss", "eval_loss", "num_tokens", "train_seconds")
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.best_eval_loss is not None and self.best_eval_step >= 0:
-            values |= {"best_eval_loss": self.best_eval_loss, "best_eval_step": self.best_eval_step}
-        return values
+        names = ["loss", "first_eval_loss", "eval_loss", "num_tokens", "train_seconds"]
+        names += ["first_eval_score", "eval_score"]
+        if self.best_eval_step >= 0:
+            names += ["best_eval_loss", "best_eval_score", "best_eval_step"]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def spike(recent: list[float], loss: float) -> float | None:

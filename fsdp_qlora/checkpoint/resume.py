@@ -458,15 +458,17 @@ def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
             "It was saved by other versions, which may change the numbers: %s.",
             "; ".join(sorted(changes)),
         )
-    old_rewards = stored.get("rewards")
-    new_rewards = identity.get("rewards")
-    # No fact that would refuse the run: a repaired reward function is a reason to go on with it.
-    if old_rewards and new_rewards and old_rewards != new_rewards:
-        log.warning(
-            "The reward functions were %s, and are now %s.",
-            ", ".join(old_rewards),
-            ", ".join(new_rewards),
-        )
+    for name in ("rewards", "eval_rewards"):
+        old_rewards = stored.get(name)
+        new_rewards = identity.get(name)
+        # No fact that would refuse the run: a repaired reward function is a reason to go on.
+        if old_rewards and new_rewards and old_rewards != new_rewards:
+            log.warning(
+                "The reward functions%s were %s, and are now %s.",
+                " of --eval_rewards" if name == "eval_rewards" else "",
+                ", ".join(old_rewards),
+                ", ".join(new_rewards),
+            )
     if identity["global_batch_size"] != global_batch_size:
         options = identity["options"]
         data_size = identity["world_size"] // options.get("context_parallel_size", 1)

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from fsdp_qlora.checkpoint import checkpoint
-from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.checkpoint.progress import Progress, measure_of
 from fsdp_qlora.checkpoint.train_state import Tensors, TrainState
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
@@ -340,14 +340,17 @@ def is_full(error: Exception) -> bool:
 
 
 def best_step(folders: Mapping[int, Path]) -> int | None:
-    """The step of the checkpoint with the lowest loss, among those evaluated at their own step."""
-    losses: dict[int, float] = {}
+    """The step of the checkpoint with the lowest loss or highest score, as the run chooses.
+
+    Among those evaluated at their own step.
+    """
+    values: dict[int, float] = {}
     for step, folder in folders.items():
         progress = read_json(folder / checkpoint.STATE).get("progress", {})
-        loss = progress.get("eval_loss") if progress.get("last_eval_step") == step else None
-        if loss is not None and math.isfinite(loss):
-            losses[step] = loss
-    return min(losses, key=lambda step: losses[step], default=None)
+        value = measure_of(progress, step)
+        if value is not None:
+            values[step] = value
+    return min(values, key=lambda step: values[step], default=None)
 
 
 def find_checkpoint(source: Path, *, best: bool) -> Path:

@@ -15,6 +15,8 @@ from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
 from fsdp_qlora.utils.files import PUBLIC, folder_error, is_repository, mirror_error
 
+# Options of answers in training that answers to held-out prompts have, too.
+_OF_SCORES = ("max_completion_length", "on_reward_error")
 _MOST_TOKENS = 2**26  # of a micro-batch: at 4,096 numbers in 16 bits for each they are 512 GiB
 NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'
 
@@ -172,7 +174,8 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         # The record of a run has beta and loss_type as the objective decided them. They are no
         # change where they are what the default objective decides.
         is_decided = getattr(c, name) == decided_by_default.get(name)
-        if name not in chosen.options and not is_decided:
+        is_of_scores = c.eval_rewards and name in _OF_SCORES
+        if name not in chosen.options and not is_decided and not is_of_scores:
             takers = [other for other, row in OBJECTIVES.items() if name in row.options]
             yield (
                 f"--objective {c.objective} does not take --{name}, which is for "
@@ -252,6 +255,17 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
     if of_episodes and not c.environment:
         verb = "need" if len(of_episodes) > 1 else "needs"
         yield f"{_flags(of_episodes)} {verb} --environment."
+    not_of_episodes = _changed(c, "rollout_ahead", "eval_rewards")
+    if not_of_episodes and c.environment:
+        yield (
+            f"--environment plays episodes, and {_flags(not_of_episodes)} takes answers of one "
+            "turn. Leave out one of them."
+        )
+    if c.best_by == "loss":
+        yield (
+            f"--best_by loss: --objective {c.objective} has no held-out loss. Give reward, or the "
+            "name of a function of --eval_rewards."
+        )
     # An address without user and password.
     for name in _changed(c, "rollout_url", "teacher_url"):
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
@@ -274,11 +288,13 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
             "--rollout_ahead is for a server that completes prompts while the run trains: give "
             "--rollout_url, too."
         )
-    refused = _changed(c, "eval_dataset", "eval_fraction", "precompute_reference")
-    if refused:
+    refused = _changed(c, "precompute_reference")
+    held_out = _changed(c, "eval_dataset", "eval_fraction")
+    if refused or (held_out and not c.eval_rewards):
+        advice = " without --eval_rewards, which scores answers to held-out prompts"
         yield (
             f"--objective {c.objective} generates its rows during training: it cannot be used "
-            f"with {_flags(refused)}."
+            f"with {_flags([*held_out, *refused])}{'' if refused else advice}."
         )
 
 
@@ -300,6 +316,7 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--eval_dataset and --eval_fraction both choose the evaluation rows. Give one."
     reasons = {
         "eval_steps": "needs rows to measure on",
+        "eval_rewards": "score answers to held-out rows",
         "sample_prompts": "are answered at each evaluation",
         "eval_tasks": "are measured at each evaluation",
     }
@@ -308,6 +325,8 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
             yield f"--{name} {reason}: give --eval_fraction (such as 0.05) or --eval_dataset."
     if c.eval_tasks and not importlib.util.find_spec("lm_eval"):
         yield f"--eval_tasks {NEEDS_LM_EVAL}"
+    if c.best_by not in (None, "loss") and not c.eval_rewards:
+        yield f"--best_by {c.best_by} is a score: it needs --eval_rewards."
     if c.early_stopping and not c.eval_steps:
         yield (
             "--early_stopping counts the evaluations during training: it needs --eval_steps (such "

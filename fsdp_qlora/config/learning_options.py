@@ -96,8 +96,13 @@ class LearningOptions:
     1. padded pads to the longest row, as some models need.
     """
     early_stopping: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Number of evaluations in a row without a lower loss after which training ends (best/ has the
-    best adapter); 0 is never.
+    """Number of evaluations in a row without a lower loss (or a higher score: see best_by) after
+    which training ends (best/ has the best adapter); 0 is never.
+    """
+    best_by: str | None = None
+    """Measure of the held-out rows that chooses best/ and counts for early_stopping: loss (the
+    lowest), or with eval_rewards a score (the highest): reward for the sum of all functions, or the
+    name of one. By default the loss, and reward where a run has no held-out loss.
     """
     seed: Annotated[int, between(0, 2**32 - 1)] = 42
     """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of
@@ -240,8 +245,8 @@ class LearningOptions:
     num_generations: Annotated[int, at_least(2)] = 8
     """Completions per prompt, which are compared with each other."""
     max_completion_length: Annotated[int, at_least(1)] = 512
-    """Maximum tokens per completion in grpo and distill_on_policy; longer completions are
-    truncated.
+    """Maximum tokens per completion in grpo and distill_on_policy, and of an answer that
+    eval_rewards scores; longer completions are truncated.
     """
     temperature: Annotated[float, POSITIVE] = 1.0
     """Sampling temperature. The loss uses the same temperature; with distill it applies to student
@@ -273,4 +278,8 @@ class LearningOptions:
     on_reward_error: Annotated[Literal["stop", "zero"], MAY_DIFFER] = "stop"
     """Action when a reward function fails or takes hang_minutes: stop ends the run with a
     checkpoint, zero counts a reward of 0.
+    """
+    eval_rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
+    """Functions, as in rewards, that score answers to the held-out prompts at each evaluation, with
+    any objective: the model answers greedily, and eval_reward is the mean of their sums.
     """

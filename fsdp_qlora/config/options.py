@@ -46,6 +46,12 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         return OBJECTIVES[self.objective]
 
     @property
+    def best_measure(self) -> str:
+        """The measure that chooses the best checkpoint: `best_by`, or its default."""
+        has_loss = not self.objective_row.kind_of_rows(self).is_sampled
+        return self.best_by or ("loss" if has_loss else "reward")
+
+    @property
     def hang_seconds(self) -> float:
         """The limit of waits for servers and reward functions."""
         # 0 minutes are no limit. A clock cannot wait forever, so no limit is 10 million seconds.

@@ -78,7 +78,9 @@ class TrainOptions(TypedDict, total=False):
     batching: Literal['padding_free', 'packed', 'padded']
     "Layout of a micro-batch. padding_free concatenates its rows without padding, keeps attention within each row and gives all ranks about equally many tokens. packed also takes as many rows as fit batch_size x context_length tokens, which saves time with gradient_accumulation_steps above 1. padded pads to the longest row, as some models need."
     early_stopping: int
-    "Number of evaluations in a row without a lower loss after which training ends (best/ has the best adapter); 0 is never."
+    "Number of evaluations in a row without a lower loss (or a higher score: see best_by) after which training ends (best/ has the best adapter); 0 is never."
+    best_by: str | PathLike[str] | None
+    "Measure of the held-out rows that chooses best/ and counts for early_stopping: loss (the lowest), or with eval_rewards a score (the highest): reward for the sum of all functions, or the name of one. By default the loss, and reward where a run has no held-out loss."
     seed: int
     "Seed of the adapter's initial values, the dropout, the order of the rows and the choice of held-out rows."
     deterministic: bool
@@ -146,7 +148,7 @@ class TrainOptions(TypedDict, total=False):
     num_generations: int
     "Completions per prompt, which are compared with each other."
     max_completion_length: int
-    "Maximum tokens per completion in grpo and distill_on_policy; longer completions are truncated."
+    "Maximum tokens per completion in grpo and distill_on_policy, and of an answer that eval_rewards scores; longer completions are truncated."
     temperature: float
     "Sampling temperature. The loss uses the same temperature; with distill it applies to student and teacher."
     scale_rewards: Literal['group', 'batch', 'none']
@@ -161,6 +163,8 @@ class TrainOptions(TypedDict, total=False):
     "Have rollout_url's server complete the prompts of the next step while a step trains. Steps then learn from completions of weights that are one step older (num_iterations steps, if that is above 1); the correction for a server covers it."
     on_reward_error: Literal['stop', 'zero']
     "Action when a reward function fails or takes hang_minutes: stop ends the run with a checkpoint, zero counts a reward of 0."
+    eval_rewards: str | PathLike[str] | Sequence[Any]
+    "Functions, as in rewards, that score answers to the held-out prompts at each evaluation, with any objective: the model answers greedily, and eval_reward is the mean of their sums."
     auto: bool
     "Choose the fastest settings that are planned to fit the GPUs before training: batch_size and gradient_accumulation_steps with the same rows per step, and sharding_strategy and use_cpu_offload where these are auto. A resumed run keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."
     sharding_strategy: Literal['auto', 'full_shard', 'shard_grad_op', 'ddp', 'hybrid_full_shard', 'hybrid_shard_grad_op']

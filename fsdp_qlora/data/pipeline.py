@@ -1,7 +1,7 @@
 """Turns the rows of one dataset into tokens or prompts, and reports on rows that are left out."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,14 +59,21 @@ class DatasetPipeline:
         Prompts, of a run that learns from its own completions, are not cached.
         """
         if self._makes_rows:
-            return self._read_prompts()
+            return self._read_prompts(self._source.entries(self._samples))
         rows, report = through_cache(self._key, self._read_texts)
         # The same content may be at another path now.
         return DatasetRows(rows, dataclasses.replace(report, origin=self._source.origin))
 
-    def _read_prompts(self) -> DatasetRows:
+    def prompts_of(self, row_numbers: Collection[int]) -> DatasetRows:
+        """The prompts of the rows with these numbers."""
+        entries = self._source.entries(self._samples)
+        return self._read_prompts(
+            entry for entry in entries if entry[0].offset + entry[1] in row_numbers
+        )
+
+    def _read_prompts(self, entries: Iterable[Entry]) -> DatasetRows:
         prompts = PromptRows(self._text)
-        rows, report = self._tokenize(self._source.entries(self._samples), prompts)
+        rows, report = self._tokenize(entries, prompts)
         report.num_used = len(prompts.found)
         report.num_tokens = sum(len(prompt.ids) for prompt in prompts.found)
         return DatasetRows(rows, report, prompts.found)

@@ -6,9 +6,10 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,8 +60,8 @@ class RunData:
     """Indices of the rows of `train`, or of the prompts, to train on, int64."""
     evaluation: TokenizedRows = NO_ROWS
     eval_sets: dict[str, np.ndarray] = field(default_factory=dict)
-    """The name of each evaluation, the main one first -> indices of its rows of `evaluation`,
-    int64.
+    """The name of each evaluation, the main one first -> indices of its rows of `evaluation`, or of
+    the prompts, int64.
     """
     provenance: dict[str, Any] = field(default_factory=dict)
     """For the result's card, as JSON. data: name, format and number of rows of each dataset;
@@ -77,7 +78,7 @@ class RunData:
     image_processor: ImageProcessor | None = None
     """Makes the pixels of the rows' images, if the model has one."""
     prompts: tuple[Prompt, ...] = ()
-    """The prompts of a run that learns from completions that it makes."""
+    """The prompts of a run that learns from completions that it makes, with those held out."""
     completion_length: int = 0
     """The maximum tokens per completion."""
 
@@ -98,7 +99,7 @@ class RunData:
 
     @property
     def eval_rows(self) -> np.ndarray:
-        """Indices of the rows of `evaluation` to evaluate on, int64."""
+        """Indices of the rows of `evaluation`, or of the prompts, to evaluate on, int64."""
         return np.concatenate([np.arange(0), *self.eval_sets.values()])
 
     @property
@@ -229,7 +230,7 @@ def read_rows(
     names = [parse_name(dataset) for dataset in options.dataset]
     shares = check_weights(names)
     if options.text.makes_rows:
-        _refuse_without_prompts(names)
+        _refuse_without_prompts([*names, *map(parse_name, eval_names.values())])
     texts = [name for name in options.dataset if parse_name(name).name != sources.DUMMY]
     known_sources = {name: sources.find_source(name) for name in texts}
     if options.context_length == "auto":
@@ -289,16 +290,17 @@ def _joined(
     train_rows, held_out = split_eval(num_rows, fraction=options.eval_fraction, seed=options.seed)
     mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
     reports = tuple(dataset.report for dataset in datasets)
+    eval_sets = {"": held_out} if len(held_out) else {}
     if options.text.makes_rows:
         return RunData(
             NO_ROWS,
             train_rows,
+            eval_sets=eval_sets,
             reports=reports,
             prompts=join_prompts(dataset.prompts for dataset in datasets),
             completion_length=options.text.max_completion_length,
         )
     train = join_cached(parts)
-    eval_sets = {"": held_out} if len(held_out) else {}
     return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
 
 
@@ -306,13 +308,17 @@ def _with_evaluation(
     data: RunData, datasets: Sequence[DatasetRows], names: Iterable[str]
 ) -> RunData:
     """The same run with the rows of other datasets to evaluate on, in the order of their names."""
-    evaluation = join_cached([dataset.rows for dataset in datasets])
-    ends = np.cumsum([len(dataset.rows) for dataset in datasets])
-    eval_sets = dict(zip(names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
     reports = tuple(dataset.report for dataset in datasets)
-    return dataclasses.replace(
-        data, evaluation=evaluation, eval_sets=eval_sets, eval_reports=reports
+    first = len(data.prompts)
+    ends = np.cumsum([first, *(report.num_used for report in reports)])
+    rows = np.split(np.arange(first, ends[-1]), ends[1:-1] - first)
+    data = dataclasses.replace(
+        data, eval_sets=dict(zip(names, rows, strict=True)), eval_reports=reports
     )
+    if data.prompts:
+        others = chain(*(dataset.prompts for dataset in datasets))
+        return dataclasses.replace(data, prompts=(*data.prompts, *others))
+    return dataclasses.replace(data, evaluation=join_cached([dataset.rows for dataset in datasets]))
 
 
 def _choose_context_length(
@@ -382,11 +388,13 @@ def read_dataset(
     *,
     vocab_size: int,
     source: Source | None = None,
+    chosen_prompts: Collection[int] | None = None,
 ) -> DatasetRows:
     """Read one of the datasets. All ranks of a machine call it, and one does the work.
 
     Args:
         source: of the dataset, if it is known already.
+        chosen_prompts: where prompts are read, the numbers of the rows to read; None for all.
     Raises:
         UserError: the dataset is missing, malformed, empty or has too many unusable rows, or a
             token that the model does not have.
@@ -396,13 +404,17 @@ def read_dataset(
     else:
         with _template_workers() as workers:
             text = DatasetText(tokenizer, options, workers)
-            dataset_rows = DatasetPipeline(dataset, text, source).all_rows()
+            pipeline = DatasetPipeline(dataset, text, source)
+            if chosen_prompts is None:
+                dataset_rows = pipeline.all_rows()
+            else:
+                dataset_rows = pipeline.prompts_of(chosen_prompts)
     check_report(
         dataset_rows.report, allowed=options.max_bad_rows, context_length=options.longest_row
     )
     samples = options.dataset_samples
     num_rows = dataset_rows.report.num_rows
-    if samples is not None and num_rows < samples:
+    if samples is not None and num_rows < samples and chosen_prompts is None:
         log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
     rows = rows_of_prompts(dataset_rows.prompts) if dataset_rows.prompts else dataset_rows.rows
     tokenization.check_vocabulary(rows, vocab_size)

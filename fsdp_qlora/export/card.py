@@ -70,6 +70,10 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
+        if progress.get("eval_score") is not None:
+            losses["eval_score"] = progress["eval_score"]
+    if progress.get("best_by", "loss") != "loss":
+        losses["best_by"] = progress["best_by"]
     installed = versions()
     packages = (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
     base_facts = {

@@ -314,8 +314,7 @@ class ResultForm:
             except (OSError, KeyError, ValueError, TrainingError) as error:
                 log.warning("The result of step %d was not saved in %s: %s", step, target, error)
             else:
-                loss = state["progress"]["eval_loss"] if is_best else None
-                reason = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
+                reason = f", {_why_best(state['progress'])}" if is_best else ""
                 log.info(
                     "%s of step %d%s: %s",
                     "Adapter" if self.adapter else "Model",
@@ -328,6 +327,14 @@ class ResultForm:
         """Name the card, which says how to load an adapter whose base is a local folder."""
         if self.adapter is not None and not self.base.is_on_hub:
             log.info("How to load the adapter and its base, a local folder: %s", output_dir / CARD)
+
+
+def _why_best(progress: Mapping[str, Any]) -> str:
+    """The measure that has chosen a checkpoint, with its value."""
+    by = progress.get("best_by", "loss")
+    if by == "loss":
+        return f"the lowest held-out loss ({progress['eval_loss']:.4f})"
+    return f"the highest held-out score of {by} ({progress['eval_score']:.4f})"
 
 
 def save_result(

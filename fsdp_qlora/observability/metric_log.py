@@ -25,7 +25,7 @@ from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.observability.sinks import Sink, SinkOptions, TensorBoardSink, WandbSink
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_named, staged_file
-from fsdp_qlora.utils.records import Record, numbers_in, parse_record, plain
+from fsdp_qlora.utils.records import Record, is_evaluation, numbers_in, parse_record, plain
 from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
@@ -99,8 +99,8 @@ class MetricLog:
     def evaluation(self, record: Record) -> None:
         """Log one evaluation.
 
-        record: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets and eval_tasks by
-        name.
+        record: step, epoch, eval_loss, perplexity, num_target_tokens, or eval_reward, or both;
+        eval_sets and eval_tasks by name.
         """
         if not self._sinks:
             return
@@ -112,6 +112,9 @@ class MetricLog:
         for name, result in record.get("eval_sets", {}).items():
             log.info(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
         numbers = numbers_in(record.get("eval_tasks", {}))
+        scores = _scores_of_functions(record)
+        if len(scores) > 1:
+            numbers = scores | numbers
         if numbers:
             log.info("  " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
 
@@ -171,6 +174,7 @@ COLUMNS: dict[str, str] = {
     "eval_loss": "eval_loss {:.4f}",
     "perplexity": "perplexity {:.2f}",
     "reward": "reward {:.4f}",
+    "eval_reward": "eval_reward {:.4f}",
     "rewards/accuracies": "accuracy {:.3f}",
     "rewards/margins": "margin {:.4f}",
     "grad_norm": "grad_norm {:8.4f}",
@@ -195,7 +199,14 @@ STEP_COLUMNS = (
 BAR_COLUMNS = ("loss", *REWARDS[:2], "lr", "tokens_per_second")
 # In a narrow terminal the bar is cut first and then the end, where the time is.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
-EVALUATION_COLUMNS = ("epoch", "eval_loss", "perplexity", *REWARDS, "num_target_tokens")
+EVALUATION_COLUMNS = (
+    "epoch",
+    "eval_loss",
+    "perplexity",
+    "eval_reward",
+    *REWARDS,
+    "num_target_tokens",
+)
 
 
 def _line(record: Record, columns: Sequence[str]) -> str:
@@ -206,6 +217,15 @@ def _line(record: Record, columns: Sequence[str]) -> str:
             largest = max(numbers_in(record[column]).values(), default=math.nan)
             parts.append(COLUMNS[column].format(largest))
     return "  ".join(parts)
+
+
+def _scores_of_functions(record: Record) -> dict[str, float]:
+    """The mean score of each function in an evaluation's record, by the function's name."""
+    scores = {}
+    for name, value in record.items():
+        if name.startswith("eval_rewards/") and name.endswith("/mean") and value is not None:
+            scores[name.removeprefix("eval_rewards/").removesuffix("/mean")] = value
+    return scores
 
 
 def _clock(seconds: float) -> str:
@@ -283,7 +303,7 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
         record = parse_record(line)
         if record is None:
             num_damaged += 1
-        elif record["step"] <= (last_eval_step if "eval_loss" in record else step):
+        elif record["step"] <= (last_eval_step if is_evaluation(record) else step):
             kept_lines.append(line)
     if num_damaged:
         log.info("%s: %d damaged line(s) were removed.", METRICS_FILE, num_damaged)

@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from fsdp_qlora.distributed.supervision.clock import within
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.records import Record, numbers_in, plain, read_records
+from fsdp_qlora.utils.records import Record, is_evaluation, numbers_in, plain, read_records
 from fsdp_qlora.utils.redact import redact
 from fsdp_qlora.utils.run_files import METRICS_FILE
 
@@ -220,7 +220,7 @@ def reason(error: Exception) -> str:
 def named_numbers(record: Record) -> dict[str, float]:
     """The numbers of a record by path."""
     numbers = numbers_in(record)
-    if "eval_loss" not in record:
+    if not is_evaluation(record):
         return numbers
     # An evaluation shares a step's row, so its numbers have names of their own.
     return {

@@ -43,18 +43,32 @@ class Generation(NamedTuple):
         """One line for the plan. num_left: prompts of an epoch that fill no step."""
         line = (
             f"Generation: {num_generations} answers to each of {num_prompts} prompts for a step, "
+            f"{self._describe_batches('generation')}"
+        )
+        if num_left:
+            line += f"; an epoch leaves out {num_left} prompts, which fill no step"
+        return line
+
+    def describe_evaluation(self, num_prompts: int) -> str:
+        """One line for the plan. num_prompts: of the largest set that is evaluated."""
+        return (
+            f"Evaluation: answers to {num_prompts} held-out prompts, "
+            f"{self._describe_batches('evaluation')}"
+        )
+
+    def _describe_batches(self, name: str) -> str:
+        """How many completions a rank generates at a time, and what it keeps meanwhile."""
+        text = (
             f"of {self.per_rank} on a rank {self.at_a_time} at a time "
             f"(cache {format_bytes(self.cache)})"
         )
         if self.gathered:
-            line += f"; weights stay gathered ({format_bytes(self.gathered)})"
+            text += f"; weights stay gathered ({format_bytes(self.gathered)})"
         if self.decoded:
-            line += f"; weights are decoded once ({format_bytes(self.decoded)})"
+            text += f"; weights are decoded once ({format_bytes(self.decoded)})"
         if self.seconds is not None:
-            line += f"; at most about {self.seconds:,.0f} s per generation"
-        if num_left:
-            line += f"; an epoch leaves out {num_left} prompts, which fill no step"
-        return line
+            text += f"; at most about {self.seconds:,.0f} s per {name}"
+        return text
 
 
 def plan_generation(

@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
 from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.held_out import PromptSets, held_out_prompts
 from fsdp_qlora.data.options import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, read_rows
 from fsdp_qlora.data.text.image_processor import ImageProcessor
@@ -75,12 +76,7 @@ def read_planned_rows(
     Raises:
         UserError: as of `read_rows`.
     """
-    model = LearningModel(
-        name=config.model_name,
-        folder=plan.folder,
-        tokenizer=plan.tokenizer,
-        takes_images=bool(plan.meta.parts.towers),
-    )
+    model = _learning(config, plan)
     data = read_rows(
         plan.tokenizer,
         options_for(pick_data(config, tools=tools), model, keeps_template=decisions.fills_template),
@@ -90,6 +86,40 @@ def read_planned_rows(
     if plan.documents is None or data.have_images:
         warn_of_padded_rope(plan, data)
     return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def read_held_out(
+    config: TrainConfig, plan: ModelPlan, data: RunData, decisions: Decisions
+) -> PromptSets:
+    """Read the held-out rows of a run as prompts; none without --eval_rewards.
+
+    config: with the context_length of the rows.
+
+    Raises:
+        UserError: too many of the rows have no prompt.
+    """
+    if not config.eval_rewards:
+        return {}
+    options = options_for(
+        pick_data(config), _learning(config, plan), keeps_template=decisions.fills_template
+    )
+    return held_out_prompts(
+        plan.tokenizer,
+        options,
+        data,
+        vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
+        longest=most_positions(plan.config),
+    )
+
+
+def _learning(config: TrainConfig, plan: ModelPlan) -> LearningModel:
+    """The model as the text of its rows depends on it."""
+    return LearningModel(
+        name=config.model_name,
+        folder=plan.folder,
+        tokenizer=plan.tokenizer,
+        takes_images=bool(plan.meta.parts.towers),
+    )
 
 
 def warn_of_padded_rope(model: ModelPlan, data: RunData) -> None:

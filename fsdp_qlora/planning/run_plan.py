@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.tokenization import sample_line
+from fsdp_qlora.data.held_out import PromptSets
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.model_parts import count_bytes
@@ -43,6 +44,10 @@ class Plan:
     """How the run's own model answers its prompts."""
     teacher: PlacedModel | None = None
     """The model that goes over the rows before training."""
+    held_out: PromptSets = field(default_factory=dict)
+    """The prompts whose answers are scored at each evaluation."""
+    evaluation: Generation | None = None
+    """How the run's own model answers them."""
 
     @property
     def model(self) -> ModelPlan:
@@ -55,12 +60,14 @@ def make_plan(
     data: RunData,
     store: dist.Store | None,
     earlier: Mapping[str, Any],
+    held_out: PromptSets,
 ) -> tuple[TrainConfig, Plan]:
     """Place a model and its rows on the ranks, and describe the run. Called on every rank.
 
     Args:
         store: of the session; None for a dry run, which is one process.
         earlier: as for `choose_settings`.
+        held_out: the prompts whose answers are scored, if any are.
     Returns:
         The options with those that auto replaces, and the plan.
     """
@@ -76,8 +83,9 @@ def make_plan(
     generation = None
     if data.prompts and not config.rollout_url:
         generation = plan_own_generation(config, placed, data, schedule, store)
+    evaluation = plan_evaluation(config, placed, held_out, store)
     warmup_steps = num_warmup_steps(config, schedule)
-    plan = Plan(placed, data, schedule, warmup_steps, generation, teacher)
+    plan = Plan(placed, data, schedule, warmup_steps, generation, teacher, held_out, evaluation)
     _log_plan(config, plan)
     return config, plan
 
@@ -90,17 +98,40 @@ def plan_own_generation(
     store: dist.Store | None,
 ) -> Generation:
     """Plan how the run's own model answers its prompts, on the GPU that has least memory free."""
-    machine = placed.model.machine
-    device = machine.ranks.device
     # The free memory of all ranks is compared, so that they answer in the same rounds.
-    free = least_free(machine, "the memory for generation", store)
+    free = least_free(placed.model.machine, "the memory for generation", store)
+    num_answers = schedule.global_batch_size
+    return _plan_answers(config, placed, num_answers, int(data.lengths.max()), free)
+
+
+def plan_evaluation(
+    config: TrainConfig, placed: PlacedModel, held_out: PromptSets, store: dist.Store | None
+) -> Generation | None:
+    """Plan how the run's own model answers held-out prompts; None if there are none.
+
+    As for the answers of a step, these come between steps, and fit beside what stays in memory.
+    """
+    lengths = [len(prompt.ids) for prompts in held_out.values() for prompt in prompts]
+    if not lengths:
+        return None
+    free = least_free(placed.model.machine, "the memory for evaluations", store)
+    most_prompts = max(map(len, held_out.values()))
+    longest = max(lengths) + config.max_completion_length
+    return _plan_answers(config, placed, most_prompts, longest, free)
+
+
+def _plan_answers(
+    config: TrainConfig, placed: PlacedModel, num_answers: int, longest: int, free: int | None
+) -> Generation:
+    """Plan answers of at most `max_completion_length`. The others as for `plan_generation`."""
+    device = placed.model.machine.ranks.device
     gpu = None
     if device.type == "cuda":
         gpu = gpu_of(torch.cuda.get_device_properties(device))
     return plan_generation(
         placed,
-        schedule.global_batch_size,
-        int(data.lengths.max()),
+        num_answers,
+        longest,
         config.max_completion_length,
         free,
         gpu,
@@ -124,6 +155,9 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
         log.info(
             "%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left)
         )
+    if plan.evaluation:
+        most_prompts = max(map(len, plan.held_out.values()))
+        log.info("%s", plan.evaluation.describe_evaluation(most_prompts))
     log_plan(config, *PlanReport.of(placed).lines(), placed.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)

@@ -8,52 +8,106 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.planning.generation import weights_stay
+from fsdp_qlora.planning.generation import Generation, weights_stay
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.run.facts import Measured
+from fsdp_qlora.training.generation.answering import Answering
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat
 from fsdp_qlora.training.generation.samples import SAMPLE_TOKENS, Samples
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
-from fsdp_qlora.training.setup import Setup
+from fsdp_qlora.training.rl.held_out import REWARD, HeldOutScores
+from fsdp_qlora.training.setup import LOSS, Setup
 from fsdp_qlora.training.trainer import Trainer
 
 
 class ExtraMeasurements(NamedTuple):
     """Measurements besides the losses.
 
-    They are generated texts, --eval_tasks, and a GPU's memory and speed, compared with the plan.
+    They are generated texts, scores of answers, --eval_tasks, and a GPU's memory and speed,
+    compared with the plan.
     """
 
     samples: Samples | None = None
+    scores: HeldOutScores | None = None
     measure_tasks: Callable[..., dict[str, Any]] | None = None
     measured: Measured | None = None
+
+    def close(self) -> None:
+        """End the processes of the measurements."""
+        if self.scores:
+            self.scores.close()
 
 
 def open_extra_measurements(
     config: TrainConfig, plan: Plan, setup: Setup, trainer: Trainer, folder: Path
 ) -> ExtraMeasurements:
     """Collect what the options and the device let a run measure beside its losses."""
-    model = trainer.model
-    ranks = trainer.ranks
     tokenizer = plan.model.tokenizer
-    precision = plan.model.precision
-    samples = measure_tasks = measured = None
+    samples = scores = measure_tasks = measured = None
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
-        stops = Stops(tokenizer, model, prompt_format.stop_text)
-        sampling = SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
-        # No decoded ones: there is memory for a training step alone.
-        kept = KeptWeights(are_in_place=weights_stay(plan.placed))
-        generator = TextGenerator(model, ranks, precision, stops, sampling, kept)
-        samples = Samples(setup.questions, prompt_format, generator, folder)
+        answering = open_answering(plan, trainer, prompt_format.stop_text, SAMPLE_TOKENS)
+        samples = Samples(setup.questions, prompt_format, answering, folder)
         # The questions are token ids now, and need no template any more.
         prompt_format.close()
+    if config.eval_rewards:
+        longest = config.max_completion_length
+        scores = HeldOutScores(
+            plan.held_out,
+            open_answering(plan, trainer, setup.stop_text, longest, plan.evaluation),
+            setup.eval_scorer,
+            trainer.control,
+            chosen=REWARD if config.best_measure == LOSS else config.best_measure,
+            chooses_best=config.best_measure != LOSS,
+        )
     if setup.tasks:
         options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
-        measure_tasks = partial(setup.tasks.measure, model, tokenizer, precision, ranks, **options)
+        measure_tasks = partial(
+            setup.tasks.measure,
+            trainer.model,
+            tokenizer,
+            plan.model.precision,
+            trainer.ranks,
+            **options,
+        )
     # Speed and reserved memory are planned for GPUs only.
-    if ranks.device.type == "cuda":
-        measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
-    return ExtraMeasurements(samples, measure_tasks, measured)
+    device = trainer.ranks.device
+    if device.type == "cuda":
+        measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(device)))
+    return ExtraMeasurements(samples, scores, measure_tasks, measured)
+
+
+def open_answering(
+    plan: Plan,
+    trainer: Trainer,
+    stop_text: str,
+    longest: int,
+    generation: Generation | None = None,
+) -> Answering:
+    """Open the one way in which a run answers prompts at its evaluations: greedily.
+
+    Args:
+        stop_text: as of `PromptFormat`.
+        longest: tokens of an answer, at most.
+        generation: how many prompts are answered at a time; else it is one on each rank, whose
+            cache of keys and values must fit into the memory of the training.
+    """
+    model = trainer.model
+    # No decoded ones without a plan: there is memory for a training step alone.
+    kept = KeptWeights(are_in_place=weights_stay(plan.placed))
+    if generation:
+        kept = KeptWeights(generation.decoded > 0, generation.stays)
+    generator = TextGenerator(
+        model,
+        trainer.ranks,
+        plan.model.precision,
+        Stops(plan.model.tokenizer, model, stop_text),
+        SamplingOptions(max_new_tokens=longest),
+        kept,
+    )
+    if generation is None:
+        return Answering(generator)
+    gathered = model if generation.gathered else None
+    return Answering(generator, at_a_time=generation.at_a_time, gathered=gathered)

@@ -154,6 +154,14 @@ def describe_result(
                 f"{summary['best_eval_step']:.0f}"
             )
         lines.append(f"  held-out loss {ends}")
+    if "eval_score" in summary:
+        ends = f"{summary['first_eval_score']:.4f} -> {summary['eval_score']:.4f}"
+        if summary.get("best_eval_score", -math.inf) > summary["eval_score"]:
+            ends += (
+                f", highest trained {summary['best_eval_score']:.4f} at step "
+                f"{summary['best_eval_step']:.0f}"
+            )
+        lines.append(f"  held-out score {ends}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
     # A rank on another machine may not see the folder; its log is not shown, either.

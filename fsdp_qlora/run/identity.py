@@ -68,6 +68,9 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
             "the options": {name: value for name, value in options.items() if name not in per_node},
             "the rows": facts["rows"],
             "the prompts of --sample_prompts": run.setup.questions,
+            "the held-out prompts": derive_seed(
+                {name: [row.for_rewards for row in rows] for name, rows in plan.held_out.items()}
+            ),
             "the model": (facts["model"], sorted(weights.sources)),
         },
         ranks.device,
@@ -85,6 +88,7 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
         "global_batch_size": plan.schedule.global_batch_size,
         "versions": versions(),
         "rewards": run.setup.scored_by,
+        "eval_rewards": run.setup.eval_scored_by,
     }
     return identity | plan.data.provenance
 

@@ -27,6 +27,7 @@ from fsdp_qlora.planning.plan import ModelPlan, plan_model, read_model, with_new
 from fsdp_qlora.planning.reading import (
     earlier_run,
     pick_data,
+    read_held_out,
     read_planned_rows,
     with_kept_context,
 )
@@ -102,9 +103,10 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
         refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_planned_rows(config, model, decisions, setup.tools)
-    setup = setup.with_rows(data, model.tokenizer)
+    held_out = read_held_out(config, model, data, decisions)
+    setup = setup.with_rows(data, held_out, model.tokenizer)
     say_prompts(data, model.tokenizer, setup.stop_text, is_default=config.prompt_template is None)
-    config, plan = make_plan(config, model, data, store, decisions.settings)
+    config, plan = make_plan(config, model, data, store, decisions.settings, held_out)
     if not config.dry_run:
         log.info(fit_line("Output: ", config.output_dir))
     return PreparedRun(config, setup, plan)

@@ -172,6 +172,7 @@ class RunSupervisor:
             store = self.folder.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
             closed_last.enter_context(contextlib.closing(saver))
+            closed_last.callback(measurements.close)
             closed_last.push(self._report)  # called first: the mirror's last copy may take minutes
             self.facts.mark("loading")
             yield StepRecorder(self, saver, metrics, mirror, measurements)

@@ -160,7 +160,7 @@ def train_and_export(
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
                 source = open_source(config, plan, setup, trainer, folder, start.run_id, teacher)
-                train(trainer, plan.data, source, progress, recorder)
+                train(trainer, plan.data, source, progress, recorder, measurements.scores)
         except (RunStopped, NotFinite, RolloutError) as error:
             # The newest checkpoint is a result until the run continues.
             if config.save_model:

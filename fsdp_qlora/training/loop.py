@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fsdp_qlora.checkpoint.progress import Progress
@@ -11,6 +12,8 @@ from fsdp_qlora.data.batches.schedule import RowSource, StepRows
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.idle import IdleSteps
+from fsdp_qlora.training.reward_gap import RewardGap
+from fsdp_qlora.training.rl.held_out import HeldOutScores
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped, TrainingError
 
@@ -60,7 +63,12 @@ def gc_frozen() -> Iterator[None]:
 
 @gc_frozen()
 def train(
-    trainer: Trainer, data: RunData, source: RowSource, progress: Progress, observer: Observer
+    trainer: Trainer,
+    data: RunData,
+    source: RowSource,
+    progress: Progress,
+    observer: Observer,
+    scores: HeldOutScores | None = None,
 ) -> None:
     """Run the remaining optimizer steps, with their evaluations and checkpoints.
 
@@ -71,17 +79,16 @@ def train(
         source: gives the rows to train on.
         progress: where to start; updated after each step.
         observer: gets the numbers of each step, and saves checkpoints.
+        scores: of answers to the held-out prompts, if they are scored.
     Raises:
         RunStopped: all ranks have agreed to stop and have saved a checkpoint.
         TrainingError: the run cannot continue.
     """
     schedule = trainer.schedule
     idle = _restore(trainer, progress)
-    # A resumed run may have evaluated here before it was stopped.
-    if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
-        _evaluate(trainer, data, progress, observer)
-        _stop_if_asked(trainer.control, progress, observer)
+    evaluations = _Evaluations(trainer, data, progress, observer, scores)
     try:
+        evaluations.begin()
         for rows in source.steps(schedule, first=progress.step, position=progress.stream):
             # Asked before the step, so that it also ends a run that was killed in saving this end.
             if _is_no_longer_improving(trainer, progress):
@@ -91,18 +98,16 @@ def train(
             usual_loss = progress.add_step(record)
             progress.stream = dict(rows.position)
             progress.loss_scale = trainer.loss_scale.state()
-            warning = idle.add(record)
-            if warning:
-                log.warning("%s", warning)
-            progress.idle = idle.state()
+            _count_idle(idle, progress, record)
+            evaluations.stepped(record)
             observer.stepped(progress, record)
             _warn_of_jump(rows, record["loss"], usual_loss, progress.step)
             _check_skipped(progress, schedule.total_steps)
 
             # A run that is asked to stop does so at once, without the evaluation that is due.
             is_best = False
-            if not trainer.control.stop and _is_eval_due(trainer, data, progress.step):
-                is_best = _evaluate(trainer, data, progress, observer)
+            if not trainer.control.stop and evaluations.are_due:
+                is_best = evaluations.evaluate()
             _stop_if_asked(trainer.control, progress, observer)
             if is_best or trainer.control.save or observer.is_save_due(progress.step):
                 # The file is written while the next step computes.
@@ -125,6 +130,14 @@ def _restore(trainer: Trainer, progress: Progress) -> IdleSteps:
     idle = IdleSteps(trainer.schedule.total_steps, longest)
     idle.load_state(progress.idle)
     return idle
+
+
+def _count_idle(idle: IdleSteps, progress: Progress, record: dict[str, Any]) -> None:
+    """Count a step that may have learned nothing, and say so when it is time."""
+    warning = idle.add(record)
+    if warning:
+        log.warning("%s", warning)
+    progress.idle = idle.state()
 
 
 def _warn_of_jump(rows: StepRows, loss: float, usual_loss: float | None, step: int) -> None:
@@ -157,44 +170,97 @@ def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:
     if not 0 < most <= progress.num_evals_without_best:
         return False
     log.info(
-        "Stopped early after step %d: %d evaluations without a lower loss than %.4f of step %d.",
+        "Stopped early after step %d: %d evaluations without %s.",
         progress.step,
         progress.num_evals_without_best,
-        progress.best_eval_loss,
-        progress.best_eval_step,
+        progress.describe_best(),
     )
     return True
 
 
-def _is_eval_due(trainer: Trainer, data: RunData, step: int) -> bool:
-    if not len(data.eval_rows):
-        return False
-    every = trainer.options.eval_steps
-    is_at_an_end = step in (0, trainer.schedule.total_steps)
-    return is_at_an_end or (every > 0 and step % every == 0)
+@dataclass(eq=False)
+class _Evaluations:
+    """The evaluations of a run: the held-out loss, and the scores of answers."""
 
+    trainer: Trainer
+    data: RunData
+    progress: Progress
+    observer: Observer
+    scores: HeldOutScores | None
+    gap: RewardGap = field(default_factory=RewardGap)
 
-def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> bool:
-    """Evaluate; returns whether the result is the best so far.
+    def __post_init__(self) -> None:
+        self.gap.load_state(self.progress.reward_gap)
+        if self.scores and self.scores.chooses_best:
+            self.progress.best_by = self.scores.chosen
 
-    The first of several sets counts. False if all ranks have agreed to stop instead.
-    """
-    results = {}
-    for name, rows in data.eval_sets.items():
-        result = trainer.evaluate(progress.step, data.evaluation, rows)
-        if result is None:
+    @property
+    def are_due(self) -> bool:
+        """Whether an evaluation is due after the last step."""
+        if not len(self.data.eval_rows):
             return False
-        results[name] = result
-    first = next(iter(results.values()))
-    record: dict[str, Any] = {
-        "step": progress.step,
-        "epoch": progress.step / trainer.schedule.steps_per_epoch,
-    }
-    record |= first
-    if len(results) > 1:
-        record["eval_sets"] = results
-    observer.evaluated(progress, record)
-    return progress.add_evaluation(progress.step, first["eval_loss"])
+        step = self.progress.step
+        every = self.trainer.options.eval_steps
+        is_at_an_end = step in (0, self.trainer.schedule.total_steps)
+        return is_at_an_end or (every > 0 and step % every == 0)
+
+    def begin(self) -> None:
+        """Evaluate before the first step, if it is due. Raises RunStopped as the loop does."""
+        # A resumed run may have evaluated here before it was stopped.
+        if self.are_due and self.progress.last_eval_step != self.progress.step:
+            self.evaluate()
+            _stop_if_asked(self.trainer.control, self.progress, self.observer)
+
+    def stepped(self, record: dict[str, Any]) -> None:
+        """Count a step's reward."""
+        if self.scores:
+            self.gap.stepped(record)
+            self.progress.reward_gap = self.gap.state()
+
+    def evaluate(self) -> bool:
+        """Evaluate; returns whether the result is the best so far.
+
+        The first of several sets counts. False if all ranks have agreed to stop instead.
+        """
+        progress = self.progress
+        results = {}
+        for name in self.data.eval_sets:
+            result = self._measure(name)
+            if result is None:
+                return False
+            results[name] = result
+        first = next(iter(results.values()))
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": progress.step / self.trainer.schedule.steps_per_epoch,
+        }
+        record |= first
+        if len(results) > 1:
+            record["eval_sets"] = results
+        self.observer.evaluated(progress, record)
+        score = None
+        if self.scores:
+            score = self.scores.score_in(first)
+            warning = self.gap.evaluated(first["eval_reward"])
+            progress.reward_gap = self.gap.state()
+            if warning:
+                log.warning("%s", warning)
+        return progress.add_evaluation(progress.step, first.get("eval_loss"), score)
+
+    def _measure(self, name: str) -> dict[str, Any] | None:
+        """The loss and the scores of a set; None if all ranks have agreed to stop."""
+        step = self.progress.step
+        result: dict[str, Any] = {}
+        # Prompts alone have no right tokens, of which there would be a loss.
+        if not self.data.prompts:
+            rows = self.data.eval_sets[name]
+            losses = self.trainer.evaluate(step, self.data.evaluation, rows)
+            if losses is None:
+                return None
+            result |= losses
+        if self.scores:
+            result |= self.scores.measure(name, step)
+        return result
 
 
 def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> None:

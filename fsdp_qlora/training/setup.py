@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.content import PromptContent
+from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.training.episodes.opening import OpenedEnvironments, open_environments
@@ -19,8 +20,12 @@ from fsdp_qlora.training.episodes.turns_file import TurnsFile
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.generation.tool_turns import ToolTurns
+from fsdp_qlora.training.rl.held_out import REWARD
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers
 from fsdp_qlora.utils.errors import UserError
+
+LOSS = "loss"
+"""The measure of held-out rows that is no score."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class SetupOptions:
     """The options that ask for such work."""
 
     rewards: Sequence[str]
+    eval_rewards: Sequence[str]
+    best_measure: str
     on_reward_error: str
     hang_seconds: float
     environment: Sequence[str]
@@ -44,14 +51,17 @@ class Setup:
     scorer: Scorer
     scored_by: list[str]
     """On rank 0, the reward functions with hashes of their files."""
+    eval_scorer: Scorer
+    """For answers to held-out prompts."""
+    eval_scored_by: list[str]
+    """The same as `scored_by`."""
     questions: tuple[PromptContent, ...] = ()
     """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
     stop_text: str = ""
-    """`PromptFormat.stop_text` of a run that answers its prompts."""
+    """`PromptFormat.stop_text` of a run that answers prompts of its datasets."""
     environments: OpenedEnvironments | None = None
     """The environments of a run whose answers are episodes."""
-
     tool_turns: ToolTurns | None = None
     """Knows how the chat template writes turns with tools, if there are environments."""
 
@@ -75,11 +85,23 @@ class Setup:
         """The tools of each environment, if there are some."""
         return self.environments.tools if self.environments else None
 
-    def with_rows(self, data: RunData, tokenizer: PreTrainedTokenizerBase) -> "Setup":
-        """The same for a run's rows. Raises UserError if they lack columns of the rewards."""
-        if not data.prompts:
+    def with_rows(
+        self,
+        data: RunData,
+        held_out: Mapping[str, Sequence[Prompt]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> "Setup":
+        """The same for a run's rows. Raises UserError if they lack columns of the rewards.
+
+        held_out: the prompts of each evaluation.
+        """
+        if not (data.prompts or held_out):
             return self
-        check_answers(self.scorer.rewards, [row.for_rewards for row in data.prompts])
+        if data.prompts:
+            check_answers(self.scorer.rewards, [row.for_rewards for row in data.prompts])
+        for prompts in held_out.values():
+            rows = [row.for_rewards for row in prompts]
+            check_answers(self.eval_scorer.rewards, rows, "eval_rewards")
         with contextlib.closing(
             PromptFormat(tokenizer, data.provenance["prompt"])
         ) as prompt_format:
@@ -106,7 +128,9 @@ def open_setup(options: SetupOptions, ranks: Ranks, store: dist.Store | None) ->
         seconds=options.hang_seconds,
     )
     # Rewards are computed on rank 0 alone; the other ranks receive them.
+    eval_scorer = open_eval_scorer(options)
     scored_by = scorer.start() if ranks.is_rank_0 else []
+    eval_scored_by = eval_scorer.start() if ranks.is_rank_0 else []
     environments = open_environments(
         options.environment,
         call_seconds=options.tool_seconds,
@@ -123,5 +147,36 @@ def open_setup(options: SetupOptions, ranks: Ranks, store: dist.Store | None) ->
             )
     questions = read_questions(Path(options.sample_prompts)) if options.sample_prompts else []
     tasks = Tasks(options.eval_tasks) if options.eval_tasks else None
-    asked = tuple(question for _, question in questions)
-    return Setup(scorer, scored_by, asked, tasks, environments=environments)
+    return Setup(
+        scorer,
+        scored_by,
+        eval_scorer,
+        eval_scored_by,
+        tuple(question for _, question in questions),
+        tasks,
+        environments=environments,
+    )
+
+
+def open_eval_scorer(options: SetupOptions) -> Scorer:
+    """The functions that score answers to held-out prompts; none if the options name none.
+
+    Raises:
+        UserError: there is no such function, or none that `best_measure` names.
+    """
+    # A process of their own: a function that counts its calls, or draws random numbers, must not
+    # give the training other rewards because of an evaluation.
+    scorer = Scorer(
+        options.eval_rewards,
+        zero_on_error=options.on_reward_error == "zero",
+        seconds=options.hang_seconds,
+        option="eval_rewards",
+        of_rows="the held-out dataset",
+    )
+    names = [LOSS, REWARD, *(reward.name for reward in scorer.rewards)]
+    if options.best_measure not in names:
+        raise UserError(
+            f"--best_by {options.best_measure}: there is no such measure. Give one of "
+            f"{', '.join(names)}."
+        )
+    return scorer

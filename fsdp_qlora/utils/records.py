@@ -32,6 +32,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def is_evaluation(record: Record) -> bool:
+    """Whether a record is of an evaluation, and not of a step."""
+    return "eval_loss" in record or "eval_reward" in record
+
+
 def numbers_in(value: object, name: str = "") -> dict[str, float]:
     """The numbers in a nested value by path.
 

@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_qlora.observability.facts import FACTS_FILE
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_json
-from fsdp_qlora.utils.records import numbers_in, read_records
+from fsdp_qlora.utils.records import is_evaluation, numbers_in, read_records
 from fsdp_qlora.utils.redact import redact, redact_values
 from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES_FILE, STATUS
 
@@ -43,7 +43,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         )
     records = read_records(path)
     steps = [record for record in records if "loss" in record]
-    evaluations = [record for record in records if "eval_loss" in record]
+    evaluations = [record for record in records if is_evaluation(record)]
     columns = dict.fromkeys(chain(*evaluations))
     # Samples and facts may quote anything, and a report is made to be shown to others.
     samples = _samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.data.content import PromptContent, prompt_text
-from fsdp_qlora.training.generation.generator import TextGenerator
+from fsdp_qlora.training.generation.answering import Answering
 from fsdp_qlora.training.generation.prompt_format import PromptFormat
 from fsdp_qlora.utils.files import staged_file
 from fsdp_qlora.utils.records import read_records
@@ -30,11 +30,11 @@ class Samples:
         self,
         questions: Sequence[PromptContent],
         prompt_format: PromptFormat,
-        generator: TextGenerator,
+        answering: Answering,
         folder: Path,
     ) -> None:
         self._questions = questions
-        self._generator = generator
+        self._answering = answering
         self._prompts = [prompt_format.ids(question) for question in questions]
         self._path = folder / SAMPLES_FILE
 
@@ -43,14 +43,12 @@ class Samples:
 
         Called on every rank. beat: called for each token.
         """
-        # One prompt at a time on each rank: its cache of keys and values must fit into the memory
-        # of the training.
-        completions = self._generator.answer_all(self._prompts, 1, beat)
+        completions = self._answering.answers_to(self._prompts, beat)
         records = []
         for question, completion in zip(self._questions, completions, strict=True):
-            text = self._generator.stops.text_of(completion.token_ids)
+            text = self._answering.text_of(completion.token_ids)
             records.append({"step": step, "prompt": prompt_text(question), "text": text})
-        if self._generator.ranks.is_rank_0:
+        if self._answering.ranks.is_rank_0:
             self._keep(step, redact_values(records))
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
