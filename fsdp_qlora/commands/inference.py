@@ -168,6 +168,13 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
         help="datasets to measure, named as in training; NAME=ROWS names the result",
     )
     parser.add_argument(
+        "--eval_rewards",
+        type=_names,
+        default=[],
+        metavar="F,G",
+        help="functions, as in training, that score greedy answers to the rows' prompts",
+    )
+    parser.add_argument(
         "--tasks", type=_names, default=[], help="lm-eval tasks, separated by commas"
     )
     parser.add_argument(
@@ -195,22 +202,27 @@ def _names(text: str) -> list[str]:
 
 def evaluate(args: argparse.Namespace) -> int | None:
     """Measure a base, an adapter or a merged model: loss per token (in nats) and perplexity on each
-    dataset, and tasks of lm-eval. The model is loaded as `generate` does, sharded over all GPUs,
-    and rows are read as in training. Every option of training may be given too, such as
-    --model_name, --nproc_per_node, --dataset_samples, --context_length and --batch_size.
+    dataset, scores of answers to its prompts, and tasks of lm-eval. The model is loaded as
+    `generate` does, sharded over all GPUs, and rows are read as in training. Every option of
+    training may be given too, such as --model_name, --nproc_per_node, --dataset_samples,
+    --context_length and --batch_size.
     """
     if not args.dataset and not args.tasks:
         raise UserError("Give --dataset ROWS, --tasks NAMES, or both.")
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--tasks {NEEDS_LM_EVAL}")
-    args.training_options += ["--dataset", *args.dataset] if args.dataset else []
+    if args.eval_rewards and not args.dataset:
+        raise UserError("--eval_rewards scores answers to prompts: give --dataset ROWS.")
+    args.training_options += _rows_to_measure(args)
 
     def show(config: TrainConfig, ranks: "Ranks", folder: Path | None) -> None:
         from fsdp_qlora.run.measure import measure
         from fsdp_qlora.run.session import open_session
         from fsdp_qlora.training.generation.tasks import Tasks
 
-        if config.objective_row.has_reference:
+        # Prompts have no loss, so nothing is compared.
+        has_no_loss = config.samples_answers and config.eval_rewards
+        if config.objective_row.has_reference and not has_no_loss:
             raise UserError(
                 f"--objective {config.objective} compares with the start of a run, so evaluate "
                 "cannot measure it. Give the run --eval_dataset."
@@ -223,6 +235,20 @@ def evaluate(args: argparse.Namespace) -> int | None:
             print(json.dumps(results, indent=2) if args.json else describe(results))
 
     return _with_model("evaluate", args, show)
+
+
+def _rows_to_measure(args: argparse.Namespace) -> list[str]:
+    """The options of training that read the rows, and score answers to them."""
+    if not args.dataset:
+        return []
+    words = ["--dataset", *args.dataset]
+    if args.eval_rewards:
+        functions = ",".join(args.eval_rewards)
+        words += ["--eval_rewards", functions, "--eval_dataset", *args.dataset]
+        # Rows without right answers are read as that objective reads them, which needs functions.
+        if {"grpo", "--objective=grpo"} & {*args.training_options}:
+            words += ["--rewards", functions]
+    return words
 
 
 def describe(results: dict[str, Any]) -> str:

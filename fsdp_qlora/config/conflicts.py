@@ -244,7 +244,7 @@ def _answer_conflicts(c: TrainConfig, kind: RowKind) -> Iterator[str]:
 
 
 def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
-    if not c.objective_row.kind_of_rows(c).is_sampled:
+    if not c.samples_answers:
         return
     if not (c.rewards or c.environment or c.objective_row.distills):
         yield (

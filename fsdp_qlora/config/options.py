@@ -46,10 +46,14 @@ class TrainConfig(RunOptions, LearningOptions, BaseOptions):
         return OBJECTIVES[self.objective]
 
     @property
+    def samples_answers(self) -> bool:
+        """Whether the run learns from answers that it samples, and not from the dataset's."""
+        return self.objective_row.kind_of_rows(self).is_sampled
+
+    @property
     def best_measure(self) -> str:
         """The measure that chooses the best checkpoint: `best_by`, or its default."""
-        has_loss = not self.objective_row.kind_of_rows(self).is_sampled
-        return self.best_by or ("loss" if has_loss else "reward")
+        return self.best_by or ("reward" if self.samples_answers else "loss")
 
     @property
     def hang_seconds(self) -> float:

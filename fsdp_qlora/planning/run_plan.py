@@ -4,8 +4,8 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,18 @@ from fsdp_qlora.utils.text import format_bytes
 log = logging.getLogger("fsdp_qlora")
 
 
+class HeldOutPlan(NamedTuple):
+    """The prompts of evaluations, and how the run's own model answers them."""
+
+    prompts: PromptSets
+    generation: Generation
+
+    @property
+    def most_prompts(self) -> int:
+        """Prompts of the largest set."""
+        return max(map(len, self.prompts.values()))
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions of a run before a weight is read."""
@@ -44,10 +56,8 @@ class Plan:
     """How the run's own model answers its prompts."""
     teacher: PlacedModel | None = None
     """The model that goes over the rows before training."""
-    held_out: PromptSets = field(default_factory=dict)
-    """The prompts whose answers are scored at each evaluation."""
-    evaluation: Generation | None = None
-    """How the run's own model answers them."""
+    held_out: HeldOutPlan | None = None
+    """The answers that are scored at each evaluation."""
 
     @property
     def model(self) -> ModelPlan:
@@ -83,9 +93,9 @@ def make_plan(
     generation = None
     if data.prompts and not config.rollout_url:
         generation = plan_own_generation(config, placed, data, schedule, store)
-    evaluation = plan_evaluation(config, placed, held_out, store)
+    planned = plan_evaluation(config, placed, held_out, store)
     warmup_steps = num_warmup_steps(config, schedule)
-    plan = Plan(placed, data, schedule, warmup_steps, generation, teacher, held_out, evaluation)
+    plan = Plan(placed, data, schedule, warmup_steps, generation, teacher, planned)
     _log_plan(config, plan)
     return config, plan
 
@@ -106,7 +116,7 @@ def plan_own_generation(
 
 def plan_evaluation(
     config: TrainConfig, placed: PlacedModel, held_out: PromptSets, store: dist.Store | None
-) -> Generation | None:
+) -> HeldOutPlan | None:
     """Plan how the run's own model answers held-out prompts; None if there are none.
 
     As for the answers of a step, these come between steps, and fit beside what stays in memory.
@@ -117,7 +127,7 @@ def plan_evaluation(
     free = least_free(placed.model.machine, "the memory for evaluations", store)
     most_prompts = max(map(len, held_out.values()))
     longest = max(lengths) + config.max_completion_length
-    return _plan_answers(config, placed, most_prompts, longest, free)
+    return HeldOutPlan(held_out, _plan_answers(config, placed, most_prompts, longest, free))
 
 
 def _plan_answers(
@@ -155,9 +165,9 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
         log.info(
             "%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left)
         )
-    if plan.evaluation:
-        most_prompts = max(map(len, plan.held_out.values()))
-        log.info("%s", plan.evaluation.describe_evaluation(most_prompts))
+    if plan.held_out:
+        held_out = plan.held_out
+        log.info("%s", held_out.generation.describe_evaluation(held_out.most_prompts))
     log_plan(config, *PlanReport.of(placed).lines(), placed.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)

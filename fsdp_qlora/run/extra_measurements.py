@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.planning.generation import Generation, weights_stay
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.run_plan import HeldOutPlan, Plan
 from fsdp_qlora.run.facts import Measured
 from fsdp_qlora.training.generation.answering import Answering
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
@@ -45,23 +48,16 @@ def open_extra_measurements(
 ) -> ExtraMeasurements:
     """Collect what the options and the device let a run measure beside its losses."""
     tokenizer = plan.model.tokenizer
-    samples = scores = measure_tasks = measured = None
+    samples = measure_tasks = measured = None
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
-        answering = open_answering(plan, trainer, prompt_format.stop_text, SAMPLE_TOKENS)
+        answering = open_answering(
+            plan.placed, trainer.ranks, prompt_format.stop_text, SAMPLE_TOKENS
+        )
         samples = Samples(setup.questions, prompt_format, answering, folder)
         # The questions are token ids now, and need no template any more.
         prompt_format.close()
-    if config.eval_rewards:
-        longest = config.max_completion_length
-        scores = HeldOutScores(
-            plan.held_out,
-            open_answering(plan, trainer, setup.stop_text, longest, plan.evaluation),
-            setup.eval_scorer,
-            trainer.control,
-            chosen=REWARD if config.best_measure == LOSS else config.best_measure,
-            chooses_best=config.best_measure != LOSS,
-        )
+    scores = open_scores(config, plan.placed, plan.held_out, setup, trainer.ranks, trainer.control)
     if setup.tasks:
         options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
         measure_tasks = partial(
@@ -79,14 +75,36 @@ def open_extra_measurements(
     return ExtraMeasurements(samples, scores, measure_tasks, measured)
 
 
+def open_scores(
+    config: TrainConfig,
+    placed: PlacedModel,
+    held_out: HeldOutPlan | None,
+    setup: Setup,
+    ranks: Ranks,
+    control: Control,
+) -> HeldOutScores | None:
+    """Open the scores of answers to held-out prompts; None if none are planned."""
+    if not held_out:
+        return None
+    longest = config.max_completion_length
+    return HeldOutScores(
+        held_out.prompts,
+        open_answering(placed, ranks, setup.stop_text, longest, held_out.generation),
+        setup.eval_scorer,
+        control,
+        chosen=REWARD if config.best_measure == LOSS else config.best_measure,
+        chooses_best=config.best_measure != LOSS,
+    )
+
+
 def open_answering(
-    plan: Plan,
-    trainer: Trainer,
+    placed: PlacedModel,
+    ranks: Ranks,
     stop_text: str,
     longest: int,
     generation: Generation | None = None,
 ) -> Answering:
-    """Open the one way in which a run answers prompts at its evaluations: greedily.
+    """Open the one way in which a loaded model answers prompts at evaluations: greedily.
 
     Args:
         stop_text: as of `PromptFormat`.
@@ -94,16 +112,16 @@ def open_answering(
         generation: how many prompts are answered at a time; else it is one on each rank, whose
             cache of keys and values must fit into the memory of the training.
     """
-    model = trainer.model
+    model = placed.model.meta.model
     # No decoded ones without a plan: there is memory for a training step alone.
-    kept = KeptWeights(are_in_place=weights_stay(plan.placed))
+    kept = KeptWeights(are_in_place=weights_stay(placed))
     if generation:
         kept = KeptWeights(generation.decoded > 0, generation.stays)
     generator = TextGenerator(
         model,
-        trainer.ranks,
-        plan.model.precision,
-        Stops(plan.model.tokenizer, model, stop_text),
+        ranks,
+        placed.model.precision,
+        Stops(placed.model.tokenizer, model, stop_text),
         SamplingOptions(max_new_tokens=longest),
         kept,
     )

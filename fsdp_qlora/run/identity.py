@@ -14,7 +14,7 @@ from fsdp_qlora.distributed.process_group import check_agreement, raise_on_all_r
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision import restarts
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
-from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_plan import HeldOutPlan, Plan
 from fsdp_qlora.run.prepare import PreparedRun
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.utils.environment import versions
@@ -68,9 +68,7 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
             "the options": {name: value for name, value in options.items() if name not in per_node},
             "the rows": facts["rows"],
             "the prompts of --sample_prompts": run.setup.questions,
-            "the held-out prompts": derive_seed(
-                {name: [row.for_rewards for row in rows] for name, rows in plan.held_out.items()}
-            ),
+            "the held-out prompts": _content_of(plan.held_out),
             "the model": (facts["model"], sorted(weights.sources)),
         },
         ranks.device,
@@ -91,6 +89,17 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
         "eval_rewards": run.setup.eval_scored_by,
     }
     return identity | plan.data.provenance
+
+
+def _content_of(held_out: HeldOutPlan | None) -> int:
+    """A hash of held-out prompts and of what reward functions get beside them."""
+    sets = held_out.prompts if held_out else {}
+    content = [
+        (name, prompt.ids, prompt.for_rewards)
+        for name, prompts in sets.items()
+        for prompt in prompts
+    ]
+    return derive_seed(content)
 
 
 def agree_on_parent(

@@ -58,7 +58,7 @@ def graphed_parts(config: TrainConfig, plan: Plan) -> list[str]:
     if config.kernels == PLAIN:
         return []
     parts = []
-    if plan.generation or plan.evaluation or config.sample_prompts:
+    if plan.generation or plan.held_out or config.sample_prompts:
         parts.append("answers")
     if has_room_for_graphs(plan.placed, may_keep=config.recompute == "auto"):
         parts.append("blocks")

@@ -288,7 +288,11 @@ BAD_WORDS = {
     "--objective grpo --rewards number --rollout_url http://a --train_type dora": (
         "servers load only LoRA adapters"
     ),
-    f"{GRPO} --eval_fraction 0.1": "cannot be used with --eval_fraction",
+    f"{GRPO} --eval_fraction 0.1": "cannot be used with --eval_fraction without --eval_rewards",
+    f"{GRPO} --eval_rewards number": "--eval_rewards score answers to held-out rows: give",
+    f"{GRPO} --eval_rewards number --eval_fraction 0.1 --best_by loss": "no held-out loss",
+    "--best_by reward --eval_fraction 0.1": "--best_by reward is a score: it needs --eval_rewards",
+    "--max_completion_length 64 --eval_fraction 0.1": "does not take --max_completion_length",
     f"{GRPO} --train_type full": "it cannot be used with --train_type full",
     "--train_type hqq_lora --n_bits 5": "--n_bits must be 8, 4, 3 or 2, but is 5",
     "--train_type hqq_lora --group_size 48": "--group_size must be a multiple of 32, but is 48",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.held_out import held_out_prompts
@@ -23,7 +24,7 @@ from tests.chaos.harness import adapter, numbers, run, status
 from tests.helpers.metrics import metrics_of, read_metrics
 from tests.helpers.models import Models
 from tests.helpers.rows import make_rows, write_rows
-from tests.helpers.run import train_ok
+from tests.helpers.run import flags, on_ranks, train_ok
 from tests.helpers.tokenizers import make_tokenizer
 from tests.rollouts.runs import inputs
 from tests.rollouts.test_runs import kill_at
@@ -129,7 +130,7 @@ def test_a_killed_run_chooses_the_same_best_by_a_score(phase, models, tmp_path):
     run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "logs")
     out = tmp_path / "killed"
     options["output_dir"] = out
-    fault = partial(kill_at, phase, {"rows": 60, "save": 100}[phase])
+    fault = partial(kill_at, phase, {"rows": 60, "save": 260}[phase])
     run(options, tmp_path / "first", [-signal.SIGKILL] * 2, fault=fault)
     assert status(out)["state"] == "running"
     assert "Resuming at step" in run(options, tmp_path / "second")
@@ -164,6 +165,31 @@ def test_a_failing_function_of_an_evaluation_ends_the_run(models, tmp_path):
     said = run({**options, "on_reward_error": "zero"}, tmp_path / "again")
     assert "answers count as 0" in said
     assert read_metrics(tmp_path / "out", "eval_reward") == [0, 0, 0]
+
+
+def test_evaluate_scores_as_the_run_did(models, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", make_rows(5, seed=7))
+    options = sft_inputs(models, tmp_path, eval_fraction=0, eval_dataset=held_out)
+    (tmp_path / "own.py").write_text(LENGTHS)
+    words = f"{tmp_path / 'own.py'}:tokens=0.5,length:4"
+    scores = {"eval_rewards": words, "max_completion_length": 8}
+    train_ok(1, tmp_path / "out", **options, **scores)
+    expected = [record for record in metrics_of(tmp_path / "out") if "eval_reward" in record][-1]
+    argv = ["evaluate", str(tmp_path / "out"), "--dataset", str(held_out), "--json"]
+    argv += flags(quant_cache="off", **scores)
+    for objective in ("sft", "grpo"):
+        logs = tmp_path / objective
+        statuses, output = on_ranks(2, main, ([*argv, "--objective", objective],), logs)
+        assert statuses == [0, 0], output[-6000:]
+        printed = (logs / "rank0.log").read_text()
+        [found] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0].values()
+        assert found["rows"] == 5 and found["reward"] == pytest.approx(expected["eval_reward"])
+        for name in ("rewards/tokens/mean", "rewards/length/mean", "completions/clipped_ratio"):
+            assert found[name] == pytest.approx(expected[f"eval_{name}"])
+        if objective == "sft":
+            assert found["loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+        else:
+            assert "loss" not in found
 
 
 @pytest.mark.quick

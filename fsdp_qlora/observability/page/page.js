@@ -208,6 +208,8 @@ function summary() {
     ["held-out loss, first → last", (run) => (run.evaluations.eval_loss || []).some(isNumber)
       ? `${short(run.evaluations.eval_loss.find(isNumber))} → ${short(last(run.evaluations.eval_loss))}` : null],
     ["lowest held-out loss", lowestHeldOut],
+    ["held-out reward, first → last", (run) => (run.evaluations.eval_reward || []).some(isNumber)
+      ? `${short(run.evaluations.eval_reward.find(isNumber))} → ${short(last(run.evaluations.eval_reward))}` : null],
     ["perplexity", (run) => { const loss = last(run.evaluations.eval_loss); return isNumber(loss) ? short(Math.exp(loss)) : null; }],
     ["tokens", (run) => short(run.totals.tokens)],
     ["tokens/s", (run) => short(run.totals.tokens_per_second)],
@@ -342,6 +344,7 @@ function build() {
     { title: "Share of pairs in which the chosen answer has the larger reward", kind: "steps", columns: [["rewards/accuracies", ""]], smooth: true, zero: true },
     { title: "The same of held-out pairs", kind: "evaluations", columns: [["rewards/accuracies", ""]], zero: true },
     { title: "Reward", kind: "steps", columns: [["reward", ""]], smooth: true },
+    { title: "Held-out reward", kind: "evaluations", columns: [["eval_reward", ""]] },
     { title: "Tokens of an answer", kind: "steps", columns: [["completions/mean_length", ""]], smooth: true, zero: true },
     { title: "Share of answers that were cut", kind: "steps", columns: [["completions/clipped_ratio", ""]], smooth: true, zero: true },
     { title: "Entropy of the predictions", kind: "steps", columns: [["entropy", ""]], smooth: true },
