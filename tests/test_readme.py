@@ -171,7 +171,11 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Models, tmp_pat
             else rows,
             **({"dataset": taught} if {"distill", "distill_on_policy"} & {*argv} else {}),
             **({"teacher": tiny} if "--teacher" in argv else {}),
-            **({"max_completion_length": 32} if "distill_on_policy" in argv else {}),
+            **(
+                {"max_completion_length": 32}
+                if {"distill_on_policy", "--eval_rewards"} & {*argv}
+                else {}
+            ),
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,

@@ -105,7 +105,8 @@ def _read(
         )
     except UserError as error:
         raise UserError(
-            f"--eval_rewards reads the held-out rows as prompts, with room for answers of "
-            f"--max_completion_length {options.text.max_completion_length}. {error}"
+            "--eval_rewards reads the held-out rows as prompts, with room for answers of "
+            f"--max_completion_length {options.text.max_completion_length}, which may be lowered: "
+            f"{error}"
         ) from error
     return dataset_rows.prompts
