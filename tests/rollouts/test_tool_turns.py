@@ -258,6 +258,13 @@ def test_prompts_without_control_texts_have_the_ids_of_other_runs(worker):
         made("Qwen3.5", worker)[1].prompt_ids([{"role": "?", "content": "a"}], None)
 
 
+def test_several_results_have_the_names_of_their_calls(worker):
+    tokenizer, turns = made("Gemma 4", worker)
+    shown = tokenizer.decode(turns.result_ids([("f", "1"), ("g", "2")]))
+    first = 'response:f{value:<|"|>1<|"|>}<tool_response|>'
+    assert shown == f'{first}<|tool_response>response:g{{value:<|"|>2<|"|>}}<tool_response|>'
+
+
 def test_a_token_that_ends_a_turn_and_begins_a_result_is_there_once(worker):
     tokenizer, turns = made("GLM 4.5", worker)
     ids = turns.result_ids([("f", "a")])

@@ -180,6 +180,7 @@ class ToolTurns:
         Raises:
             BadRow: the template refuses the results.
         """
+        assert results
         texts = [text for _, text in results]
         names = [name for name, _ in results]
         hidden = self._control.hidden_in(texts, names)
