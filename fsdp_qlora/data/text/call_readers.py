@@ -131,7 +131,7 @@ class BadCall(ValueError):
 
 
 class NoCall(Exception):
-    """What looks like a call is text."""
+    """Text that only looks like a call."""
 
 
 def call_of(value: Any) -> ToolCall:

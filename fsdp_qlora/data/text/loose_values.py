@@ -48,7 +48,7 @@ def skip_space(text: str, place: int) -> int:
 def read_json(text: str, place: int) -> tuple[Any, int]:
     """A value of JSON and where it ends.
 
-    Line breaks may stand in strings as they are. Of keys that are there twice the last counts.
+    Line breaks may stand in strings as they are. The last of equal keys counts.
 
     Raises:
         BadValue: it is not JSON, has numbers beyond what Python reads, or is nested too deeply.

@@ -164,7 +164,7 @@ def split_calls(text: str, form: Form, types: Types) -> tuple[str, list[ToolCall
 
 
 Marks = Sequence[tuple[str, str]]
-"""What begins and ends reasoning, as in `THOUGHTS`."""
+"""Pairs that begin and end reasoning, as in `THOUGHTS`."""
 
 
 def parse_turn(

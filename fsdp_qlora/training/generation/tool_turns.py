@@ -66,7 +66,7 @@ class _Ending(NamedTuple):
 
 
 class ToolTurns:
-    """What a tokenizer's chat template says about turns with tools.
+    """Writes and reads turns with tools as a tokenizer's chat template does.
 
     Text that tools, environments and rows have never becomes control tokens.
 
