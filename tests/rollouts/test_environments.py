@@ -32,8 +32,6 @@ from tests.rollouts.environment_files import (
     write_game,
 )
 
-pytestmark = pytest.mark.quick
-
 
 def test_words_name_files_and_environments_of_verifiers():
     [one] = parse_environments(["a/b.py:C"])
@@ -129,6 +127,37 @@ def test_an_episode_is_a_conversation_until_it_is_over(shared):
         # It calls no tool, and this environment has no answer to that.
         assert episode.next({"role": "assistant", "content": "3"}) is None
     assert shared[0].rows("game") is None
+
+
+CHAT = """
+class Chat:
+    done = False
+
+    async def reset(self, **row):
+        return [{"role": "user", "content": "Count."}]
+
+    def message(self, text):
+        self.done = text == "2"
+        return None if text == "bye" else f"After {text}?"
+
+    def reward(self, messages):
+        return len(messages)
+"""
+
+
+def test_an_environment_without_tools_answers_by_messages(tmp_path):
+    (tmp_path / "chat.py").write_text(CHAT)
+    with running(f"{tmp_path}/chat.py:Chat") as environments:
+        with environments.open(None, {}) as episode:
+            assert episode.next(None) == ([{"role": "user", "content": "Count."}], [])
+            turn = episode.next({"role": "assistant", "content": "1"})
+            assert turn.messages[2:] == [{"role": "user", "content": "After 1?"}]
+            assert episode.next({"role": "assistant", "content": "2"}) is None
+            assert episode.reward(turn.messages) == 3
+        with environments.open(None, {}) as episode:
+            episode.next(None)
+            assert episode.next({"role": "assistant", "content": "bye"}) is None
+            assert not episode.is_over
 
 
 BLOCK = {"type": "text", "text": "b"}
