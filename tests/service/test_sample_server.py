@@ -1,5 +1,6 @@
 """Samples that a server draws for a service (--rollout_url), asked for by the real client."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +13,11 @@ import tinker
 import torch
 from tinker import types
 
+from tests.chaos.harness import wait_for
 from tests.helpers.models import Models
 from tests.helpers.run import ROOT, flags
 from tests.rollouts.lora_server import LoraServer, Sampler
+from tests.rollouts.test_server import ServerProcess
 from tests.service.harness import Plain, Service, assert_equal, datums
 
 pytestmark = pytest.mark.slow
@@ -299,3 +302,38 @@ def test_a_server_of_another_model_is_refused_at_the_start(server, models, tmp_p
         )
     assert done.returncode == 2 and "--served-model-name" in done.stdout + done.stderr
     assert not [*Path(tmp_path / "folder").glob("rollout_adapters/*")]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    "FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md"
+)
+def test_vllm_draws_the_samples_of_several_saved_weights(models, tmp_path):
+    model = models(head_dim=32, max_position_embeddings=512)
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    words = f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name"
+    words += f" {model.name} --enable-lora --max-loras 2 --dtype float32 --enforce-eager"
+    command = [os.environ["FSDP_QLORA_VLLM"], *words.split(), "--port", "{port}"]
+    vllm = ServerProcess(*command, log=tmp_path / "vllm.log", **environment)
+    try:
+        wait_for(vllm.answers)
+        served = Service(model, tmp_path / "folder", 1, rollout_url=vllm.url)
+        try:
+            made = [trained(served, seed=seed) for seed in (1, 2, 3)]
+            params = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, {"stop": []}]
+            for options in params:
+                answers = [sample(sampler, 8, **options) for _, sampler, _ in made]
+                for answer, (_, _, plain) in zip(answers, made, strict=True):
+                    for each in answer.result().sequences:
+                        expected = logprobs(plain, each.tokens)
+                        assert_equal([torch.tensor(each.logprobs)], [expected], 1e-4)
+            assert all(len(tokens) == 12 for tokens in tokens_of(sample(made[0][1], 4, stop=[])))
+            again = [tokens_of(sample(made[0][1], 4)) for _ in range(2)]
+            assert again[0] == again[1]
+            base = served.client().create_sampling_client(base_model=served.model).result()
+            assert tokens_of(sample(base))
+            assert served.log.read_text().count("The server uses the adapter") == 3
+        finally:
+            served.end()
+    finally:
+        vllm.kill()
