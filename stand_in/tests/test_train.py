@@ -172,6 +172,14 @@ CASES: dict[str, Case] = {
     "packing": Case({"batching": "packed", "gradient_accumulation_steps": 4}),
     "padding": Case({"batching": "padded", "gradient_accumulation_steps": 2}),
     "evaluation, best and early stop": Case({**EVALUATED, "early_stopping": 1}),
+    "scores of answers choose the best": Case(
+        {
+            **EVALUATED,
+            "eval_rewards": "length:4",
+            "max_completion_length": 24,
+            "best_by": "reward",
+        }
+    ),
     "resumed on the host": Case(STOPPED, then=OFFLOAD),
     "full, resumed on the GPU": Case(
         {"train_type": "full", **OFFLOAD, **STOPPED}, then={"train_type": "full"}
