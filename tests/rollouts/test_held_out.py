@@ -20,6 +20,7 @@ from fsdp_qlora.data.run_data import read_rows as read_data
 from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.training.reward_gap import RewardGap
 from fsdp_qlora.training.rl.advantages import reward_metrics, sums_of_rewards
+from fsdp_qlora.utils.errors import ENDINGS
 from tests.chaos.harness import adapter, numbers, run, status
 from tests.helpers.metrics import metrics_of, read_metrics
 from tests.helpers.models import Models
@@ -165,6 +166,22 @@ def test_a_failing_function_of_an_evaluation_ends_the_run(models, tmp_path):
     said = run({**options, "on_reward_error": "zero"}, tmp_path / "again")
     assert "answers count as 0" in said
     assert read_metrics(tmp_path / "out", "eval_reward") == [0, 0, 0]
+
+
+def test_a_run_stops_while_held_out_prompts_are_answered(models, tmp_path):
+    options = sft_inputs(models, tmp_path, output_dir=tmp_path / "out")
+    options |= {"eval_rewards": "length:4", "max_completion_length": 8}
+    preempted = [ENDINGS["preempted"].exit_code] * 2
+    # At the first evaluation, and at the second one: a step beats once.
+    for number, step in ((4, 0), (17, 2)):
+        stopped = partial(kill_at, "rows", number, with_signal=signal.SIGTERM)
+        said = run(options, tmp_path / f"stopped{step}", preempted, fault=stopped)
+        assert f"Stopped while step {step + 1} waited for answers (SIGTERM)" in said
+        assert (tmp_path / f"out/checkpoints/step_{step:06}").is_dir()
+    run(options, tmp_path / "finished")
+    run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "whole_logs")
+    assert numbers(tmp_path / "out") == numbers(tmp_path / "whole")
+    assert adapter(tmp_path / "out") == adapter(tmp_path / "whole")
 
 
 def test_evaluate_scores_as_the_run_did(models, tmp_path):
