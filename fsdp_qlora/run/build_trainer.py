@@ -58,6 +58,7 @@ from fsdp_qlora.training.rl.ahead import (
     prompts_of_generation,
     versions_of_checkpoints,
 )
+from fsdp_qlora.training.rl.answerer import Answerer
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.own_engine import OwnEngine, Room
 from fsdp_qlora.training.rl.server_engine import ServerEngine
@@ -303,18 +304,15 @@ def open_source(
             episodes = Episodes(engine.play, stage, trainer.ranks, rewards)
     return Rollouts(
         data=plan.data,
-        engine=complete,
+        answerer=Answerer(complete, stops.text_of, ahead, episodes),
         scorer=setup.scorer,
         path=folder / ROLLOUTS_FILE,
         ranks=trainer.ranks,
         control=trainer.control,
-        text_of=stops.text_of,
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
         next_check=0 if config.rollout_url else None,
         teacher=teacher,
-        episodes=episodes,
-        ahead=ahead,
     )
 
 

@@ -117,7 +117,9 @@ def learn(options: dict[str, Any]) -> int:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     source: Any = open_source(config, run.plan, run.setup, trainer, folder, "run", None)
-    source.episodes = dataclasses.replace(source.episodes, engine=Script(Path(config.model_name)))
+    answerer = source.answerer
+    script = Script(Path(config.model_name))
+    answerer.episodes = dataclasses.replace(answerer.episodes, engine=script)
     records = [trainer.train_step(rows) | rows.metrics for rows in source.steps(run.plan.schedule)]
     save_trained(trainer, records, folder)
     stop_process_group()

@@ -31,6 +31,7 @@ from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.training.generation.prompt_format import read_questions
 from fsdp_qlora.training.generation.sampling import Completion
+from fsdp_qlora.training.rl.answerer import Answerer
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError
@@ -383,7 +384,8 @@ def rollouts(tmp_path: Path, alone: Ranks) -> Callable[..., Iterator[StepRows]]:
     def steps(word: str = "length:1", **since: Any) -> Iterator[StepRows]:
         scorer = Scorer([word], zero_on_error=False, seconds=60)
         place = tmp_path / "rollouts.jsonl"
-        made = Rollouts(data, Parrot(), scorer, place, alone, Control(), str, None, "group")  # type: ignore[arg-type]
+        answerer = Answerer(Parrot(), str)
+        made = Rollouts(data, answerer, scorer, place, alone, Control(), None, "group")
         return made.steps(make_schedule(config, data, 1), **since)
 
     return steps

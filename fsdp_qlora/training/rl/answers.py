@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_qlora.data.prompts import Prompt
-from fsdp_qlora.training.episodes.transcript import Transcript
+from fsdp_qlora.training.episodes.transcript import FAILED, Transcript
 from fsdp_qlora.training.generation.sampling import Completion
 
 
@@ -16,6 +16,12 @@ class Answer(NamedTuple):
     """For an episode, all tokens behind its prompt."""
     text: str
     transcript: Transcript | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can be scored: not an episode that failed, or ended before its first turn."""
+        transcript = self.transcript
+        return transcript is None or (bool(transcript.turns) and transcript.end != FAILED)
 
     @property
     def prompt_ids(self) -> list[int]:

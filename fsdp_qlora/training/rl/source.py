@@ -27,13 +27,11 @@ from fsdp_qlora.distributed.process_group import (
 )
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.rl.adapter_use import check_use
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of, sums_of_rewards
 from fsdp_qlora.training.rl.ahead import KEY as AHEAD
-from fsdp_qlora.training.rl.ahead import Ahead
-from fsdp_qlora.training.rl.answers import Answer, answers_of_episodes, answers_of_prompts
-from fsdp_qlora.training.rl.engine import Engine
+from fsdp_qlora.training.rl.answerer import Answerer
+from fsdp_qlora.training.rl.answers import Answer
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.rollout_file import (
     Rollout,
@@ -67,14 +65,12 @@ class Rollouts:
     """
 
     data: RunData
-    engine: Engine
+    answerer: Answerer
     scorer: Scorer
     path: Path
     """The path of rollouts.jsonl."""
     ranks: Ranks
     control: Control
-    text_of: Callable[[list[int]], str]
-    """Gives the text of an answer's tokens."""
     logprobs: Callable[..., np.ndarray] | None
     """Gives log-probabilities of all tokens of a table under the weights of now.
 
@@ -86,21 +82,12 @@ class Rollouts:
     """The first step that may find whether a server uses the adapter; None if it is known."""
     teacher: Teacher | None = None
     """On a server, if one is asked."""
-    ahead: Ahead | None = None
-    """The owner of `engine`, if it answers one generation ahead."""
-    episodes: Episodes | None = None
-    """Plays episodes in environments, if answers are such."""
 
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each reward, by its name; none where a teacher teaches."""
         weights = {reward.name: reward.weight for reward in self.scorer.rewards}
-        return weights | dict.fromkeys(self._own_rewards.values(), 1.0)
-
-    @property
-    def _own_rewards(self) -> Mapping[str, str]:
-        """The name of each environment's own reward, by the environment's name."""
-        return self.episodes.rewards if self.episodes else {}
+        return weights | dict.fromkeys(self.answerer.names_of_rewards, 1.0)
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
@@ -116,11 +103,9 @@ class Rollouts:
             yield from self._steps(schedule, first, position)
         finally:
             # The loop has left this step, for whatever reason.
-            if self.ahead:
-                self.ahead.close()
+            self.answerer.close(is_complete=False)
         self.scorer.close()
-        if self.episodes:
-            self.episodes.close()
+        self.answerer.close(is_complete=True)
 
     def _steps(
         self, schedule: Schedule, first: int, position: Mapping[str, Any]
@@ -130,8 +115,7 @@ class Rollouts:
         # Checkpoints of earlier versions have no mark.
         if mark and mark != mark_of(rollouts):
             rollouts = []
-        if self.ahead:
-            self.ahead.resume(position)
+        self.answerer.resume(position)
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
             generation, iteration = divmod(step, schedule.num_iterations)
@@ -148,9 +132,7 @@ class Rollouts:
                 peak = peaks.max().item()
                 if peak:
                     memory["generation_memory_gib"] = round(peak, 3)
-                position = mark_of(rollouts)
-                if self.ahead:
-                    position |= self.ahead.position()
+                position = mark_of(rollouts) | self.answerer.position()
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others "
@@ -186,7 +168,8 @@ class Rollouts:
 
         Called on every rank, with the same result.
         """
-        answers = self._answers(rows.ravel(), generation, step)
+        prompts = [self.data.prompts[row] for row in rows.ravel()]
+        answers = self.answerer.answers(prompts, generation, step)
         values = self._scores(answers, step)
         rewards = self._rewards(values, len(answers), step)
         # An answer without a reward, None, becomes NaN.
@@ -196,7 +179,7 @@ class Rollouts:
         for place, answer in enumerate(answers):
             rollout = Rollout(
                 step=step + 1,
-                version=self.ahead.version if self.ahead else step,
+                version=self.answerer.version(step),
                 row=answer.prompt.row_number,
                 prompt=RolloutPrompt(
                     answer.shown_prompt, answer.prompt_ids, answer.prompt.teacher_ids
@@ -215,29 +198,19 @@ class Rollouts:
                 append_rollouts(self.path, rollouts)
         return rollouts
 
-    def _answers(self, rows: np.ndarray, generation: int, step: int) -> list[Answer]:
-        """The answers to the prompts of some rows."""
-        prompts = [self.data.prompts[row] for row in rows]
-        if self.episodes:
-            transcripts = self.episodes.play(prompts, generation, step)
-            return answers_of_episodes(prompts, transcripts, self.text_of)
-        completions = self.engine([prompt.ids for prompt in prompts], generation, step)
-        return answers_of_prompts(prompts, completions, self.text_of)
-
     def _scores(self, answers: Sequence[Answer], step: int) -> Values:
         """The value that each reward function gives each answer, and the environments' own."""
-        rows = [answer.prompt.row_number for answer in answers]
-        arguments = reward_arguments(answers)
-        values = score_answers(self.scorer, arguments, rows, self.control, self.ranks, step)
-        for name in dict.fromkeys(self._own_rewards.values()):
-            values[name] = [self._own_reward(answer, name) for answer in answers]
-        return values
-
-    def _own_reward(self, answer: Answer, name: str) -> float | None:
-        """The reward of a name that the environment of an answer gives; None from another one."""
-        if answer.transcript and self._own_rewards.get(answer.prompt.environment) == name:
-            return answer.transcript.reward
-        return None
+        # Functions expect that the model has said something.
+        places = [place for place, answer in enumerate(answers) if answer.is_sound]
+        sound = [answers[place] for place in places]
+        rows = [answer.prompt.row_number for answer in sound]
+        arguments = reward_arguments(sound)
+        found = score_answers(self.scorer, arguments, rows, self.control, self.ranks, step)
+        values: Values = {}
+        for name, of_sound in found.items():
+            by_place = dict(zip(places, of_sound, strict=True))
+            values[name] = [by_place.get(place) for place in range(len(answers))]
+        return values | self.answerer.own_rewards(answers)
 
     def _rewards(
         self, values: dict[str, list[float | None]], count: int, step: int
@@ -282,8 +255,8 @@ class Rollouts:
         assert self.logprobs is not None
         # Each check costs a forward pass of the base, so they become rare.
         self.next_check = 2 * step + 1
-        if self.ahead:
-            following = self.ahead.of_current_weights(step)
+        if self.answerer.ahead:
+            following = self.answerer.ahead.of_current_weights(step)
             if following is None:
                 return
             table = rows_of_completions(*following, range(len(following[0])))
