@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.episodes.runs import make_counting_agent
+from tests.rollouts.conftest import alone  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ class Broken:
 
     def take(self) -> str:
         """Take one."""
-        if self.count > 1:
+        if self.count > 2:
             os._exit(3)
         return "0 left"
 
@@ -97,7 +97,7 @@ def test_an_environment_that_ends_costs_its_episode_alone(agent, tmp_path):
     train_ok(2, tmp_path / "out", **options, gradient_accumulation_steps=8)
     found = rollouts_of(tmp_path / "out")
     failed = [line for line in found if line["episode"]["end"] == "failed"]
-    assert failed and all(line["row"] > 1 and line["reward"] is None for line in failed)
+    assert failed and all(line["row"] > 2 and line["reward"] is None for line in failed)
     assert all("status 3" in line["episode"]["problem"] for line in failed)
     assert all(line["advantage"] == 0 for line in failed)
     assert read_metrics(tmp_path / "out", "episodes/failed") == [len(failed)]
@@ -112,11 +112,11 @@ def test_too_many_failed_environments_end_the_run_in_a_sentence(agent, tmp_path)
 
 
 STOPPING = '''
-import os, signal, time
+import time
 
 class Stopping:
     def reset(self, **row):
-        os.kill(os.getppid(), 0)
+        pass
 
     def take(self) -> str:
         """Take one."""

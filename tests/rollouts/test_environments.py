@@ -245,7 +245,7 @@ BROKEN = {
     ),
     "a reward of NaN": ({"reward": "result = float('nan')"}, "returned nan, which is no finite"),
     "a reward of text": ({"reward": "result = '1'"}, "returned '1', which is no finite number"),
-    "a circle": ({"reset": "result = []; result.append(result)"}, "is no JSON"),
+    "a circle": ({"reset": "result = [{'text': 'a'}]; result[0]['self'] = result"}, "is no JSON"),
     "another kind": ({"reset": "result = 3"}, "reset returned a int, not None"),
     "a huge observation": ({"reset": "result = 'a' * (17 << 20)"}, "more than 16 MiB"),
     "children that outlive a hang": (

@@ -99,12 +99,32 @@ def _answer(environment: Environment, request: Mapping[str, Any]) -> dict[str, A
             reply = {}
         case other:
             raise AssertionError(other)
-    observation = reply.get("observation")
-    if observation is not None and not isinstance(observation, str | list):
-        kind = type(observation).__name__
-        raise Failed(f"{request['do']} returned a {kind}, not None, a text or a list")
+    _check(request["do"], reply.get("observation"))
+    _check(request["do"], (reply.get("turn") or {}).get("messages"))
     reply["over"] = environment.is_over()
     return reply
+
+
+def _check(name: str, said: Any) -> None:
+    """Raise `Failed` if an environment says something else than text, or messages of text."""
+    if said is None or isinstance(said, str):
+        return
+    if not isinstance(said, list):
+        raise Failed(f"{name} returned a {type(said).__name__}, not None, a text or a list")
+    if not (all(map(_is_block, said)) or all(map(_is_message, said))):
+        raise Failed(f"{name} returned a list of something else than messages or blocks of text")
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    is_list = isinstance(content, list)
+    return content is None or isinstance(content, str) or (is_list and all(map(_is_block, content)))
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("text"), str)
 
 
 def _send(channel: Channel, reply: Mapping[str, Any], name: str) -> None:

@@ -59,6 +59,8 @@ class Episode:
         limits: of time.
         on_end: called once, when the process is gone.
         row: of the dataset.
+    Attributes:
+        num_failed_calls: calls of tools whose results are errors, by now.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Episode:
         self._is_running = True
         self._lock = threading.Lock()
         self._is_over = False
+        self.num_failed_calls = 0
 
     def __enter__(self) -> "Episode":
         return self
@@ -114,6 +117,7 @@ class Episode:
         arguments: of JSON, as the model has written them; not a mapping, if the model is wrong.
         """
         reply = self._ask({"do": "call", "tool": tool, "arguments": arguments}, str(tool))
+        self.num_failed_calls += bool(reply["is_error"])
         return ToolResult(str(reply["text"]), bool(reply["is_error"]))
 
     def message(self, text: str) -> str | list[Any] | None:

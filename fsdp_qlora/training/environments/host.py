@@ -54,6 +54,9 @@ def work() -> None:
             "Start them in __init__.",
             file=sys.stderr,
         )
+    # A signal to all processes of a job is for the run, which ends this one. A handler of Python is
+    # not inherited by programs that an environment starts.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     # Children that have ended need no wait.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # A collection in a child would copy the memory that it shares with this process.

@@ -35,9 +35,9 @@ def add_observation(
         return list(messages)
     *before, last = messages
     if isinstance(observation, list) and all(_is_message(each) for each in observation):
-        kept = messages if last["content"] or before else []
+        kept = messages if last.get("content") or before else []
         return [*kept, *observation]
-    content = last["content"]
+    content: Any = last.get("content") or ""
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     elif isinstance(observation, str) and isinstance(content, list):

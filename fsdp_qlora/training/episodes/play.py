@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,11 +11,14 @@ import torch
 from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.training.episodes.played_episode import Episode, Stage
 from fsdp_qlora.training.episodes.transcript import FAILED, Transcript
 from fsdp_qlora.utils.errors import RolloutError
 from fsdp_qlora.utils.text import printable
 
+# For environments that close themselves when a run stops.
+_SECONDS_TO_END = 5.0
 # (episodes, count, generation, version): plays episodes until all are over. Called on every rank;
 # rank 0 alone has the episodes, of which there are `count`. The seed of a turn follows from the
 # run's, the generation, the episode's place and the number of the turn. version: optimizer steps
@@ -45,23 +49,45 @@ class Episodes:
         episodes = self._episodes(prompts, step)
         try:
             self.engine(episodes, len(prompts), generation, step)
-        finally:
-            for episode in episodes:
-                episode.abandon()
+        except BaseException:
+            abandon_all(episodes)
+            raise
         text = ""
         with raise_on_all_ranks(RolloutError, self.ranks.device):
             if self.stage:
                 transcripts = [episode.transcript for episode in episodes]
-                refuse_failures(transcripts)
+                self._refuse_failures(transcripts)
                 text = json.dumps([transcript.to_json() for transcript in transcripts])
         [text, *_] = all_gather_strings(text, torch.device("cpu"))
         return [Transcript.from_json(record) for record in json.loads(text)]
 
-    def close(self) -> None:
-        """End the environments and remove the turns, which rollouts.jsonl has."""
-        if self.stage:
-            self.stage.environments.close()
+    def close(self, *, keeps_turns: bool) -> None:
+        """End the environments, and remove the turns unless a resumed run may need them."""
+        if not self.stage:
+            return
+        self.stage.environments.close()
+        if not keeps_turns:
             self.stage.file.clear()
+
+    def _refuse_failures(self, transcripts: Sequence[Transcript]) -> None:
+        """Raise RolloutError if more than half of the episodes say nothing to learn from."""
+        lost = [each for each in transcripts if each.end == FAILED or not each.turns]
+        if 2 * len(lost) <= len(transcripts):
+            return
+        # The next start plays them anew: the environment may have been mended.
+        assert self.stage is not None
+        self.stage.file.clear()
+        failed = [transcript.problem for transcript in lost if transcript.end == FAILED]
+        if not failed:
+            raise RolloutError(
+                f"The environment's first messages leave no room for a turn in {len(lost)} of "
+                f"{len(transcripts)} episodes. Give more --max_completion_length, which counts "
+                "what reset returns. No weight was updated."
+            )
+        raise RolloutError(
+            f"The environment failed in {len(failed)} of {len(transcripts)} episodes. The first: "
+            f"{printable(failed[0])}. No weight was updated."
+        )
 
     def _episodes(self, prompts: Sequence[Prompt], step: int) -> list[Episode]:
         """The episodes, as far as they have come; none on other ranks than 0."""
@@ -78,11 +104,6 @@ class Episodes:
         ]
 
 
-def refuse_failures(transcripts: Sequence[Transcript]) -> None:
-    """Raise RolloutError if more than half of the environments have failed."""
-    problems = [transcript.problem for transcript in transcripts if transcript.end == FAILED]
-    if 2 * len(problems) > len(transcripts):
-        raise RolloutError(
-            f"The environment failed in {len(problems)} of {len(transcripts)} episodes. The first: "
-            f"{printable(problems[0])}. No weight was updated."
-        )
+def abandon_all(episodes: Sequence[Episode]) -> None:
+    """End the environments of episodes that go on; those that do not end soon are killed later."""
+    wait([begun(episode.abandon) for episode in episodes], _SECONDS_TO_END)

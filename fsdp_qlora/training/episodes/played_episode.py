@@ -3,15 +3,16 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from fsdp_qlora.data.content import BadRow, Chat
+from fsdp_qlora.data.content import BadRow, texts_of
 from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.text.tool_calls import ParsedTurn
 from fsdp_qlora.training.environments.episode import Episode as Process
 from fsdp_qlora.training.environments.episode import EpisodeFailed
+from fsdp_qlora.training.environments.turns import Turn as Request
 from fsdp_qlora.training.episodes.transcript import (
     ANSWERED,
     ENVIRONMENT,
@@ -78,6 +79,7 @@ class Episode:
         self._step = step
         self._process: Process | None = None
         self._is_abandoned = False
+        self._working = threading.Lock()
         self._transcript = transcript
 
     @property
@@ -107,30 +109,44 @@ class Episode:
         return len(self._prompt.ids) + self._stage.limits.max_tokens - len(self.token_ids)
 
     def begin(self) -> None:
-        """Start the environment, and repeat the calls that it has had before this start."""
+        """Start the environment, and repeat the answers that it has had before this start."""
         if self.is_over or self._process is not None:
             return
-        with self._failing():
-            prompt = self._prompt
-            row = dict(prompt.for_rewards) | {"prompt": prompt.content}
-            self._process = self._stage.environments.open(prompt.environment or None, row)
-            observation = self._process.reset()
+        prompt = self._prompt
+        row = dict(prompt.for_rewards) | {"prompt": prompt.content}
+        process = self._stage.environments.open(prompt.environment or None, row)
+        with self._working, self._failing():
+            self._process = process
+            # It may have waited for a place while the run has stopped.
+            if self._is_abandoned:
+                process.kill()
+                return
+            request = process.next(None)
             if self._transcript is None:
-                self._open(observation)
+                self._open(request)
             else:
-                self._repeat_calls(self._process)
-            if self.room < 1 and not self.is_over:
-                self._end(LENGTH)
+                self._repeat_answers(process)
 
     def take(self, completion: Completion) -> None:
         """Take the model's next turn, and let the environment answer it."""
-        with self._failing():
-            self._take(completion)
+        with self._working, self._failing():
+            if not self._is_abandoned:
+                self._take(completion)
 
     def abandon(self) -> None:
-        """End the environment; what a thread is still told of the episode is not written."""
+        """End the environment; what a thread is still told of the episode is not written.
+
+        An environment that works is killed. Another one may close itself first.
+        """
         self._is_abandoned = True
-        self._close()
+        process = self._process
+        if process is None:
+            return
+        if not self._working.acquire(blocking=False):
+            process.kill()
+            return
+        process.close()
+        self._working.release()
 
     def _close(self) -> None:
         process = self._process
@@ -139,121 +155,141 @@ class Episode:
             process.close()
 
     @contextlib.contextmanager
-    def _failing(self) -> Any:
+    def _failing(self) -> Iterator[None]:
         """End the episode where its environment fails in the block."""
         try:
             yield
         except EpisodeFailed as error:
             if self._is_abandoned:
                 return
+            begun = {}
             if self._transcript is None:
-                self._transcript = Transcript(self._prompt.ids, list(self._prompt.content))
-                self._write(begun=self._begun())
-            self._end(FAILED, str(error))
+                self._transcript = Transcript(self._prompt.ids, list(self._prompt.content), [])
+                begun = self._begun()
+            self._end(FAILED, str(error), **begun)
 
-    def _open(self, observation: Any) -> None:
-        """Begin the transcript. observation: what reset returns, for the last message."""
+    def _open(self, request: Request | None) -> None:
+        """Begin the transcript. request: the environment's first one."""
         chat = self._prompt.chat
         assert chat is not None
+        if request is None:
+            raise EpisodeFailed("it has ended before the model's first turn")
         ids = self._prompt.ids
-        if observation is not None:
-            chat = with_observation(chat, observation)
-            with self._stage.filling:
-                try:
-                    ids = self._stage.tool_turns.prompt_ids(
-                        chat.messages, chat.tools, chat.template_kwargs
-                    )
-                except BadRow as reason:
-                    raise EpisodeFailed(f"its reset cannot be shown: {reason}") from reason
-        self._transcript = Transcript(ids, chat.messages)
-        self._write(begun=self._begun())
+        if request.messages != chat.messages or (request.tools or None) != chat.tools:
+            with self._stage.filling, self._showing("its first messages"):
+                ids = self._stage.tool_turns.prompt_ids(
+                    request.messages, request.tools, chat.template_kwargs
+                )
+        self._transcript = Transcript(ids, request.messages, request.tools)
+        if self.room >= 1:
+            self._write(**self._begun())
+            return
+        # Its row must not be longer than the run has planned.
+        self._transcript.prompt_ids = self._prompt.ids
+        self._end(LENGTH, **self._begun())
 
     def _begun(self) -> dict[str, Any]:
-        return {"prompt_ids": self.transcript.prompt_ids, "prompt": self.transcript.prompt}
+        """The beginning of the episode for a line of the file."""
+        transcript = self.transcript
+        begun = {
+            "prompt_ids": transcript.prompt_ids,
+            "prompt": transcript.prompt,
+            "tools": transcript.tools,
+        }
+        return {"begun": begun}
 
-    def _repeat_calls(self, process: Process) -> None:
-        """Bring the environment to where it was, by the turns that are known."""
+    def _repeat_answers(self, process: Process) -> None:
+        """Bring the environment to where it was, by the turns that are known.
+
+        If the last of them ends the episode, the environment scores it.
+        """
+        known = [*self.transcript.prompt]
         for number, turn in enumerate(self.transcript.turns):
-            following, _ = self._answers(process, self._parsed(turn.completion))
-            if following != turn.following:
+            # The environment has not had a turn that was cut.
+            if not turn.completion.is_done:
+                break
+            known.append(turn.message)
+            following = new_messages(process.next(turn.message), known)
+            known += turn.following
+            if not turn.ending and following != turn.following:
                 log.warning(
                     "The environment of row %d answers turn %d in another way than before the run "
                     "was stopped. Its episode goes on behind the first answer.",
                     self._prompt.row_number,
                     number + 1,
                 )
+        ending = self.transcript.turns[-1].ending if self.transcript.turns else ""
+        if ending:
+            self._end(ending)
 
     def _take(self, completion: Completion) -> None:
-        assert self._process is not None
-        parsed = self._parsed(completion)
-        message = self._stage.tool_turns.message(parsed)
+        process = self._process
+        assert process is not None
+        tool_turns = self._stage.tool_turns
+        parsed = tool_turns.parse(completion.token_ids, self.transcript.tools)
+        message = tool_turns.message(parsed)
         if not completion.is_done:
-            self._add(Turn(completion, message, [], []))
+            self._add(Turn(completion, message, [], [], ending=LENGTH))
             self._end(LENGTH)
             return
-        following, num_failed = self._answers(self._process, parsed)
-        is_last = self.turn + 1 >= self._stage.limits.max_turns
+        known = [*self.transcript.prompt, *self.transcript.messages, message]
+        num_failed = process.num_failed_calls
+        request = process.next(message)
+        following = new_messages(request, known)
         end = ""
-        if not following:
-            end = ANSWERED
-        elif self._process.is_over:
-            end = ENVIRONMENT
-        elif is_last:
+        if request is None:
+            end = ENVIRONMENT if process.is_over else ANSWERED
+        elif self.turn + 1 >= self._stage.limits.max_turns:
             end = MAX_TURNS
         following_ids: list[int] = []
         if not end:
-            following_ids = self._ids_of(following, completion)
+            following_ids = self._ids_of(following, parsed, completion)
             # As in TRL, a result that leaves no room for a turn goes, and the episode ends.
             if len(completion.token_ids) + len(following_ids) >= self.room:
                 end = LENGTH
         if end:
             following = []
             following_ids = []
-        num_calls = len(parsed.calls)
-        self._add(Turn(completion, message, following, following_ids, num_calls, num_failed))
+        counts = len(parsed.calls), process.num_failed_calls - num_failed
+        self._add(Turn(completion, message, following, following_ids, *counts, ending=end))
         if end:
             self._end(end)
 
-    def _answers(self, process: Process, parsed: ParsedTurn) -> tuple[list[Message], int]:
-        """The environment's answer to a turn, and the number of calls that have failed.
-
-        There are no messages if the model has said its last word.
-        """
-        messages: list[Message] = []
-        num_failed = 0
-        for call in parsed.calls:
-            result = process.call(call.name, call.arguments)
-            messages.append({"role": "tool", "name": call.name, "content": result.text})
-            num_failed += result.is_error
-        if not parsed.calls:
-            reply = process.message(parsed.content)
-            if reply is not None:
-                messages.append({"role": "user", "content": str(reply)})
-        return messages, num_failed
-
-    def _ids_of(self, following: list[Message], completion: Completion) -> list[int]:
+    def _ids_of(
+        self, following: list[Message], parsed: ParsedTurn, completion: Completion
+    ) -> list[int]:
         """The tokens of the environment's messages, with what begins the model's next turn."""
         tool_turns = self._stage.tool_turns
         last = completion.token_ids
-        with self._stage.filling:
-            try:
-                if following[0]["role"] == "user":
-                    return tool_turns.user_ids(following[0]["content"], last)
-                results = [(message["name"], message["content"]) for message in following]
-                return tool_turns.result_ids(results, last)
-            except BadRow as reason:
-                raise EpisodeFailed(f"its answer cannot be shown: {reason}") from reason
+        roles = [message["role"] for message in following]
+        texts = ["".join(texts_of(message)) for message in following]
+        with self._stage.filling, self._showing("its answer"):
+            if roles == ["user"]:
+                return tool_turns.user_ids(texts[0], last)
+            if roles == ["tool"] * len(parsed.calls):
+                names = [call.name for call in parsed.calls]
+                return tool_turns.result_ids([*zip(names, texts, strict=True)], last)
+        raise EpisodeFailed(
+            f"it answers {len(parsed.calls)} calls with messages of {', '.join(roles) or 'nobody'}"
+        )
 
-    def _parsed(self, completion: Completion) -> ParsedTurn:
-        tools = self._prompt.chat.tools if self._prompt.chat else None
-        return self._stage.tool_turns.parse(completion.token_ids, tools or [])
+    @contextlib.contextmanager
+    def _showing(self, messages: str) -> Iterator[None]:
+        """Fail the episode where the chat template refuses some messages in the block."""
+        try:
+            yield
+        except BadRow as reason:
+            raise EpisodeFailed(f"{messages} cannot be shown: {reason}") from reason
 
     def _add(self, turn: Turn) -> None:
         self.transcript.turns.append(turn)
         self._write(turn=turn.to_json())
 
-    def _end(self, end: str, problem: str = "") -> None:
-        """End the episode, and have the environment score it unless it has failed."""
+    def _end(self, end: str, problem: str = "", **begun: Any) -> None:
+        """End the episode, and have the environment score it unless it has failed.
+
+        begun: as of `_begun`, if no line has it yet.
+        """
         transcript = self.transcript
         if end != FAILED and self._process is not None:
             try:
@@ -266,34 +302,21 @@ class Episode:
         transcript.end = end
         transcript.problem = problem
         self._close()
-        self._write(end=end, problem=problem, reward=transcript.reward)
+        self._write(**begun, end=end, problem=problem, reward=transcript.reward)
 
     def _write(self, **record: Any) -> None:
         if not self._is_abandoned:
             self._stage.file.append(self._step, self.place, **record)
 
 
-def with_observation(chat: Chat, observation: Any) -> Chat:
-    """The conversation with what reset returns at the end of its last message, as TRL has it.
+def new_messages(request: Request | None, known: Sequence[Message]) -> list[Message]:
+    """The messages of a request behind those that are known; none without a request.
 
-    Raises EpisodeFailed for other values than text and lists of parts with text.
+    Raises EpisodeFailed if others are in their place: what was sampled could not be learned.
     """
-    last = chat.messages[-1]
-    content = last.get("content") or ""
-    if isinstance(observation, str) and isinstance(content, str):
-        joined: Any = content + observation
-    elif isinstance(observation, str | list):
-        joined = _parts(content) + _parts(observation)
-    else:
-        kind = type(observation).__name__
-        raise EpisodeFailed(f"its reset returned {kind}, not text for the prompt's last message")
-    return chat_with(chat, [*chat.messages[:-1], last | {"content": joined}])
-
-
-def chat_with(chat: Chat, messages: list[Message]) -> Chat:
-    """The conversation with other messages."""
-    return Chat(messages, chat.tools, template_kwargs=chat.template_kwargs)
-
-
-def _parts(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if request is None:
+        return []
+    before = [message["role"] for message in request.messages[: len(known)]]
+    if before != [message["role"] for message in known]:
+        raise EpisodeFailed("it has changed earlier messages of the conversation")
+    return request.messages[len(known) :]

@@ -28,6 +28,8 @@ class Turn(NamedTuple):
     """Their tokens, from the end of the turn to the beginning of the next one."""
     num_calls: int = 0
     num_failed_calls: int = 0
+    ending: str = ""
+    """Why the episode ends with it; empty if it goes on."""
 
     def to_json(self) -> dict[str, Any]:
         """The turn as an object of JSON."""
@@ -67,7 +69,9 @@ class Transcript:
     prompt_ids: list[int]
     """The tokens before the first turn."""
     prompt: list[Message]
-    """The same as messages, with what the environment's reset has added."""
+    """The same as messages, with what the environment has added."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of the tools that the prompt shows."""
     turns: list[Turn] = field(default_factory=list)
     end: str = ""
     """Why it has ended, in one of the words above; empty while it goes on."""

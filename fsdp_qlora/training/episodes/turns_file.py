@@ -22,8 +22,9 @@ from fsdp_qlora.utils.records import parse_record
 class TurnsFile:
     """Appends lines to the file, and reads them back.
 
-    A line has the step and the place of its episode, and one of: `begun` (prompt and its tokens), a
-    `turn`, `end` (why, how the environment failed, and its reward).
+    A line has the step and the place of its episode, and `begun` (prompt, its tokens and tools), a
+    `turn`, or `end` (why, how the environment failed, and its reward); one that ends before its
+    first turn has the first and the last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,9 +91,9 @@ def _add(transcripts: dict[int, Transcript], record: Mapping[str, Any]) -> None:
     place = record["place"]
     if "begun" in record:
         transcripts[place] = Transcript(**record["begun"])
-    elif "turn" in record:
+    if "turn" in record:
         transcripts[place].turns.append(Turn.from_json(record["turn"]))
-    else:
+    if "end" in record:
         transcript = transcripts[place]
         transcript.end = record["end"]
         transcript.problem = record["problem"]

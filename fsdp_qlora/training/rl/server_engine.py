@@ -115,7 +115,6 @@ class ServerEngine:
         """Play all episodes. Returns no text."""
         name, load = self._loaded(version)
 
-        # Called again after a fault: the episode then goes on with the turn that it waits for.
         def play(place: int) -> None:
             episode = episodes[place]
             episode.begin()
@@ -123,7 +122,9 @@ class ServerEngine:
                 parts = ("rollouts", self.options.seed, generation, place)
                 seed = derive_seed(*parts, *([episode.turn] if episode.turn else []))
                 asked = self._asking(episode.room)
-                episode.take(asked.ask(asked.request(name, episode.token_ids, seed), load))
+                request = asked.request(name, episode.token_ids, seed)
+                # Each turn has the patience of an answer: an episode may last longer.
+                episode.take(self.server.patiently(partial(asked.ask, request, load)))
 
         self.server.all_answers(len(episodes), play)
         return ""
