@@ -71,6 +71,8 @@ class TextGenerator:
         show: Callable[[Completion], object] = lambda completion: None,
         beat: Callable[[], object] = lambda: None,
         seeds: Mapping[int, int] | None = None,
+        limits: Mapping[int, int] | None = None,
+        most: int | None = None,
     ) -> dict[int, Completion]:
         """Complete this rank's prompts.
 
@@ -81,14 +83,18 @@ class TextGenerator:
             show: called with a completion after each of its tokens.
             beat: called after each forward pass, on every rank; may raise, if on all of them.
             seeds: index -> seed of its draws; else as the options say.
+            limits: index -> its maximum tokens; else as the options say.
+            most: the largest limit of all ranks.
         """
         # A rank without prompts computes one token, whose completion has ended before it begins.
         asked = prompts or {0: [0]}
-        completions = _Completions([*asked], self.stops, show, is_done=not prompts)
+        longest = most or self._options.max_new_tokens
+        of_index = {index: (limits or {}).get(index, longest) for index in asked}
+        completions = _Completions(of_index, self.stops, show, is_done=not prompts)
         batch = Batch.of([*asked.values()], shares_prompts=shares_prompts(self._model))
         draws = Draws(self._options, self._seeds([*asked], seeds or {}))
-        with self._generating(batch) as passes, torch.no_grad():
-            self._write(passes, draws, completions, beat)
+        with self._generating(batch, longest) as passes, torch.no_grad():
+            self._write(passes, draws, completions, beat, longest)
         return completions.with_logps(draws.logps) if prompts else {}
 
     def _write(
@@ -97,15 +103,15 @@ class TextGenerator:
         draws: Draws,
         completions: "_Completions",
         beat: Callable[[], object],
+        most: int,
     ) -> None:
-        """Draw tokens until all completions of all ranks have ended, or are cut."""
+        """Draw tokens until all completions of all ranks have ended, or are cut at `most`."""
         # A GPU is given the next pass before the host reads a token: a wait for it would leave the
         # GPU idle at each token. The pass after the last token is then computed for nothing.
         num_ahead = 1 if self.ranks.device.type == "cuda" else 0
         unread = deque[_Reading]()
         logits = passes.prompts()
         beat()
-        most = self._options.max_new_tokens
         for number in range(1, most + 1):
             tokens = draws(logits)
             unread.append(_Reading(tokens))
@@ -129,8 +135,11 @@ class TextGenerator:
         return bool(numbers.all())
 
     @contextlib.contextmanager
-    def _generating(self, batch: Batch) -> Iterator[Passes]:
-        """Prepare the model for passes over a batch in this block. Called on every rank."""
+    def _generating(self, batch: Batch, most: int) -> Iterator[Passes]:
+        """Prepare the model for passes over a batch in this block. Called on every rank.
+
+        most: tokens of an answer.
+        """
         model = self._model.eval()
         device = self.ranks.device
         sizes = [len(batch.prompts), len(batch.places)]
@@ -139,20 +148,19 @@ class TextGenerator:
         decoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._weights.are_decoded:
             decoding = decoded_once(model, len(batch.places), device)
-        most = self._most_graphed(batch)
+        most_graphed = self._most_graphed(batch, most)
         head = shared_head_of(model)
         try:
             with decoding, self._precision.autocasting(device):
-                yield Passes(model, batch, device, counts, most)
+                yield Passes(model, batch, device, counts, most_graphed)
         finally:
             if head:
                 head.counts = None
             # A forward pass alone leaves weights gathered.
             reshard_all(model)
 
-    def _most_graphed(self, batch: Batch) -> int | None:
+    def _most_graphed(self, batch: Batch, most: int) -> int | None:
         """Tokens of an answer, if graphs compute them; else the log has said why they do not."""
-        most = self._options.max_new_tokens
         if ways_in_use().answers != GRAPHS or most < _GRAPHED_TOKENS:
             return None
         reason = "weights move between tokens"
@@ -171,6 +179,7 @@ class TextGenerator:
         beat: Callable[[], object] = lambda: None,
         seeds: Sequence[int] | None = None,
         *,
+        limits: Sequence[int] | None = None,
         shows_progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, each on one rank.
@@ -180,6 +189,7 @@ class TextGenerator:
         Args:
             at_a_time: prompts of a rank in one batch, which share its cache.
             beat, seeds: as for `generate`.
+            limits: the maximum tokens of each completion, if they differ.
             shows_progress: a bar on rank 0.
         """
         number_of_ranks = self.ranks.world_size
@@ -192,8 +202,15 @@ class TextGenerator:
         for first in tqdm(rounds, unit=" batches", disable=is_hidden):
             chosen = places[first : first + at_a_time]
             chosen_seeds = {place: seeds[place] for place in chosen} if seeds else None
+            chosen_limits = {place: limits[place] for place in chosen} if limits else None
+            # The same on all ranks, which make as many passes.
+            of_round = slice(first * number_of_ranks, (first + at_a_time) * number_of_ranks)
             local |= self.generate(
-                {place: prompts[place] for place in chosen}, beat=beat, seeds=chosen_seeds
+                {place: prompts[place] for place in chosen},
+                beat=beat,
+                seeds=chosen_seeds,
+                limits=chosen_limits,
+                most=max(limits[of_round]) if limits else None,
             )
         parts = all_gather_strings(json.dumps([*local.items()]), torch.device("cpu"))
         completions = dict[int, Completion]()
@@ -233,30 +250,35 @@ class _Reading:
 class _Completions:
     """The completions of a batch while they are written.
 
-    is_done: whether they have all ended before they begin.
+    limits: index -> the maximum tokens. is_done: whether they have all ended before they begin.
     """
 
     def __init__(
         self,
-        indices: Sequence[int],
+        limits: Mapping[int, int],
         stops: Stops,
         show: Callable[[Completion], object],
         *,
         is_done: bool,
     ) -> None:
-        self._of_index = {index: Completion([], is_done=is_done) for index in indices}
+        self._of_index = {index: Completion([], is_done=is_done) for index in limits}
+        self._limits = limits
         self._stops = stops
         self._show = show
 
     @property
     def have_ended(self) -> bool:
-        return all(completion.is_done for completion in self._of_index.values())
+        return all(map(self._has_ended, self._of_index))
+
+    def _has_ended(self, index: int) -> bool:
+        completion = self._of_index[index]
+        return completion.is_done or len(completion.token_ids) >= self._limits[index]
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Take the next token of each."""
         # A completion that has ended gets further tokens while others of its batch go on.
         for (index, completion), token in zip([*self._of_index.items()], tokens, strict=True):
-            if not completion.is_done:
+            if not self._has_ended(index):
                 completion.token_ids.append(token)
                 is_done = self._stops.ends(completion.token_ids)
                 completion = completion._replace(is_done=is_done)

@@ -78,12 +78,20 @@ class OwnEngine:
         tokens = self.room.at_a_time * self.room.longest
         at_a_time = max(1, min(self.room.at_a_time, tokens // (longest + most)))
         generator = self._generator(generation, most)
-        seeds = [self._seed(generation, request) for request in requests]
+        # Those with as much room beside each other: a batch goes on until its last one ends.
+        places = sorted(range(len(requests)), key=lambda place: -requests[place].room)
+        in_order = [requests[place] for place in places]
         beat = partial(check_stop, self.control, self.ranks, version)
         with self._gathered():
-            return generator.answer_all(
-                [request.token_ids for request in requests], at_a_time, beat, seeds
+            completions = generator.answer_all(
+                [request.token_ids for request in in_order],
+                at_a_time,
+                beat,
+                [self._seed(generation, request) for request in in_order],
+                limits=[request.room for request in in_order],
             )
+        by_place = dict(zip(places, completions, strict=True))
+        return [by_place[place] for place in range(len(requests))]
 
     def _generator(self, generation: int, most: int) -> TextGenerator:
         """The generator of a generation's answers of `most` tokens at most."""
