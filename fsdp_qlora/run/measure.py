@@ -48,10 +48,13 @@ def measure(
         lm-eval.
     """
     ranks = session.ranks
-    setup = open_setup(
-        config.pick(SetupOptions, rewards=(), sample_prompts=None, eval_tasks=()),
-        is_rank_0=ranks.is_rank_0,
-    )
+    none: dict[str, Any] = {
+        "rewards": (),
+        "environment": (),
+        "sample_prompts": None,
+        "eval_tasks": (),
+    }
+    setup = open_setup(config.pick(SetupOptions, **none), ranks, session.store)
     sets: dict[str, Evaluated] = {}
 
     def read(placed: PlacedModel) -> None:

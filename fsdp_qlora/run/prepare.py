@@ -3,9 +3,11 @@
 It sets up rewards and prompts, plans the model, and reads and schedules the rows.
 """
 
+import dataclasses
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from fsdp_qlora.checkpoint.decisions import agree_on_decisions
 from fsdp_qlora.checkpoint.run_folder import is_finished
 from fsdp_qlora.config.objectives import TEXTS
-from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import LearningModel, options_for, read_rows, say_prompts
 from fsdp_qlora.distributed.ranks import Ranks
@@ -34,6 +36,8 @@ from fsdp_qlora.planning.reading import (
 from fsdp_qlora.planning.run_plan import Plan, make_plan
 from fsdp_qlora.planning.teacher import refuse_whole_logits
 from fsdp_qlora.sharding.optimizer import check_optimizer
+from fsdp_qlora.training.episodes.example import example_episode
+from fsdp_qlora.training.episodes.own_rows import keep_rows
 from fsdp_qlora.training.rl.client import check_server
 from fsdp_qlora.training.setup import Setup, SetupOptions, open_setup
 from fsdp_qlora.utils.errors import UserError
@@ -80,6 +84,15 @@ def refuse_new_tokens(config: TrainConfig, model: ModelPlan) -> None:
         )
 
 
+def with_own_rows(config: TrainConfig, setup: Setup) -> TrainConfig:
+    """The options; where no dataset is given, the rows of the environment are the dataset."""
+    rows = setup.environments.rows if setup.environments else ()
+    if not rows or config.dataset != DEFAULTS.dataset:
+        return config
+    log.info("Dataset: the %s tasks of the environment", f"{len(rows):,}")
+    return dataclasses.replace(config, dataset=(str(keep_rows(rows)),))
+
+
 def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> PreparedRun:
     """Build the model without weights, read the rows, and describe the run. Called on every rank.
 
@@ -93,6 +106,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
     setup = open_setup(config.pick(SetupOptions), ranks, store)
+    config = with_own_rows(config, setup)
     # A run that continues keeps the context length that auto chose at its beginning.
     decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
     config = with_kept_context(config, decisions)
@@ -114,14 +128,17 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
 
 def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
+    setup = open_setup(config.pick(SetupOptions), ranks, None)
+    config = with_own_rows(config, setup)
     decisions = agree_on_decisions(earlier_run(config), ranks, None)
     config = with_kept_context(config, decisions)
     folder, model_config, tokenizer = read_model(config)
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     model = LearningModel(config.model_name, folder, tokenizer)
+    picked = pick_data(config, tools=setup.tools)
     data = read_rows(
         tokenizer,
-        options_for(pick_data(config), model, keeps_template=decisions.fills_template),
+        options_for(picked, model, keeps_template=decisions.fills_template),
         vocab_size=len(tokenizer),
         longest=most_positions(model_config),
     )
@@ -129,7 +146,12 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     # NO_COLOR turns colours off: https://no-color.org.
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     num_samples = int(str(config.dry_run).partition("=")[2] or _SAMPLES)
-    return "\n\n".join(
-        describe_sample(data.known_rows, int(row), tokenizer, sides=sides, in_colour=in_colour)
-        for row in data.train_rows[:num_samples]
-    )
+    shown = partial(describe_sample, tokenizer=tokenizer, sides=sides, in_colour=in_colour)
+    rows = [int(row) for row in data.train_rows[:num_samples]]
+    setup = setup.with_rows(data, {}, tokenizer)
+    if setup.environments and setup.environments.processes and setup.tool_turns:
+        show = partial(example_episode, setup.environments.processes, setup.tool_turns)
+        episodes = [show(data.prompts[row]) for row in rows]
+        setup.environments.processes.close()
+        return "\n\n".join(shown(episode, 0) for episode in episodes)
+    return "\n\n".join(shown(data.known_rows, row) for row in rows)

@@ -1,6 +1,7 @@
 """A run's work besides losses: rewards for its answers, samples of its text, and tasks."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from fsdp_qlora.training.generation.tool_turns import ToolTurns
 from fsdp_qlora.training.rl.held_out import REWARD
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers
 from fsdp_qlora.utils.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
 
 LOSS = "loss"
 """The measure of held-out rows that is no score."""
@@ -109,8 +112,14 @@ class Setup:
         if not self.environments:
             return setup
         template = data.provenance["prompt"].get("chat_template")
-        has_tools = any(self.environments.tools.values())
-        return replace(setup, tool_turns=ToolTurns(tokenizer, template, has_tools=has_tools))
+        has_tools = self.environments.have_tools
+        tool_turns = ToolTurns(tokenizer, template, has_tools=has_tools)
+        if has_tools and not tool_turns.writes_tools:
+            log.info(
+                "The chat template does not tell the model which tools there are: the prompts of "
+                "the dataset have to."
+            )
+        return replace(setup, tool_turns=tool_turns)
 
 
 def open_setup(options: SetupOptions, ranks: Ranks, store: dist.Store | None) -> Setup:

@@ -21,8 +21,12 @@ class OpenedEnvironments:
     """JSON schemas of each environment's tools."""
     rewards: Mapping[str, str] = field(default_factory=dict)
     """The name of the reward of each environment that has one."""
+    have_tools: bool = True
+    """Whether one has tools, or may have: some name them in each episode."""
     described: Sequence[str] = ()
     """The environments with hashes of their files."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """The rows of an only environment that has its own."""
     processes: Environments | None = None
     """On rank 0."""
 
@@ -54,8 +58,12 @@ def open_environments(
         rewards = {
             name or "": known.class_name for name, known in facts.items() if known.has_reward
         }
-        text = json.dumps([tools, rewards, [known.described for known in facts.values()]])
+        have_tools = any(known.tools or known.asks for known in facts.values())
+        described = [known.described for known in facts.values()]
+        asking = [name for name, known in facts.items() if known.asks]
+        rows = processes.rows(None) if asking == [None] else None
+        text = json.dumps([tools, rewards, have_tools, described, rows or []])
     if store is not None:
         [text, *_] = all_gather_via_store(text, "the tools of the environments", ranks, store)
-    tools, rewards, described = json.loads(text)
-    return OpenedEnvironments(tools, rewards, described, processes)
+    tools, rewards, have_tools, described, own_rows = json.loads(text)
+    return OpenedEnvironments(tools, rewards, have_tools, described, own_rows, processes)

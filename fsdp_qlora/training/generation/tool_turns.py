@@ -201,6 +201,17 @@ class ToolTurns:
             return ids[1:]
         return ids
 
+    def turn_ids(self, calls: Sequence[ToolCall]) -> list[int]:
+        """The token ids of a turn of the assistant, as the template writes it, with its end token.
+
+        calls: that it makes; a turn without any says "...".
+        """
+        said = _calling(calls) if calls else {"role": "assistant", "content": "..."}
+        text = self._behind_prompt(said, self._fill([_QUESTION], prompts=True))
+        ids = self._control.encode(text)
+        ends = [place for place, id_ in enumerate(ids) if id_ in self.end_ids]
+        return ids[: ends[0] + 1] if ends else ids
+
     def message(self, parsed: ParsedTurn) -> dict[str, Any]:
         """The message of a turn, for reward functions, as TRL gives it to them."""
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
@@ -238,7 +249,11 @@ class ToolTurns:
 
     def _turn(self, calls: list[ToolCall], prompt: str) -> str:
         """The text of a turn with calls, behind its prompt."""
-        text = self._fill([_QUESTION, _calling(calls)])
+        return self._behind_prompt(_calling(calls), prompt)
+
+    def _behind_prompt(self, said: Message, prompt: str) -> str:
+        """The text of the assistant's message behind its prompt."""
+        text = self._fill([_QUESTION, said])
         if text.startswith(prompt):
             return text[len(prompt) :]
         # Some prompts open reasoning that a turn without any has not.
