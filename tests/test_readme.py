@@ -24,6 +24,7 @@ from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
 from fsdp_qlora.planning.known_models import KNOWN_MODELS
 from scripts import update_docs
+from tests.episodes.runs import make_counting_agent
 from tests.helpers.models import Models, make_model
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import ROOT, flags, on_ranks, train_ok
@@ -156,6 +157,18 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Models, tmp_pat
         AutoModelForCausalLM.from_pretrained(tiny),
         LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
     ).save_pretrained(adapter)
+    agent = make_counting_agent(tmp_path / "agent")
+    game = tmp_path / "game.py"
+    page = (ROOT / "docs/environments.md").read_text()
+    [code] = re.findall(r"```python\n(# game.py\n.*?)```", page, re.DOTALL)
+    game.write_text(code)
+    turns = [{"prompt": [{"role": "user", "content": "Play."}], "target": n} for n in range(200)]
+    in_environment = {
+        "model_name": agent,
+        "dataset": write_rows(tmp_path / "turns.jsonl", turns),
+        "environment": f"{game}:Game",
+        "max_completion_length": 128,
+    }
     argvs = []
     for argv in PLANNED.values():
         # The last of two flags wins: the model, the rows and the folder that a reader has are
@@ -181,6 +194,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Models, tmp_pat
             "dry_run": True,
             **({"adapter": adapter} if "--adapter" in argv else {}),
             **({"eval_dataset": rows} if "--eval_dataset" in argv else {}),
+            **(in_environment if "--environment" in argv else {}),
         }
         argvs.append([*argv, *flags(**stand_ins)])
     assert len(argvs) >= 10

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python examples/agent/make.py --output_dir demo/agent
 
 fsdp-qlora train --objective grpo --model_name demo/agent --dataset demo/agent/rows.jsonl \
-    --environment examples/agent/counter.py:Counter --max_turns 8 --num_generations 16 --batch_size 32 \
-    --max_completion_length 96 --context_length 160 --num_epochs 4 --max_steps 40 --lr 1e-2 --lr_scheduler constant \
-    --scale_rewards none --precision fp32 --output_dir runs/agent --nproc_per_node 2 --log_to stdout "$@"
+    --environment examples/agent/counter.py:Counter --max_turns 8 --num_generations 32 --batch_size 64 \
+    --max_completion_length 96 --context_length 160 --num_epochs 2 --max_steps 30 --lr 5e-3 --lr_scheduler constant \
+    --precision fp32 --output_dir runs/agent --nproc_per_node 2 --log_to stdout "$@"
 python examples/curve.py runs/agent --keys reward --out examples/agent/curve.svg
