@@ -347,7 +347,7 @@ def weighted_loss(
 
     The clipped ratio is a weight without a gradient, so that clipped tokens learn, too.
     """
-    return -ratio.detach().clamp(lowest, highest) * advantages * logps
+    return -ratio.detach().clamp(lowest, highest) * logps * advantages
 
 
 def policy_loss(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

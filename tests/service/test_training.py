@@ -8,6 +8,7 @@ import torch
 from tinker import RequestFailedError, types
 from torch import Tensor
 
+from fsdp_qlora.service import losses
 from tests.service.harness import CLIPPED, Plain, assert_equal, datums, logprobs_of, on_two_ranks
 
 pytestmark = pytest.mark.slow
@@ -66,6 +67,14 @@ def test_losses_of_policies_equal_their_formulas(service, loss_fn, config):
         assert found.result().metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
         assert_equal(logprobs_of(found.result()), logprobs)
     assert_equal(service.adapter(client, "end"), plain.adapter())
+
+
+def test_the_loss_cispo_has_the_bits_of_its_formula():
+    p, advantages, q = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    given = {"logprobs": q, "advantages": advantages}
+    found = losses.LOSSES["cispo"].sum(p, given, CLIPPED, lambda values: values)
+    weight = (p - q).exp().clamp(*CLIPPED.values())
+    assert torch.equal(found, -weight * p * advantages)
 
 
 @on_two_ranks
