@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.config.text import url_error
 from fsdp_qlora.distributed.supervision.launch import (
     importing,
     is_started_by_others,
@@ -81,6 +82,10 @@ def run(args: argparse.Namespace) -> int | None:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
     if args.max_models < 1:
         raise UserError(f"--max_models must be 1 or more, but is {args.max_models}.")
+    if args.rollout_url is not None:
+        error = url_error("rollout_url", args.rollout_url)
+        if error is not None:
+            raise UserError(error)
     if args.api_key not in (None, NO_KEY):
         # The processes that are started inherit it without showing it.
         os.environ[_KEY_VARIABLE] = args.api_key

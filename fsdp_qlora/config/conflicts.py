@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference, RowKind
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
-from fsdp_qlora.config.text import ALL, is_regex, pairs
+from fsdp_qlora.config.text import ALL, is_regex, pairs, url_error
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
 from fsdp_qlora.utils.files import PUBLIC, folder_error, is_repository, mirror_error
 
@@ -266,10 +266,10 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--best_by loss: --objective {c.objective} has no held-out loss. Give reward, or the "
             "name of a function of --eval_rewards."
         )
-    # An address without user and password.
     for name in _changed(c, "rollout_url", "teacher_url"):
-        if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
-            yield f"--{name} is {getattr(c, name)!r}. Give a URL such as http://localhost:8000."
+        error = url_error(name, getattr(c, name))
+        if error is not None:
+            yield error
     if c.teacher and not c.teacher_url:
         yield (
             f"--objective {c.objective} needs --teacher on a server: give --teacher_url, or leave "

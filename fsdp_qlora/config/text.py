@@ -194,6 +194,18 @@ def is_regex(name: str) -> bool:
     return name not in ALL and re.fullmatch(r"[\w.]+", name) is None
 
 
+def url_error(name: str, url: str) -> str | None:
+    """Check the address of an option's server; returns a message if it cannot be used.
+
+    It has a scheme, and neither a user nor a password, which would come into logs.
+    """
+    if re.fullmatch(r"https?://[^/\s@]+(/\S*)?", url):
+        return None
+    return (
+        f"--{name} is {url!r}. Give a URL such as http://localhost:8000, without user and password."
+    )
+
+
 # --- YAML files that come with the program ---
 
 _FOLDER = Path(__file__).resolve().parent.parent / "configs"

@@ -282,6 +282,20 @@ def test_a_server_that_ignores_an_adapter_is_found_out(service, server):
     assert tokens_of(sample(base))
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "http://user:password@localhost:8000"])
+def test_an_address_that_cannot_be_used_is_refused_at_once(tmp_path, url):
+    words = flags(model_name="none", folder=tmp_path / "folder", rollout_url=url)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_qlora", "serve", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "Give a URL such as http://localhost:8000" in done.stderr
+    assert "password@" not in done.stdout + done.stderr and not (tmp_path / "folder").exists()
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_server_of_another_model_is_refused_at_the_start(server, models, tmp_path, world_size):
     given = {
