@@ -28,13 +28,16 @@ _REMEDY = (
 
 @dataclass
 class Distances:
-    """Sums over tokens of answers to the same saved weights."""
+    """Sums over tokens of answers by the same saved weights."""
 
-    saved_by: str
-    """The request that has saved the weights."""
     tokens: int = 0
     to_model: float = 0.0
     to_base: float = 0.0
+
+    def add(self, other: "Distances") -> None:
+        self.tokens += other.tokens
+        self.to_model += other.to_model
+        self.to_base += other.to_base
 
 
 class AdapterChecks:
@@ -46,9 +49,9 @@ class AdapterChecks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Of models that are not decided: the requests that saved weights which were sampled from.
-        self._seen = defaultdict[str, list[str]](list)
-        self._distances: dict[str, Distances] = {}
+        # Of models that are not decided: the distances by the request that has saved the weights,
+        # in the order in which they were first sampled from.
+        self._undecided = defaultdict[str, dict[str, Distances]](dict)
         self._used: set[str] = set()
         self._refusals: dict[str, str] = {}
 
@@ -59,17 +62,12 @@ class AdapterChecks:
         second, fourth and eighth weights, and so on, until it is decided.
         """
         with self._lock:
-            if model in self._used:
+            if model in self._used or model in self._refusals:
                 return False
-            seen = self._seen[model]
-            if saved_by not in seen:
-                seen.append(saved_by)
-            number = seen.index(saved_by) + 1
-        distances = self._distances.get(model)
-        is_done = distances is not None and (
-            distances.saved_by == saved_by and distances.tokens >= _FEWEST_TOKENS
-        )
-        return not is_done and number & (number - 1) == 0
+            weights = self._undecided[model]
+            distances = weights.setdefault(saved_by, Distances())
+            number = list(weights).index(saved_by) + 1
+            return distances.tokens < _FEWEST_TOKENS and number & (number - 1) == 0
 
     def refusal(self, model: str) -> str | None:
         """Why the server's answers for this model are not used; None if they are."""
@@ -90,33 +88,36 @@ class AdapterChecks:
             UserError: on every rank, if the server ignores the adapter.
         """
         model, saved_by = weights
-        distances = self._distances.get(model)
-        if distances is None or distances.saved_by != saved_by:
-            distances = Distances(saved_by)
-            self._distances[model] = distances
-        _add_distances(distances, forward, requests, answers)
-        if distances.tokens < _FEWEST_TOKENS:
-            return
+        found = _distances_of(forward, requests, answers)
+        # No thread sees that there are enough tokens before it is decided.
+        with self._lock:
+            distances = self._undecided[model].setdefault(saved_by, Distances())
+            distances.add(found)
+            if distances.tokens >= _FEWEST_TOKENS:
+                self._decide(model, distances)
+
+    def _decide(self, model: str, distances: Distances) -> None:
+        """Decide whether the server uses a model's adapters, if it can be told."""
         to_model = distances.to_model / distances.tokens
         to_base = distances.to_base / distances.tokens
         try:
             is_used = check_use(to_model, to_base, _REMEDY)
         except RolloutError as error:
             self._refusals[model] = str(error)
+            del self._undecided[model]
             raise UserError(str(error)) from error
         if is_used:
-            with self._lock:
-                self._used.add(model)
-                self._seen.pop(model, None)
+            self._used.add(model)
+            del self._undecided[model]
 
 
-def _add_distances(
-    distances: Distances,
+def _distances_of(
     forward: ForwardPass,
     requests: Sequence[SampleRequest],
     answers: Sequence[Sequence[Completion]],
-) -> None:
-    """Add the distances of answers from the adapted model and from the base."""
+) -> Distances:
+    """The distances of answers from the adapted model and from the base."""
+    distances = Distances()
     rows = list[list[int]]()
     # Of each row's answer: its log-probabilities, and the number of tokens before it.
     given = list[tuple[np.ndarray, int]]()
@@ -136,3 +137,4 @@ def _add_distances(
         distances.tokens += len(logps)
         distances.to_model += float(np.abs(logps - model[first:]).sum())
         distances.to_base += float(np.abs(logps - base[first:]).sum())
+    return distances

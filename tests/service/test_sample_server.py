@@ -164,6 +164,16 @@ def test_a_server_is_once_found_to_use_the_adapter_of_a_model(service, server):
     assert service.log.read_text().count("The server uses the adapter") == before + 1
 
 
+def test_short_answers_by_two_weights_in_turn_show_that_a_server_uses_them(service, server):
+    client, sampler, _ = trained(service, seed=19)
+    samplers = [sampler, client.save_weights_and_get_sampling_client().result()]
+    before = service.log.read_text().count("The server uses the adapter")
+    for seed in range(9):
+        for each in samplers:
+            sample(each, max_tokens=8, stop=[], seed=seed).result()
+    assert service.log.read_text().count("The server uses the adapter") == before + 1
+
+
 def test_prompts_are_scored_by_the_service_itself(service, server):
     _, sampler, plain = trained(service, seed=6)
     [answer] = sample(sampler).result().sequences
