@@ -155,19 +155,18 @@ class Scheduler:
 
     def _command_for_server(self, request: QueuedRequest) -> Sample:
         """The command of a request for samples. Raises UserError or others."""
-        assert self.server is not None
         wanted = self.samples.read(request)
-        model = _model_of(wanted)
-        refusal = None if model is None else self.server.checks.refusal(model)
-        if refusal is not None:
-            raise UserError(refusal)
+        self._refuse_if_ignored(wanted)
         return self.reader.sampling(wanted)
 
     def _answered(self, request: QueuedRequest, answers: list[Completion]) -> None:
         """Record a server's answers, or hand them to the ranks for what these find of them."""
         try:
             wanted = self.samples.read(request)
-            if wanted.request.scores or self._checked_model(wanted) is not None:
+            checked = self._checked_model(wanted)
+            # Asked last: it may be found meanwhile that the server ignores the adapter.
+            self._refuse_if_ignored(wanted)
+            if wanted.request.scores or checked is not None:
                 self.samples.answers[request.id] = answers
                 self.queue.add(request)
                 return
@@ -177,6 +176,15 @@ class Scheduler:
             self._fail(request, reason_of(error, "recorded"))
         else:
             self._advance(request)
+
+    def _refuse_if_ignored(self, wanted: WantedSample) -> None:
+        """Raise UserError if the server is known to ignore the adapter of a request."""
+        model = _model_of(wanted)
+        if model is None or self.server is None:
+            return
+        refusal = self.server.checks.refusal(model)
+        if refusal is not None:
+            raise UserError(refusal)
 
     def _checked_model(self, wanted: WantedSample) -> str | None:
         """The model of a request's weights, if its answers are to be compared; None if not."""
@@ -426,6 +434,9 @@ class Scheduler:
     def _sampling(self, request: QueuedRequest) -> Job:
         """One job for a request and the others with the same weights and sampling settings."""
         wanted = self.samples.read(request)
+        # Other answers by the same adapter may have shown it since.
+        if request.id in self.samples.answers:
+            self._refuse_if_ignored(wanted)
         command = self.reader.sampling(wanted)
         for other in self.samples.take_beside(request):
             self._in_work.append(other)

@@ -292,6 +292,16 @@ def test_a_server_that_ignores_an_adapter_is_found_out(service, server):
     assert tokens_of(sample(base))
 
 
+def test_requests_at_once_are_all_refused_if_an_adapter_is_ignored(service, server):
+    server.choose.ignores = True
+    _, sampler, _ = trained(service, seed=20)
+    # Some wait for the ranks and others are at the server when it is found.
+    asked = [sample(sampler, 8, stop=[], seed=seed) for seed in range(24)]
+    for each in asked:
+        with pytest.raises(tinker.RequestFailedError, match="The server ignores the adapter"):
+            each.result()
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "http://user:password@localhost:8000"])
 def test_an_address_that_cannot_be_used_is_refused_at_once(tmp_path, url):
     words = flags(model_name="none", folder=tmp_path / "folder", rollout_url=url)
