@@ -101,6 +101,8 @@ def test_scores_change_no_byte_of_training_on_rewards(models, tmp_path):
     found = [record for record in metrics_of(tmp_path / "with") if "eval_reward" in record]
     assert [record["step"] for record in found] == [0, 2, 4]
     assert not any("eval_loss" in record or "loss" in record for record in found)
+    names = [*of_steps(tmp_path / "with")[0]]
+    assert names.index("reward_std") + 1 == names.index("frac_reward_zero_std")
     assert "answers to 5 held-out prompts, of 3 on a rank" in said and "held-out score" in said
     # Greedy answers to the same prompts are those of one rank.
     train_ok(

@@ -61,8 +61,9 @@ def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, f
         }
         of_groups = _spread(_masked(rewards).reshape(-1, num_generations), axis=1)
         # The share of groups from which nothing is learned. A group without rewards is not of them.
+        metrics = _sum_metrics(rewards)
         metrics["frac_reward_zero_std"] = float(np.isclose(of_groups.filled(np.nan), 0).mean())
-        metrics = reward_metrics(rewards, values) | metrics
+        metrics |= _function_metrics(values)
     lengths = [_num_sampled(rollout) for rollout in rollouts]
     metrics |= length_metrics(lengths, [rollout.completion.is_done for rollout in rollouts])
     episodes = [rollout.episode for rollout in rollouts if rollout.episode]
@@ -80,8 +81,18 @@ def reward_metrics(
         rewards: the weighted sum of each answer.
         values: of each function.
     """
+    return _sum_metrics(rewards) | _function_metrics(values)
+
+
+def _sum_metrics(rewards: Sequence[float | None]) -> dict[str, float]:
+    """Mean and standard deviation of the sums of answers' rewards."""
     masked = _masked(rewards)
-    metrics: dict[str, Any] = {"reward": masked.mean(), "reward_std": _spread(masked)}
+    return {"reward": _as_float(masked.mean()), "reward_std": _as_float(_spread(masked))}
+
+
+def _function_metrics(values: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """Mean and standard deviation of each function's rewards."""
+    metrics: dict[str, Any] = {}
     for name, of_function in values.items():
         masked = _masked(of_function)
         metrics |= {f"rewards/{name}/mean": masked.mean(), f"rewards/{name}/std": _spread(masked)}
