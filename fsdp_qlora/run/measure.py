@@ -115,8 +115,8 @@ def read_evaluation(
     config, data = read_planned_rows(config, placed.model, decisions)
     prompts = list(data.prompts)
     if not prompts:
-        as_held_out = dataclasses.replace(config, eval_dataset=(dataset,))
-        for of_set in read_held_out(as_held_out, placed.model, data, decisions).values():
+        all_held_out = dataclasses.replace(data, eval_sets={"": data.train_rows})
+        for of_set in read_held_out(config, placed.model, all_held_out, decisions).values():
             prompts += of_set
     sets: PromptSets = {"": prompts} if prompts else {}
     return data, plan_evaluation(config, placed, sets, session.store_of(f"scores of {dataset}"))

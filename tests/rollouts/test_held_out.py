@@ -211,6 +211,28 @@ def test_evaluate_scores_as_the_run_did(models, tmp_path):
             assert "loss" not in found
 
 
+def test_evaluate_asks_the_rows_that_it_measures(models, tmp_path):
+    (tmp_path / "own.py").write_text(STATEFUL)
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(9))
+    argv = [
+        "evaluate",
+        "--model_name",
+        str(models()),
+        "--train_type",
+        "lora",
+        "--dataset",
+        str(rows),
+    ]
+    argv += flags(dataset_samples=2, eval_rewards=f"{tmp_path / 'own.py'}:short", precision="fp32")
+    argv += ["--max_completion_length", "4", "--json"]
+    statuses, output = on_ranks(1, main, (argv,), tmp_path / "logs")
+    assert statuses == [0], output[-6000:]
+    printed = (tmp_path / "logs/rank0.log").read_text()
+    [found] = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))[0].values()
+    [asked] = (tmp_path / "own.txt").read_text().splitlines()
+    assert found["rows"] == len(asked.split(";")) == 2
+
+
 @pytest.mark.quick
 def test_held_out_prompts_are_the_rows_of_the_held_out_loss(tmp_path):
     make_tokenizer(tmp_path)
