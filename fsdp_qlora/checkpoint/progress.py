@@ -18,10 +18,11 @@ _SIGMAS = 8.0
 class Evaluations:
     """Losses and scores of a run's evaluations.
 
-    last_eval_step: step of the last evaluation, -1 for none. best_by: the measure that chooses the
-    best evaluation, `loss` or the name of a score. best_eval_loss, best_eval_score: the lowest loss
-    or the highest score after step 0; None where the other one chooses. best_eval_step: its step.
-    num_evals_without_best: number of evaluations since then.
+    last_eval_step: step of the last evaluation, -1 for none. first_eval_score: of the first
+    evaluation that had a score; eval_score: of the last one, None if it had none. best_by: the
+    measure that chooses the best evaluation, `loss` or the name of a score. best_eval_loss,
+    best_eval_score: the lowest loss or the highest score after step 0; None where the other one
+    chooses. best_eval_step: its step. num_evals_without_best: number of evaluations since then.
     """
 
     first_eval_loss: float | None = None
@@ -45,8 +46,10 @@ class Evaluations:
 
         Args:
             eval_loss: None where there is no held-out loss.
-            score: None where answers are not scored.
+            score: None where answers are not scored; NaN counts as None.
         """
+        if score is not None and math.isnan(score):
+            score = None  # as a checkpoint stores it: a resumed run goes on with the same values
         self.last_eval_step = step
         self.eval_loss = eval_loss
         self.eval_score = score

@@ -18,6 +18,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.held_out import held_out_prompts
 from fsdp_qlora.data.run_data import read_rows as read_data
 from fsdp_qlora.planning.reading import pick_data
+from fsdp_qlora.run.facts import describe_result
 from fsdp_qlora.training.reward_gap import RewardGap
 from fsdp_qlora.training.rl.advantages import reward_metrics, sums_of_rewards
 from fsdp_qlora.utils.errors import ENDINGS
@@ -328,3 +329,16 @@ def test_the_highest_score_is_the_best_and_nan_never():
     assert progress.best_eval_loss is None and progress.num_evals_without_best == 0
     again = Progress.from_dict(json.loads(json.dumps(progress.to_dict())))
     assert not again.add_evaluation(6, 0.0, 0.7) and again.num_evals_without_best == 1
+
+
+@pytest.mark.quick
+def test_a_run_resumed_at_its_end_tells_the_same_scores(tmp_path):
+    progress = Progress(best_by="reward", step=3, loss=1.0)
+    ends = []
+    for step, score in enumerate((math.nan, 0.5, 0.25, math.nan)):
+        progress.add_evaluation(step, None, score)
+        again = Progress.from_dict(json.loads(json.dumps(progress.to_dict())))
+        assert again.summary() == progress.summary()
+        ends.append(describe_result(again.summary(), tmp_path, 1.0, saved=True))
+    told = "held-out score 0.5000 -> 0.2500, highest trained 0.5000 at step 1"
+    assert told in ends[2] and "score" not in ends[0] + ends[3]
