@@ -179,7 +179,7 @@ def test_a_run_stops_while_held_out_prompts_are_answered(models, tmp_path):
     for number, step in ((4, 0), (17, 2)):
         stopped = partial(kill_at, "rows", number, with_signal=signal.SIGTERM)
         said = run(options, tmp_path / f"stopped{step}", preempted, fault=stopped)
-        assert f"Stopped while step {step + 1} waited for answers (SIGTERM)" in said
+        assert f"Stopped in the evaluation after step {step} (SIGTERM)" in said
         assert (tmp_path / f"out/checkpoints/step_{step:06}").is_dir()
     run(options, tmp_path / "finished")
     run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "whole_logs")

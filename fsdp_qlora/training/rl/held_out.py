@@ -1,7 +1,8 @@
 """Scores of a run's answers to held-out prompts, at each evaluation."""
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from fsdp_qlora.training.rl.answers import answers_of_prompts
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.scoring import reward_arguments, score_answers
 from fsdp_qlora.training.rl.waiting import check_stop
+from fsdp_qlora.utils.errors import RunStopped
 
 REWARD = "reward"
 """The score that is the sum of all functions."""
@@ -51,13 +53,14 @@ class HeldOutScores:
         prompts = self.prompts[name]
         # What steps have cached would be missing to the answers, and the other way round.
         release_cached_memory(ranks.device)
-        beat = partial(check_stop, self.control, ranks, step)
-        completions = self.answering.answers_to([prompt.ids for prompt in prompts], beat)
-        release_cached_memory(ranks.device)
-        answers = answers_of_prompts(prompts, completions, self.answering.text_of)
-        arguments = reward_arguments(answers)
-        numbers = [prompt.row_number for prompt in prompts]
-        values = score_answers(self.scorer, arguments, numbers, self.control, ranks, step)
+        with _stop_named(self.control, step):
+            beat = partial(check_stop, self.control, ranks, step)
+            completions = self.answering.answers_to([prompt.ids for prompt in prompts], beat)
+            release_cached_memory(ranks.device)
+            answers = answers_of_prompts(prompts, completions, self.answering.text_of)
+            arguments = reward_arguments(answers)
+            numbers = [prompt.row_number for prompt in prompts]
+            values = score_answers(self.scorer, arguments, numbers, self.control, ranks, step)
         weights = [reward.weight for reward in self.scorer.rewards]
         metrics = reward_metrics(sums_of_rewards(values, weights), values)
         metrics |= length_metrics(
@@ -79,3 +82,16 @@ class HeldOutScores:
     def close(self) -> None:
         """End the process of the functions."""
         self.scorer.close()
+
+
+@contextlib.contextmanager
+def _stop_named(control: Control, step: int) -> Iterator[None]:
+    """Name the evaluation in the message of a stop in the block, instead of the next step."""
+    try:
+        yield
+    except RunStopped as error:
+        if control.stop is None:
+            raise
+        state, reason = control.stop
+        message = f"Stopped in the evaluation after step {step} ({reason})."
+        raise RunStopped(state, message) from error
