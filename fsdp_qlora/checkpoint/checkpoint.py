@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE = ".set_aside"
+_REPLACED = ".replaced"
 
 
 class DamagedCheckpoint(ValueError):
@@ -85,7 +86,14 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete incomplete checkpoints of a killed run. The caller holds the run folder's lock."""
+    """Delete incomplete checkpoints of a killed run. The caller holds the run folder's lock.
+
+    One that was about to be replaced is put back.
+    """
+    for path in root.glob(f".step_*{_REPLACED}"):
+        folder = root / path.name.removeprefix(".").removesuffix(_REPLACED)
+        if not folder.exists():
+            os.rename(path, folder)
     for path in root.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -101,12 +109,16 @@ def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
     return root / f".step_{step:06d}.{action}"
 
 
-def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:
+def publish_checkpoint(
+    staging: Path, target: Path, files: Mapping[str, FileRecord], *, replaces: bool = False
+) -> None:
     """Make a written checkpoint visible, complete and durable.
 
+    Args:
+        replaces: the step is published already, and this one takes its place.
     Raises:
-        OSError: a file is missing, the disk is full, or the step is published already: it is never
-            replaced.
+        OSError: a file is missing, the disk is full, or the step is published already and is not
+            to be replaced.
     """
     # As the file system has them: an incomplete file must not get a manifest.
     for name, record in files.items():
@@ -120,7 +132,26 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
     # where no rename helps. A kill before the rename leaves a staging folder, which the next start
     # deletes; a kill after it, a checkpoint.
     write_hashed_json(staging / MANIFEST, manifest | {"sha256": _manifest_hash(manifest)})
-    publish_folder(staging, target)
+    if replaces:
+        _replace(staging, target)
+    else:
+        publish_folder(staging, target)
+
+
+def _replace(staging: Path, target: Path) -> None:
+    """Publish a checkpoint in place of an earlier one of its step."""
+    # No rename replaces a folder with files in it. After a kill between the two renames the next
+    # start puts the earlier one back.
+    replaced = target.with_name(f".{target.name}{_REPLACED}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.rename(target, replaced)
+    try:
+        publish_folder(staging, target)
+    except OSError:
+        if not target.exists():
+            os.rename(replaced, target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:

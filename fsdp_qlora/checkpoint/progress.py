@@ -103,10 +103,10 @@ def measure_of(progress: Mapping[str, Any], step: int) -> float | None:
     Args:
         progress: of the checkpoint of `step`, as in its state.json.
     Returns:
-        The held-out loss or the negative score; None if the run was not evaluated at this step, or
-        the value is not finite.
+        The held-out loss or the negative score; None if the run was not evaluated at this step, the
+        value is not finite, or it is of the base, before the first step.
     """
-    if progress.get("last_eval_step") != step:
+    if step == 0 or progress.get("last_eval_step") != step:
         return None
     value: float | None = progress.get("eval_loss")
     if progress.get("best_by", "loss") != "loss":

@@ -63,8 +63,9 @@ class Saver:
 
     root: the folder of the checkpoints. identity: content of run.json, stored in every checkpoint.
     save_total_limit: number of newest checkpoints to keep, in addition to the best by evaluation
-    loss. saved_step: step of the newest checkpoint, -1 for none. max_failing_seconds: how long
-    saving may fail before the run ends. seconds: duration of the last save, until it was published.
+    loss. saved_step: step of the newest checkpoint, -1 for none. saved_eval_step: step of the last
+    evaluation in it. max_failing_seconds: how long saving may fail before the run ends. seconds:
+    duration of the last save, until it was published.
     """
 
     root: Path
@@ -73,6 +74,7 @@ class Saver:
     identity: Mapping[str, Any]
     save_total_limit: int
     saved_step: int = -1
+    saved_eval_step: int = -1
     max_failing_seconds: float = math.inf
     seconds: float = 0.0
     _failing_since: float | None = None
@@ -84,6 +86,9 @@ class Saver:
     def save(self, progress: Progress, *, until_published: bool = True) -> bool:
         """Save a checkpoint of this step, unless it exists. Returns whether it exists now.
 
+        One without the last evaluation is replaced, as it could not be the best one: a stop in an
+        evaluation leaves it, and the resumed run evaluates its step.
+
         A disk error is reported, and training may continue: earlier checkpoints are untouched. A
         save in the background is finished first, so checkpoints appear in order.
 
@@ -94,7 +99,8 @@ class Saver:
             TrainingError: the parameters are not finite, or saving has failed for too long.
         """
         self.finish()
-        if self.saved_step == progress.step:
+        is_evaluated = self.saved_eval_step == progress.last_eval_step
+        if self.saved_step == progress.step and is_evaluated:
             # A killed start may have published this checkpoint without deleting an old one.
             self._prune()
             return True
@@ -166,6 +172,7 @@ class Saver:
             self._note_failure(step, failure["reason"], failure["failing_seconds"])
             return
         self.saved_step = step
+        self.saved_eval_step = save.progress["last_eval_step"]
         self._failing_since = None
         self.seconds = time.monotonic() - save.started
         self._prune()
@@ -280,8 +287,11 @@ class Saver:
                 files[checkpoint.STATE] = write_hashed_json(
                     save.staging / checkpoint.STATE, content
                 )
-                target = checkpoint.step_folder(self.root, save.progress["step"])
-                checkpoint.publish_checkpoint(save.staging, target, files)
+                step = save.progress["step"]
+                target = checkpoint.step_folder(self.root, step)
+                checkpoint.publish_checkpoint(
+                    save.staging, target, files, replaces=step == self.saved_step
+                )
                 return None
             except OSError as error:
                 failures.append(self._describe(error))

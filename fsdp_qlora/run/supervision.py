@@ -154,6 +154,7 @@ class RunSupervisor:
             identity=identity,
             save_total_limit=config.save_total_limit,
             saved_step=self.start.saved_step,
+            saved_eval_step=self.start.progress.get("last_eval_step", -1),
             max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * self.save_minutes),
         )
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)

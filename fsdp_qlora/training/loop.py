@@ -37,7 +37,7 @@ class Observer(Protocol):
         """Whether a checkpoint is due after this step."""
 
     def save(self, progress: Progress, *, wait: bool = True) -> None:
-        """Save a checkpoint of this step, unless there is one already.
+        """Save a checkpoint of this step, unless there is one already with the same evaluations.
 
         wait: return when it is on the disk.
         """
@@ -208,8 +208,10 @@ class _Evaluations:
         """Evaluate before the first step, if it is due. Raises RunStopped as the loop does."""
         # A resumed run may have evaluated here before it was stopped.
         if self.are_due and self.progress.last_eval_step != self.progress.step:
-            self.evaluate()
+            is_best = self.evaluate()
             _stop_if_asked(self.trainer.control, self.progress, self.observer)
+            if is_best:
+                self.observer.save(self.progress, wait=False)
 
     def stepped(self, record: dict[str, Any]) -> None:
         """Count a step's reward."""

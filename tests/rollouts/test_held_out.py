@@ -171,9 +171,22 @@ def test_a_failing_function_of_an_evaluation_ends_the_run(models, tmp_path):
     assert read_metrics(tmp_path / "out", "eval_reward") == [0, 0, 0]
 
 
+# The second of three evaluations is the best; those that a stop ends do not come here.
+SECOND = """
+import pathlib
+def f(completions, **_):
+    calls = pathlib.Path(__file__).with_suffix(".calls")
+    number = len(calls.read_text()) if calls.exists() else 0
+    calls.write_text("x" * (number + 1))
+    return [float(number % 3 == 1) for _ in completions]
+"""
+
+
 def test_a_run_stops_while_held_out_prompts_are_answered(models, tmp_path):
-    options = sft_inputs(models, tmp_path, output_dir=tmp_path / "out")
-    options |= {"eval_rewards": "length:4", "max_completion_length": 8}
+    options = sft_inputs(models, tmp_path, output_dir=tmp_path / "out", save_total_limit=1)
+    (tmp_path / "own.py").write_text(SECOND)
+    options |= {"eval_rewards": f"{tmp_path / 'own.py'}:f", "max_completion_length": 8}
+    options["best_by"] = "reward"
     preempted = [ENDINGS["preempted"].exit_code] * 2
     # At the first evaluation, and at the second one: a step beats once.
     for number, step in ((4, 0), (17, 2)):
@@ -184,7 +197,13 @@ def test_a_run_stops_while_held_out_prompts_are_answered(models, tmp_path):
     run(options, tmp_path / "finished")
     run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "whole_logs")
     assert numbers(tmp_path / "out") == numbers(tmp_path / "whole")
-    assert adapter(tmp_path / "out") == adapter(tmp_path / "whole")
+    for name in ("", "best"):
+        assert adapter(tmp_path / "out" / name) == adapter(tmp_path / "whole" / name)
+        records = []
+        for folder in ("out", "whole"):
+            records.append(json.loads((tmp_path / folder / name / "training.json").read_text()))
+        assert records[0]["losses"] == records[1]["losses"]
+        assert records[0]["step"] == records[1]["step"] == (2 if name else 4)
 
 
 def test_evaluate_scores_as_the_run_did(models, tmp_path):

@@ -16,17 +16,17 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import write_hashed_json
 
 
-def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
+def make(root: Path, step: int, eval_loss: float | None = None, *, replaces: bool = False) -> Path:
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     progress = {"eval_loss": eval_loss, "last_eval_step": step if eval_loss else step - 1}
     record = write_hashed_json(staging / checkpoint.STATE, {"progress": progress})
     target = checkpoint.step_folder(root, step)
-    checkpoint.publish_checkpoint(staging, target, {checkpoint.STATE: record})
+    checkpoint.publish_checkpoint(staging, target, {checkpoint.STATE: record}, replaces=replaces)
     return target
 
 
-def test_a_published_step_is_never_replaced(tmp_path):
+def test_a_published_step_is_not_replaced_unasked(tmp_path):
     folder = make(tmp_path, 5)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(OSError, match="not empty"):
@@ -34,6 +34,30 @@ def test_a_published_step_is_never_replaced(tmp_path):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     checkpoint.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
+def test_a_kill_in_replacing_a_checkpoint_loses_none(tmp_path, monkeypatch):
+    folder = make(tmp_path, 5)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def dies(error: type[BaseException]) -> None:
+        def publish(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(checkpoint, "publish_folder", publish)
+            make(tmp_path, 5, eval_loss=1.0, replaces=True)
+        checkpoint.remove_leftovers(tmp_path)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+    dies(KeyboardInterrupt)
+    dies(OSError)
+    assert best_step(checkpoint.published(tmp_path)) is None
+    make(tmp_path, 5, eval_loss=1.0, replaces=True)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    checkpoint.verify(folder)
+    make(tmp_path, 0, eval_loss=0.5)  # the base, which was not trained
+    assert best_step(checkpoint.published(tmp_path)) == 5
 
 
 def test_freeing_space_deletes_the_least_needed_checkpoint_first(tmp_path, monkeypatch):

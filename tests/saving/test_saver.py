@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.checkpoint import saving
+from fsdp_qlora.checkpoint import checkpoint, saving
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.checkpoint.saving import Saver
 from fsdp_qlora.distributed.ranks import Ranks
@@ -78,3 +78,22 @@ def test_a_run_whose_rank_is_lost_in_a_save_ends(tmp_path, monkeypatch):
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_is_saved_again_with_a_later_evaluation(fails, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "all_gather_strings", lambda text, *_: [text])
+    disk = Disk()
+    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
+    saver = Saver(tmp_path, disk, ranks, identity={}, save_total_limit=3)  # type: ignore[arg-type]
+    progress = Progress(step=4)
+    assert saver.save(progress)
+    progress.add_evaluation(4, 2.0)
+    disk.fails = fails
+    assert saver.save(progress)
+    assert saving.best_step(checkpoint.published(tmp_path)) == (None if fails else 4)
+    checkpoint.verify(checkpoint.step_folder(tmp_path, 4))
+    written = checkpoint.step_folder(tmp_path, 4).stat().st_ino
+    disk.fails = not fails
+    assert saver.save(progress)
+    assert (checkpoint.step_folder(tmp_path, 4).stat().st_ino != written) == fails
