@@ -20,7 +20,12 @@ import pytest
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.advantages import advantages, metrics_of
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers, parse_rewards
-from fsdp_qlora.training.rl.rollout_file import Rollout, append_rollouts, truncate_rollouts
+from fsdp_qlora.training.rl.rollout_file import (
+    Rollout,
+    RolloutPrompt,
+    append_rollouts,
+    truncate_rollouts,
+)
 from fsdp_qlora.utils.errors import RolloutError, TrainingError, UserError
 
 pytestmark = pytest.mark.quick
@@ -271,12 +276,12 @@ def rollout(**changed: Any) -> Rollout:
         "step": 1,
         "version": 0,
         "row": 1,
-        "prompt": "?",
+        "prompt": RolloutPrompt("?", [3]),
         "text": "a",
         "completion": Completion([5, 6], True),
     }
     reward = changed.get("reward", 1.0)
-    usual |= {"reward": reward, "rewards": {"mine": reward}, "advantage": 0.0, "prompt_ids": [3]}
+    usual |= {"reward": reward, "rewards": {"mine": reward}, "advantage": 0.0}
     return Rollout(**usual | changed)
 
 
