@@ -173,7 +173,7 @@ def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup
         losses: of its tokens, [1, N], or [2, N] with the reference's.
         context: the ranks that share the micro-batch, each with the losses of its own tokens.
     """
-    documents = losses.split(_sizes(batch), dim=1)[:-1]
+    documents = losses.split(_sizes(batch, losses.shape[1]), dim=1)[:-1]
     if documents:
         sums = torch.stack([-part.sum(dim=1) for part in documents], dim=1)
         policy, *references = context.summed(sums)
@@ -193,7 +193,7 @@ def spread_sums(values: torch.Tensor, batch: MicroBatch, context: ContextGroup) 
 
     Targets that count nothing get 0. context: as in `sum_documents`.
     """
-    sizes = _sizes(batch)
+    sizes = _sizes(batch, len(values))
     *documents, others = values.split(sizes)
     if not documents:
         return torch.zeros_like(values)
@@ -203,9 +203,12 @@ def spread_sums(values: torch.Tensor, batch: MicroBatch, context: ContextGroup) 
     return torch.cat([*parts, torch.zeros_like(others)])
 
 
-def _sizes(batch: MicroBatch) -> list[int]:
-    """Targets of each document on this rank, and of those behind them that count nothing."""
-    return [*batch.num_targets, len(batch.targets) - sum(batch.num_targets)]
+def _sizes(batch: MicroBatch, num_targets: int) -> list[int]:
+    """The number of targets of each document on this rank, and of those that count nothing.
+
+    The latter are behind the documents' (`MicroBatch.beside`). num_targets: of all.
+    """
+    return [*batch.num_targets, num_targets - sum(batch.num_targets)]
 
 
 @torch.no_grad()
