@@ -391,11 +391,11 @@ def lose_memory_with_few_recomputing() -> None:
     original = Trainer._loss
 
     def train_after_probes(
-        trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any
+        trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any, scores: Any
     ) -> None:
         longest = longest_of_table(source, trainer.collator)
         fit.fit_on_gpu(trainer, longest, block_bytes=1, too_few=recorder.supervisor.start.too_few)
-        train(trainer, data, source, progress, recorder)
+        train(trainer, data, source, progress, recorder, scores)
 
     def loss(self: Trainer, *args: Any) -> torch.Tensor:
         keeps_all = not any(block.is_on for block in recomputed_blocks(self.model))
