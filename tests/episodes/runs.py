@@ -7,19 +7,13 @@ from typing import Any
 
 from tests.helpers.rows import write_rows
 from tests.helpers.run import ROOT
+from tests.rollouts.runs import OPTIONS as ROLLOUT_OPTIONS
 
 COUNTER = ROOT / "examples" / "agent" / "counter.py"
 OPTIONS: dict[str, Any] = {
-    "objective": "grpo",
-    "train_type": "lora",
-    "lora_rank": 4,
-    "precision": "fp32",
-    "lr": 1e-2,
-    "num_generations": 4,
+    **ROLLOUT_OPTIONS,
     "max_completion_length": 96,
     "context_length": 160,
-    "quant_cache": "off",
-    "save_every": 1,
 }
 
 

@@ -383,7 +383,7 @@ def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(tmp_path, monkeypat
         if next(full, True):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fsdp_qlora.training.rl.rollout_file.os.fsync", flush)
+    monkeypatch.setattr("fsdp_qlora.checkpoint.result.os.fsync", flush)
     for step in (1, 2, 3):
         (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step_{step:06}" / "manifest.json").write_text("{}")

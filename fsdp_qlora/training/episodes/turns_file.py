@@ -6,13 +6,12 @@ its generation from there, and their environments get the same calls once more.
 
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.checkpoint.result import write_with_room
+from fsdp_qlora.checkpoint.result import append_with_room
 from fsdp_qlora.training.episodes.transcript import Transcript, Turn
 from fsdp_qlora.utils.errors import RolloutError
 from fsdp_qlora.utils.files import open_named
@@ -42,17 +41,7 @@ class TurnsFile:
         content = {"step": step, "place": place} | record
         line = (json.dumps(content) + "\n").encode()
         with self._writing:
-            size = self.path.stat().st_size if self.path.exists() else 0
-
-            def write() -> None:
-                with open_named(self.path, "ab", follow=False) as file:
-                    # An attempt on a full disk may have left a part.
-                    file.truncate(size)
-                    file.write(line)
-                    file.flush()
-                    os.fsync(file.fileno())
-
-            error = write_with_room(self.path.parent, write)
+            error = append_with_room(self.path, line)
         if error:
             reason = getattr(error, "strerror", None) or error
             raise RolloutError(f"{self.path} cannot be written: {reason}.") from error

@@ -8,13 +8,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_qlora.checkpoint.result import write_with_room
+from fsdp_qlora.checkpoint.result import append_with_room
 from fsdp_qlora.training.episodes.transcript import EpisodeRecord
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
@@ -110,18 +109,7 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     Raises:
         RolloutError: that fails.
     """
-    size = path.stat().st_size if path.exists() else 0
-
-    def write() -> None:
-        with open_named(path, "ab", follow=False) as file:
-            # An attempt on a full disk may have left a part.
-            file.truncate(size)
-            file.write(_lines(rollouts))
-            file.flush()
-            # Without fsync a power loss could take lines of which a later checkpoint has learned.
-            os.fsync(file.fileno())
-
-    error = write_with_room(path.parent, write)
+    error = append_with_room(path, _lines(rollouts))
     if error:
         reason = getattr(error, "strerror", None) or error
         raise RolloutError(f"{path} cannot be written: {reason}.") from error
