@@ -197,3 +197,20 @@ def test_an_abandoned_episode_writes_nothing_more(stage, prompt, tokenizer, worl
     late.abandon()
     late.begin()
     assert stage.file.path.read_bytes() == before
+
+
+def test_a_round_with_a_missing_turn_is_sampled_again_as_a_whole(stage, prompt, tokenizer):
+    turns = said(tokenizer, CALL, "done")
+    episodes = [Episode(stage, prompt, 0, place) for place in range(2)]
+    for episode in episodes:
+        episode.begin()
+    episodes[0].write_round([0, 1])
+    for episode in episodes:
+        episode.take(turns[0])
+    episodes[0].write_round([0, 1])
+    before = stage.file.read(0)
+    assert [len(transcript.turns) for transcript in before.values()] == [1, 1]
+    episodes[0].write_round([0, 1])
+    episodes[0].take(turns[1])
+    assert episodes[0].is_over and stage.file.read(0) == before
+    assert stage.file.path.read_bytes().count(b"round") == 1

@@ -304,6 +304,10 @@ class Episode:
         self._close()
         self._write(**begun, end=end, problem=problem, reward=transcript.reward)
 
+    def write_round(self, places: Sequence[int]) -> None:
+        """Write that its next turn is sampled together with those of other episodes."""
+        self._stage.file.append_round(self._step, places)
+
     def _write(self, **record: Any) -> None:
         if not self._is_abandoned:
             self._stage.file.append(self._step, self.place, **record)

@@ -9,7 +9,9 @@ from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.training.episodes.played_episode import Episode
 from fsdp_qlora.training.generation.sampling import Completion
 
-# An episode that is ready waits so long for others, which are answered in the same passes.
+# An episode that is ready waits so long for others, which are answered in the same passes: at first
+# for those that begin, and then for those whose environments work.
+_BEGINNING_SECONDS = 5.0
 _GATHERING_SECONDS = 0.5
 
 
@@ -32,6 +34,7 @@ class Rounds:
         self._episodes = episodes
         self._waiting = dict[Future[None], Episode]()
         self._ready = list[Episode]()
+        self._seconds = _BEGINNING_SECONDS
         for episode in episodes:
             self._start(episode, episode.begin)
 
@@ -48,10 +51,13 @@ class Rounds:
             for future in done:
                 self._collect(future)
             if self._ready:
-                seconds = _GATHERING_SECONDS
+                seconds = self._seconds
+        self._seconds = _GATHERING_SECONDS
         # In the order of their places: the order in which they came would be another one each time.
         ready = sorted(self._ready, key=lambda episode: episode.place)
         self._ready = []
+        if ready:
+            ready[0].write_round([episode.place for episode in ready])
         return [
             Request(episode.place, episode.turn, episode.room, episode.token_ids)
             for episode in ready
