@@ -19,13 +19,10 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     prompts = [rollout.prompt.ids for rollout in rollouts]
     completions = [rollout.completion for rollout in rollouts]
     table = rows_of_completions(prompts, completions, [rollout.row for rollout in rollouts])
-    table = _without_environment(table, rollouts)
+    if rollouts[0].episode:
+        table = _as_episodes(table, rollouts)
     advantages = [rollout.advantage for rollout in rollouts]
-    table = table.with_columns(
-        "row",
-        advantages=np.array(advantages, np.float32),
-        prompt_tokens=shared_of_prompts(_lengths_in_common(rollouts)),
-    )
+    table = table.with_columns("row", advantages=np.array(advantages, np.float32))
     # All rollouts of a generation have log-probabilities, or none.
     if rollouts[0].old_logps is not None:
         old_logps = [rollout.old_logps for rollout in rollouts]
@@ -50,22 +47,25 @@ def rows_of_completions(
     return table
 
 
-def _without_environment(table: TokenizedRows, rollouts: Sequence[Rollout]) -> TokenizedRows:
-    """The rows, in which nothing is learned of what an environment wrote."""
+def _as_episodes(table: TokenizedRows, rollouts: Sequence[Rollout]) -> TokenizedRows:
+    """The rows of episodes: nothing is learned of what an environment wrote.
+
+    Rows share the tokens that all prompts of a row of the dataset begin with: environments may
+    begin its episodes in different ways.
+    """
     learned = table.learned.copy()
     for start, rollout in zip(table.offsets[:-1], rollouts, strict=True):
+        assert rollout.episode is not None
         first = start + len(rollout.prompt.ids)
-        for begin, end in rollout.episode.environment_spans if rollout.episode else ():
+        for begin, end in rollout.episode.environment_spans:
             learned[first + begin : first + end] = False
-    return dataclasses.replace(table, learned=learned)
+    table = dataclasses.replace(table, learned=learned)
+    shared = shared_of_prompts(_lengths_in_common(rollouts))
+    return table.with_columns("row", prompt_tokens=shared)
 
 
 def _lengths_in_common(rollouts: Sequence[Rollout]) -> list[int]:
-    """Tokens of each rollout's prompt that all rollouts of its row begin with.
-
-    They are all of them, unless environments begin the episodes of a row in different ways; at
-    least 1.
-    """
+    """Tokens that all prompts of a rollout's row begin with, for each rollout; at least 1."""
     prompts_of_row = defaultdict[int, list[list[int]]](list)
     for rollout in rollouts:
         prompts_of_row[rollout.row].append(rollout.prompt.ids)
