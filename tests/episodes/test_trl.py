@@ -40,9 +40,7 @@ class Script:
     def __init__(self, model: Path) -> None:
         self.model = model
 
-    def __call__(
-        self, episodes: Sequence[Episode], count: int, generation: int, version: int
-    ) -> None:
+    def __call__(self, episodes: Sequence[Episode], generation: int, version: int) -> None:
         if not episodes:
             return
         rounds = Rounds(episodes)

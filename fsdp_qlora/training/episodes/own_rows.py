@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import cache_folder
+from fsdp_qlora.utils.files import cache_folder, staged_file
 
 
 def keep_rows(rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -24,12 +23,11 @@ def keep_rows(rows: Sequence[Mapping[str, Any]]) -> Path:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     name = hashlib.sha256(content).hexdigest()[:32]
     path = cache_folder() / "environments" / f"{name}.jsonl"
-    # Each process has a draft of its own, and the last replaces the others with the same content.
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(content)
-        draft.replace(path)
+        # The last process replaces the others' files with the same content.
+        with staged_file(path) as partial:
+            partial.write_bytes(content)
     except OSError as error:
         raise UserError(
             f"The rows of the environment cannot be kept in {path.parent} ({error.strerror}). The "

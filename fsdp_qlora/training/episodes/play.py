@@ -19,11 +19,10 @@ from fsdp_qlora.utils.text import printable
 
 # For environments that close themselves when a run stops.
 _SECONDS_TO_END = 5.0
-# (episodes, count, generation, version): plays episodes until all are over. Called on every rank;
-# rank 0 alone has the episodes, of which there are `count`. The seed of a turn follows from the
-# run's, the generation, the episode's place and the number of the turn. version: optimizer steps
-# that the weights have had.
-TurnEngine = Callable[[Sequence[Episode], int, int, int], None]
+# (episodes, generation, version): plays episodes until all are over. Called on every rank; rank 0
+# alone has the episodes. The seed of a turn follows from the run's, the generation, the episode's
+# place and the number of the turn. version: optimizer steps that the weights have had.
+TurnEngine = Callable[[Sequence[Episode], int, int], None]
 
 
 @dataclass(eq=False)
@@ -48,7 +47,7 @@ class Episodes:
         """
         episodes = self._episodes(prompts, step)
         try:
-            self.engine(episodes, len(prompts), generation, step)
+            self.engine(episodes, generation, step)
         except BaseException:
             abandon_all(episodes)
             raise

@@ -12,6 +12,7 @@ from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.text.tool_calls import ParsedTurn
 from fsdp_qlora.training.environments.episode import Episode as Process
 from fsdp_qlora.training.environments.episode import EpisodeFailed
+from fsdp_qlora.training.environments.turns import Message
 from fsdp_qlora.training.environments.turns import Turn as Request
 from fsdp_qlora.training.episodes.transcript import (
     ANSWERED,
@@ -19,7 +20,6 @@ from fsdp_qlora.training.episodes.transcript import (
     FAILED,
     LENGTH,
     MAX_TURNS,
-    Message,
     Transcript,
     Turn,
 )

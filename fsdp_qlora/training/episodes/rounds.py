@@ -64,10 +64,10 @@ class Rounds:
         ]
 
     def take(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-        """Give each episode the turn that it has asked for, cut to its room."""
+        """Give each episode the turn that it has asked for, which its room holds."""
         for request, completion in zip(requests, completions, strict=True):
             episode = self._episodes[request.place]
-            self._start(episode, partial(episode.take, cut(completion, request.room)))
+            self._start(episode, partial(episode.take, completion))
 
     def _start(self, episode: Episode, work: Callable[[], Any]) -> None:
         self._waiting[begun(work)] = episode
@@ -77,11 +77,3 @@ class Rounds:
         future.result()
         if not episode.is_over:
             self._ready.append(episode)
-
-
-def cut(completion: Completion, room: int) -> Completion:
-    """The completion with at most `room` tokens."""
-    if len(completion.token_ids) <= room:
-        return completion
-    logps = completion.logps
-    return Completion(completion.token_ids[:room], False, logps[:room] if logps else logps)

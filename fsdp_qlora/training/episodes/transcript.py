@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fsdp_qlora.training.environments.turns import Message
 from fsdp_qlora.training.generation.sampling import Completion
-
-Message = dict[str, Any]
 
 # Why an episode has ended.
 ANSWERED = "answered"  # the last turn calls no tool

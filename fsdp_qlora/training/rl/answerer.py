@@ -45,10 +45,9 @@ class Answerer:
 
         An answer in another environment has None.
         """
-        names = self.episodes.rewards if self.episodes else {}
-        values: dict[str, list[float | None]] = {name: [] for name in names.values()}
+        values: dict[str, list[float | None]] = {name: [] for name in self.names_of_rewards}
         for answer in answers:
-            own_name = names.get(answer.prompt.environment)
+            own_name = self._own_rewards.get(answer.prompt.environment)
             reward = answer.transcript.reward if answer.transcript else None
             for name, of_name in values.items():
                 of_name.append(reward if name == own_name else None)
@@ -57,7 +56,12 @@ class Answerer:
     @property
     def names_of_rewards(self) -> list[str]:
         """The names of the environments' own rewards."""
-        return [*self.own_rewards(())]
+        return [*dict.fromkeys(self._own_rewards.values())]
+
+    @property
+    def _own_rewards(self) -> Mapping[str, str]:
+        """The name of each environment's own reward, by the environment's name."""
+        return self.episodes.rewards if self.episodes else {}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's position."""

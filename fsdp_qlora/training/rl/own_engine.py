@@ -55,7 +55,7 @@ class OwnEngine:
         with self._gathered():
             return generator.answer_all(prompts, self.room.at_a_time, beat)
 
-    def play(self, episodes: Sequence[Episode], count: int, generation: int, version: int) -> None:
+    def play(self, episodes: Sequence[Episode], generation: int, version: int) -> None:
         """Write the turns of episodes as a `TurnEngine`, all that are ready in one round."""
         rounds = Rounds(episodes) if self.ranks.is_rank_0 else None
         next_requests = partial(_requests_of, rounds)

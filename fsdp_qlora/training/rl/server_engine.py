@@ -54,7 +54,7 @@ class ServerEngine:
         answers = partial(self.ask, version, prompts, generation)
         return completions_of(self.server.answer_of(answers, self.control, self.ranks, version))
 
-    def play(self, episodes: Sequence[Episode], count: int, generation: int, version: int) -> None:
+    def play(self, episodes: Sequence[Episode], generation: int, version: int) -> None:
         """Save the adapter, and have the server write the turns of episodes as a `TurnEngine`.
 
         Each episode goes on by itself.
