@@ -68,7 +68,7 @@ class DatasetPipeline:
         """The prompts of the rows with these numbers."""
         entries = self._source.entries(self._samples)
         return self._read_prompts(
-            entry for entry in entries if entry[0].offset + entry[1] in row_numbers
+            entry for entry in entries if entry.file.offset + entry.row_number in row_numbers
         )
 
     def _read_prompts(self, entries: Iterable[Entry]) -> DatasetRows:

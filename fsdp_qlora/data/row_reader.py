@@ -80,7 +80,7 @@ def _describe_nothing(report: DataReport) -> str:
 def _number(batch: Sequence[Entry], source: Source, report: DataReport) -> list[NumberedRow]:
     """The entries that are rows. The others are in the report."""
     rows: list[NumberedRow] = []
-    for file, number_in_file, row in batch:
+    for file, number_in_file, row, _ in batch:
         if report.parts[-1:] != [file]:
             report.parts.append(file)
         row_number = file.offset + number_in_file

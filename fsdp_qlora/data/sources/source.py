@@ -60,16 +60,43 @@ class Entry(NamedTuple):
     file: SourceFile
     row_number: int
     row: Row | BadRow
+    part: int = 0
+    """The index of its file among the source's parts."""
 
 
-def _read_entries(parts: Sequence[Part], used: ChooseColumns) -> Iterator[Entry]:
-    offset = 0
-    for part in parts:
+class Place(NamedTuple):
+    """Where the reading of a source goes on: behind an entry."""
+
+    num_entries: int
+    """Entries that were read before."""
+    part: int
+    """The index of the last one's part."""
+    row_number: int
+    """Its number in this part."""
+    offset: int
+    """The number in the whole dataset before the part's first row."""
+
+
+BEGINNING = Place(0, 0, 0, 0)
+
+
+def place_after(entry: Entry, num_entries: int) -> Place:
+    """The place behind an entry, up to which `num_entries` were read."""
+    return Place(num_entries, entry.part, entry.row_number, entry.file.offset)
+
+
+def _read_entries(
+    parts: Sequence[Part], used: ChooseColumns, after: Place = BEGINNING
+) -> Iterator[Entry]:
+    offset = after.offset
+    for index in range(after.part, len(parts)):
+        part = parts[index]
         file = SourceFile(part.name, part.unit, offset)
         last = 0
         for row_number, row in part.read(used):
-            yield Entry(file, row_number, row)
             last = row_number
+            if index > after.part or row_number > after.row_number:
+                yield Entry(file, row_number, row, index)
         # The number of the last row, not the count: blank lines have numbers, too.
         offset += last
 
@@ -106,16 +133,28 @@ class Source:
             return os.getcwd()
         return folder
 
-    def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
+    def entries(
+        self,
+        limit: int | None = None,
+        *,
+        used: ChooseColumns = tuple,
+        after: Place = BEGINNING,
+    ) -> Iterator[Entry]:
         """Up to `limit` entries, malformed ones included.
 
         The rest is not read, nor columns that are not `used`.
 
+        Args:
+            after: reading goes on there, with what is left of the limit.
         Raises:
             UserError: a file cannot be read at all; the message names the place.
         """
-        limited = islice(_read_entries(self.parts, used), self.start, self.stop)
-        return limited if limit is None else islice(limited, limit)
+        num_left = None if limit is None else max(0, limit - after.num_entries)
+        # Entries before the first one of a slice are none of `num_entries`.
+        start = self.start if after == BEGINNING else 0
+        stop = None if self.stop is None else self.stop - self.start + start - after.num_entries
+        limited = islice(_read_entries(self.parts, used, after), start, stop)
+        return islice(limited, num_left)
 
 
 def find_source(dataset: str | DatasetName) -> Source:
