@@ -265,7 +265,7 @@ def dpo(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     length = shape.length
     prompt = int(MASKED * shape.length)
     answers = random_rows(8, length, shape.vocab, masked=prompt, seed=SEED)
-    ids = answers.input_ids.reshape(4, 2, length)
+    ids = answers.input_ids[:].reshape(4, 2, length)
     ids[:, 1, :prompt] = ids[:, 0, :prompt]
     data = TokenizedRows(
         ids.ravel(),
@@ -319,7 +319,7 @@ def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
         learned = [
             int(MASKED * shape.length) * [0] + (shape.length - int(MASKED * shape.length)) * [1]
         ] * 8
-        ids = data.input_ids.reshape(8, -1).tolist()
+        ids = data.input_ids[:].reshape(8, -1).tolist()
         rows = [
             {"prompt": "", "input_ids": a, "completion_mask": b}
             for a, b in zip(ids, learned, strict=True)

@@ -82,7 +82,7 @@ def training_rows(args: argparse.Namespace) -> TokenizedRows:
     )
     found = read_rows(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
     return TokenizedRows(
-        found.input_ids % VOCABULARY, found.learned, found.offsets, found.row_numbers
+        found.input_ids[:] % VOCABULARY, found.learned, found.offsets, found.row_numbers
     )
 
 

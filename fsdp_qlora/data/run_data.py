@@ -126,11 +126,13 @@ class RunData:
 
     def ends(self, tokenizer: PreTrainedTokenizerBase, after_answer: str) -> list[str]:
         """The tokens, besides the tokenizer's own, that end or follow answers of the first rows."""
-        rows = [self.known_rows[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
-        # The last token that is learned, not of the row: a template may write on after an answer.
-        last = [
-            int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()
-        ]
+        last = list[int]()
+        for number in self.train_rows[:_ROWS_LOOKED_AT]:
+            row = self.known_rows[int(number)]
+            learned = np.flatnonzero(row.learned[:])
+            # The last token that is learned, not of the row: a template may write on after an
+            # answer.
+            last += row.input_ids[learned[-1:]].tolist()
         last = last or tokenizer(after_answer, add_special_tokens=False)["input_ids"][:1]
         added = tokenizer.added_tokens_decoder
         usual = (tokenizer.eos_token_id, tokenizer.bos_token_id)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
 from fsdp_qlora.data.batches.shared_tokens import SharedTokens
+from fsdp_qlora.data.batches.side_by_side import FlatArray
 from fsdp_qlora.data.batches.target_values import target_indices
 from fsdp_qlora.distributed.device import to_device
 
@@ -230,13 +231,13 @@ def concatenate_rows(
     firsts = np.cumsum(lengths) - lengths
     # For each token of the sequence its index in the table's flat arrays.
     places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
-    input_ids = table.input_ids[places].astype(np.int64)
-    labels = np.where(table.learned[places], input_ids, IGNORE_INDEX)
+    ids = table.input_ids[places].astype(np.int64)
+    labels = np.where(table.learned[places], ids, IGNORE_INDEX)
     labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
     shared = table.shared_tokens(np.asarray(rows)) if shares_prompts else None
     described = describe_documents(lengths.tolist(), shared, num_parts=num_parts)
-    filling = sum(described["document_lengths"]) - len(input_ids)
-    filled = F.pad(torch.from_numpy(input_ids), (0, filling), value=pad_token_id)
+    filling = sum(described["document_lengths"]) - len(ids)
+    filled = F.pad(torch.from_numpy(ids), (0, filling), value=pad_token_id)
     # A shared prompt is in the sequence once; labels keep the places among all tokens, because
     # `_batch` maps them itself.
     computed = filled[None, described.get("own_tokens", slice(None))]
@@ -282,7 +283,9 @@ def _target_values(
 
     Without a target these are the values of one that counts nothing, as in `learned_rows`.
     """
-    of_tokens = {name: each.values for name, each in table.columns.items() if each.per == "token"}
+    of_tokens: dict[str, FlatArray] = {
+        name: each.values for name, each in table.columns.items() if each.per == "token"
+    }
     # Masks with weights are float, those without are bool.
     if table.learned.dtype.kind == "f":
         of_tokens["weights"] = table.learned

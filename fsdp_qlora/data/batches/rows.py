@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from fsdp_qlora.data.batches.shared_tokens import (
     shared_in_groups,
     shared_in_pairs,
 )
+from fsdp_qlora.data.batches.side_by_side import FlatArray, SideBySide, chunks_of
 
 Numbers = Sequence[int] | np.ndarray
 Unit = Literal["row", "document", "token"]
@@ -41,9 +42,9 @@ class Column(NamedTuple):
 class TokenizedRows:
     """Rows one after the other; row i is [offsets[i] : offsets[i + 1]] of the flat arrays."""
 
-    input_ids: np.ndarray
+    input_ids: FlatArray
     """int32 [tokens]."""
-    learned: np.ndarray
+    learned: FlatArray
     """bool [tokens], true where the token is a target; float32 where targets have weights."""
     offsets: np.ndarray
     """int64 [rows + 1]."""
@@ -109,7 +110,8 @@ class TokenizedRows:
         """A hash of all rows, the same on every machine and in every start."""
         total = hashlib.blake2b(digest_size=16)
         for array in self.arrays.values():
-            total.update(np.ascontiguousarray(array).data)
+            for chunk in chunks_of(array):
+                total.update(np.ascontiguousarray(chunk).data)
         # A run folder has the digest of earlier versions, in which each row of a teacher had a
         # label, to be learned like one that has.
         if self.learns == "first_document" and "desired" not in self.columns:
@@ -117,9 +119,9 @@ class TokenizedRows:
         return total.hexdigest()
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, FlatArray]:
         """All arrays, by names for a file: "token/old_logps" is a column's."""
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        arrays: dict[str, FlatArray] = {name: getattr(self, name) for name in _ARRAYS}
         for name, column in sorted(self.columns.items()):
             arrays[f"{column.per}/{name}"] = column.values
         arrays["images"] = self.images.names
@@ -127,9 +129,17 @@ class TokenizedRows:
         return arrays
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], learns: str) -> "TokenizedRows":
-        """The reverse of `arrays`. Raises KeyError or ValueError for others."""
-        left = dict(arrays)
+    def from_arrays(
+        cls, arrays: Mapping[str, FlatArray], learns: str, digest: str | None = None
+    ) -> "TokenizedRows":
+        """The reverse of `arrays`.
+
+        Args:
+            digest: of the rows, if it is known and the arrays have been verified.
+        Raises:
+            KeyError or ValueError: the arrays are others.
+        """
+        left: dict[str, Any] = dict(arrays)
         fields = {name: left.pop(name) for name in _ARRAYS}
         images = RowImages(left.pop("images"), left.pop("image_sizes"))
         if learns not in get_args(Learns):
@@ -140,7 +150,11 @@ class TokenizedRows:
             if per not in get_args(Unit):
                 raise ValueError(f"{key!r} is no column")
             columns[name] = Column(cast("Unit", per), values)
-        return cls(**fields, learns=cast("Learns", learns), columns=columns, images=images)
+        rows = cls(**fields, learns=cast("Learns", learns), columns=columns, images=images)
+        if digest is not None:
+            # As if it had been computed: a copy with other columns computes its own.
+            vars(rows)["digest"] = digest
+        return rows
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -291,12 +305,15 @@ NO_ROWS = TokenizedRows(
 )
 
 
-def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> TokenizedRows:
+def join_rows(
+    parts: Sequence[TokenizedRows], *, renumber: bool = False, copies_tokens: bool = True
+) -> TokenizedRows:
     """The rows of all parts, copied; of one part that part itself.
 
     Args:
         renumber: whether the parts are datasets of their own: then row numbers continue from part
             to part.
+        copies_tokens: whether `input_ids` and `learned` are copied, too, and not side by side.
     Raises:
         ValueError: only some of the parts have a column. Rows without images may be beside rows
             with some.
@@ -318,9 +335,11 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
         raise ValueError("only some of the tables to join have splits")
     if len({part.learns for part in parts}) > 1:
         raise ValueError("the tables to join learn other documents of their rows")
+    input_ids = SideBySide([part.input_ids for part in parts])
+    learned = SideBySide([part.learned for part in parts])
     return TokenizedRows(
-        np.concatenate([part.input_ids for part in parts]),
-        np.concatenate([part.learned for part in parts]),
+        input_ids[:] if copies_tokens else input_ids,
+        learned[:] if copies_tokens else learned,
         np.concatenate([[0], *ends]),
         row_numbers,
         splits,

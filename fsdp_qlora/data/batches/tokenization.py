@@ -12,6 +12,7 @@ from fsdp_qlora.config.objectives import LABELS, PAIRS, TEACHER_ROWS, TEXTS, Row
 from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
 from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
 from fsdp_qlora.data.batches.rows import Column, TokenizedRows
+from fsdp_qlora.data.batches.side_by_side import chunks_of
 from fsdp_qlora.data.content import BadRow, Content, Rendered, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
@@ -215,16 +216,17 @@ def _images_of(rows: Sequence[EncodedRow]) -> RowImages:
 
 def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     """Raise UserError if the model has no embedding for a token."""
-    ids = tokenized.input_ids
-    if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
-        return
-    position = int(((ids < 0) | (ids >= vocab_size)).argmax())
-    row = int(np.searchsorted(tokenized.offsets, position, side="right")) - 1
-    raise UserError(
-        f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
-        f"has {vocab_size} embeddings. The tokenizer is not this model's; if tokens were added to "
-        "it, give the model with its own tokenizer, and name them in --add_tokens."
-    )
+    first = 0
+    for ids in chunks_of(tokenized.input_ids):
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+            place = int(((ids < 0) | (ids >= vocab_size)).argmax())
+            row = int(np.searchsorted(tokenized.offsets, first + place, side="right")) - 1
+            raise UserError(
+                f"Row {tokenized.row_numbers[row]} has the token id {ids[place]}, but the model "
+                f"has {vocab_size} embeddings. The tokenizer is not this model's; if tokens were "
+                "added to it, give the model with its own tokenizer, and name them in --add_tokens."
+            )
+        first += len(ids)
 
 
 def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:

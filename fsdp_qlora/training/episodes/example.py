@@ -70,7 +70,7 @@ def _joined(
     """The row of two turns with the environment's tokens between them."""
     first, last = turns
     table = join_completions([prompt], [[*first, *following, *last]], [number])
-    learned = table.learned.copy()
+    learned = table.learned[:].copy()
     start = len(prompt) + len(first)
     learned[start : start + len(following)] = np.zeros(len(following), np.bool_)
     return TokenizedRows(table.input_ids, learned, table.offsets, table.row_numbers)

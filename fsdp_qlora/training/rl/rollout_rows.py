@@ -53,7 +53,7 @@ def _as_episodes(table: TokenizedRows, rollouts: Sequence[Rollout]) -> Tokenized
     Rows share the tokens that all prompts of a row of the dataset begin with: environments may
     begin its episodes in different ways.
     """
-    learned = table.learned.copy()
+    learned = table.learned[:].copy()
     for start, rollout in zip(table.offsets[:-1], rollouts, strict=True):
         assert rollout.episode is not None
         first = start + len(rollout.prompt.ids)
