@@ -70,6 +70,8 @@ def read_verified(
     path: Path,
     build: Callable[[Arrays, Metadata], ContentT],
     check_header: Callable[[Mapping[str, str]], None] = lambda forms: None,
+    *,
+    is_hashed: bool = True,
 ) -> ContentT | None:
     """Map a file's arrays, and build its content from them; None if there is no file.
 
@@ -80,6 +82,7 @@ def read_verified(
         build: makes the content of arrays and metadata.
         check_header: raises Damaged for tensors of other names, types or shapes, before one is
             made: a stranger's file may claim any size. It gets name -> such as "I32 [5, 3]".
+        is_hashed: false for a file that another process of this start has hashed.
     Raises:
         Damaged: the file cannot be read, or has changed since it was written.
     """
@@ -98,7 +101,7 @@ def read_verified(
         for array in arrays.values():
             array.flags.writeable = False
         content = build(arrays, metadata)
-        if content.digest != metadata.get("digest"):
+        if is_hashed and content.digest != metadata.get("digest"):
             raise ValueError("its content has changed since it was written")
         return content
     except FileNotFoundError:
@@ -180,10 +183,11 @@ def description_hash(description: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: str) -> Iterator[None]:
+def locked(path: Path, waiting: str) -> Iterator[bool]:
     """Hold the lock of a file, after another holder.
 
     Where no lock can be had, as in a folder that may only be read, each process works for itself.
+    Gives whether the lock is held.
 
     Args:
         waiting: what is logged if another process has it.
@@ -197,7 +201,7 @@ def locked(path: Path, waiting: str) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:
         log.debug("No lock on %s: %s", path, error)
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 
