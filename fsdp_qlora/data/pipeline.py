@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from tqdm import tqdm
-
-from fsdp_qlora.data.batches.cache import through_cache
+from fsdp_qlora.data.batches.cache import through_cache, through_pieces
+from fsdp_qlora.data.batches.pieces import Draft
 from fsdp_qlora.data.batches.report import DataReport
-from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.cache_key import cache_key
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.prompt_rows import PromptRows
@@ -18,8 +16,8 @@ from fsdp_qlora.data.row_reader import ContentT, KindOfRows, read_contents
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
 from fsdp_qlora.data.sources.source import DEFAULT_SAMPLES, Entry, Source, find_source
+from fsdp_qlora.data.text_pieces import TextPieces
 from fsdp_qlora.data.text_rows import TextRows
-from fsdp_qlora.utils.errors import UserError
 
 # Rows of a dataset that decide on --context_length auto; a larger one is sampled.
 _MOST_MEASURED = 10_000
@@ -60,7 +58,8 @@ class DatasetPipeline:
         """
         if self._makes_rows:
             return self._read_prompts(self._source.entries(self._samples))
-        rows, report = through_cache(self._key, self._read_texts)
+        pieces = TextPieces(self._source, self._text, self._samples, self._used)
+        rows, report = through_pieces(self._key, pieces.make)
         # The same content may be at another path now.
         return DatasetRows(rows, dataclasses.replace(report, origin=self._source.origin))
 
@@ -77,17 +76,6 @@ class DatasetPipeline:
         report.num_used = len(prompts.found)
         report.num_tokens = sum(len(prompt.ids) for prompt in prompts.found)
         return DatasetRows(rows, report, prompts.found)
-
-    def _read_texts(self) -> tuple[TokenizedRows, DataReport]:
-        source = self._source
-        entries = source.entries(self._samples, used=self._used)
-        tokenized = self._tokenize(entries, TextRows(self._text), show_progress=True)
-        # The key has the identity from before: rows of another content must not be kept for it.
-        if source.fingerprint() != source.identity:
-            raise UserError(
-                f"{source.origin} was changed while it was read. Start again when it is complete."
-            )
-        return tokenized
 
     @property
     def _key(self) -> list[object]:
@@ -111,25 +99,16 @@ class DatasetPipeline:
         return through_cache(["measured", *self._key], make)[1]
 
     def _tokenize(
-        self, entries: Iterable[Entry], kind: KindOfRows[ContentT], *, show_progress: bool = False
+        self, entries: Iterable[Entry], kind: KindOfRows[ContentT]
     ) -> tuple[TokenizedRows, DataReport]:
         """Read and tokenize entries in batches, so that few rows are in memory as text."""
-        pieces = [NO_ROWS]
-        lengths = [0]
-        report = DataReport(self._source.origin)
-        with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
-            for contents in read_contents(entries, self._source, kind, report):
-                if contents:
-                    piece, piece_lengths = kind.tokenize(contents, report)
-                    pieces.append(piece)
-                    lengths += piece_lengths
-                bar.update(report.num_rows - bar.n)
-        joined = join_rows(pieces)
-        # inverted_cdf gives a length that some row has; the default would interpolate.
-        length = np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf")
-        report.length_of_99_percent = int(length)
-        report.count(joined)
-        return joined, report
+        draft = Draft(DataReport(self._source.origin))
+        for contents in read_contents(entries, self._source, kind, draft.report):
+            if contents:
+                draft.add(*kind.tokenize(contents, draft.report))
+        piece = draft.finish({}, None)
+        piece.report.set_length_of_99_percent(piece.lengths)
+        return piece.rows, piece.report
 
 
 def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]:

@@ -2,12 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.content import TOO_DEEP, BadRow, Row
-from fsdp_qlora.data.sources.source import ROWS_LOOKED_AT, ROWS_PER_BATCH, Entry, Source
+from fsdp_qlora.data.sources.source import (
+    BEGINNING,
+    ROWS_LOOKED_AT,
+    ROWS_PER_BATCH,
+    Entry,
+    Place,
+    Source,
+    place_after,
+)
 from fsdp_qlora.utils.errors import UserError
 
 ContentT = TypeVar("ContentT")
@@ -41,32 +49,85 @@ class KindOfRows(Protocol[ContentT]):
         """
 
 
+class RowReader(Generic[ContentT]):
+    """Reads the entries of a dataset as content, batch by batch, so that few rows are in memory.
+
+    Args:
+        entries: those to read.
+        after: where they begin.
+        columns: of the rows before them, for which `kind` has decided how rows are read.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        source: Source,
+        kind: KindOfRows[ContentT],
+        *,
+        after: Place = BEGINNING,
+        columns: Sequence[str] = (),
+    ) -> None:
+        self.place = after
+        """Where reading goes on."""
+        self._entries = iter(entries)
+        self._source = source
+        self._kind = kind
+        self._columns = dict.fromkeys(columns)
+        self._num_columns = len(columns) if columns else None
+        self._following = next(self._entries, None)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all entries have been read."""
+        return self._following is None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of all rows until now, in their order."""
+        return list(self._columns)
+
+    def next_batch(self, report: DataReport) -> list[tuple[int, ContentT]]:
+        """The (row number, content) of the rows of the next batch.
+
+        Rows that cannot be read are in the report.
+
+        Raises:
+            UserError: all is read and no row has a column, or as `KindOfRows.look_at`.
+        """
+        rows = _number(self._next_entries(), self._source, report)
+        self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
+        if rows and len(self._columns) != self._num_columns:
+            first_rows = [row for _, row, _ in rows[:ROWS_LOOKED_AT]]
+            self._kind.look_at(self.columns, first_rows, report)
+            self._num_columns = len(self._columns)
+        contents = _read(rows, self._kind, report)
+        if self.is_at_end and not self._columns:
+            raise UserError(_describe_nothing(report))
+        return contents
+
+    def _next_entries(self) -> list[Entry]:
+        if self._following is None:
+            return []
+        batch = [self._following, *islice(self._entries, ROWS_PER_BATCH - 1)]
+        self._following = next(self._entries, None)
+        self.place = place_after(batch[-1], self.place.num_entries + len(batch))
+        return batch
+
+
 def read_contents(
     entries: Iterable[Entry],
     source: Source,
     kind: KindOfRows[ContentT],
     report: DataReport,
 ) -> Iterator[list[tuple[int, ContentT]]]:
-    """Yield batches of (row number, content), so that few rows are in memory.
+    """Yield the batches of a `RowReader`.
 
-    Rows that cannot be read are in the report.
-
-    Raises:
-        UserError: no row has a column, or as `KindOfRows.look_at`.
+    Rows that cannot be read are in the report. Raises as `RowReader.next_batch` does.
     """
-    columns: dict[str, None] = {}
-    num_columns = None
-    remaining = iter(entries)
-    while batch := list(islice(remaining, ROWS_PER_BATCH)):
-        rows = _number(batch, source, report)
-        columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
-        if rows and len(columns) != num_columns:
-            first_rows = [row for _, row, _ in rows[:ROWS_LOOKED_AT]]
-            kind.look_at(list(columns), first_rows, report)
-            num_columns = len(columns)
-        yield _read(rows, kind, report)
-    if not columns:
-        raise UserError(_describe_nothing(report))
+    reader = RowReader(entries, source, kind)
+    yield reader.next_batch(report)
+    while not reader.is_at_end:
+        yield reader.next_batch(report)
 
 
 def _describe_nothing(report: DataReport) -> str:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from fsdp_qlora.config.objectives import TEXTS, RowKind
 from fsdp_qlora.data.batches import tokenization
@@ -27,6 +28,7 @@ class TextRows:
         self._text = text
         self._options = text.options.text
         self._reading: Reading | None = None  # known from the first rows on
+        self._columns: Sequence[str] = ()
         self._template_columns: Mapping[str, str] = {}
         self._read: Callable[[Row], Content]
         self._row_kind: RowKind
@@ -41,18 +43,44 @@ class TextRows:
         reading = requested.find(columns, rows, report.origin)
         if not self._options.image_processor:
             reading = reading.without_images()
-        self._reading = reading
         _check_objective(reading, self._options, rows, report.origin)
+        self._use(reading, columns)
+        self.describe(report)
+
+    def _use(self, reading: Reading, columns: Sequence[str]) -> None:
+        """Read rows so from now on. columns: of all rows until now."""
+        self._reading = reading
+        self._columns = columns
         row_format = FORMATS[reading.dataset_format]
         self._template_columns = self._text.template_columns(row_format, columns, reading.names)
-        report.dataset_format = reading.dataset_format
-        used = {*reading.names, *self._teacher_columns, *self._template_columns}
-        report.unused_columns = [column for column in columns if column not in used]
         self._read = _reader(row_format, self._options)
         self._row_kind = row_format.row_kind
         if self._options.has_teacher:
             self._row_kind = self._options.row_kind
         self._renderer = self._text.renderer(row_format, self._options.learn)
+
+    def describe(self, report: DataReport) -> None:
+        """Set the format of the rows and the columns that are not used, as far as known."""
+        if self._reading is None:
+            return
+        report.dataset_format = self._reading.dataset_format
+        used = {*self._reading.names, *self._teacher_columns, *self._template_columns}
+        report.unused_columns = [column for column in self._columns if column not in used]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """How rows are read, as JSON for `restore`."""
+        assert self._reading is not None
+        reading = self._reading
+        return {
+            "dataset_format": reading.dataset_format,
+            "names": dict(reading.names),
+            "watched": list(reading.watched),
+        }
+
+    def restore(self, state: Mapping[str, Any], columns: Sequence[str]) -> None:
+        """Read rows as when `state` was asked. columns: of all rows until then."""
+        self._use(Reading(**state), columns)
 
     def read(self, row: Row, folder: str) -> Content:
         """Read the content of a row; see `KindOfRows`."""

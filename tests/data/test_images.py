@@ -17,13 +17,13 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora import api
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches import cache
 from fsdp_qlora.data.content import FOLDER
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import are_as_kept, keep_all, load
 from fsdp_qlora.planning.reading import pick_data
+from fsdp_qlora.utils import verified_stamps
 from fsdp_qlora.utils.errors import RankError, UserError
 from tests.data.rows import write_jsonl, write_parquet
 from tests.parity.test_images import gemma3, make_multimodal, picture, png
@@ -247,7 +247,7 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(prepare, tmp_path, monkeypa
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "cut.png")
     assert len(prepare(path, max_bad_rows=0.5).train) == 1  # to the other ranks of this start
     monkeypatch.setattr(
-        cache.psutil.Process,
+        verified_stamps.psutil.Process,
         "create_time",
         lambda self: os.stat(tmp_path / "cut.png").st_mtime + 100,
     )

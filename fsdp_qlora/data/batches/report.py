@@ -3,8 +3,9 @@
 import bisect
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.content import SourceFile
@@ -73,6 +74,35 @@ class DataReport(RowCounts):
 
     def note(self, row_number: int, what: str) -> None:
         self.notes.setdefault(what, []).append(row_number)
+
+    def add(self, later: "DataReport") -> None:
+        """Add the report on the rows that follow, whose columns are those of all until there."""
+        for count in fields(RowCounts):
+            setattr(self, count.name, getattr(self, count.name) + getattr(later, count.name))
+        for reason, numbers in later.rejected.items():
+            self.rejected.setdefault(reason, []).extend(numbers)
+        for what, numbers in later.notes.items():
+            self.notes.setdefault(what, []).extend(numbers)
+        # A file may go on where the earlier rows end.
+        known = self.parts[-1:]
+        self.parts += later.parts[1:] if later.parts[:1] == known else later.parts
+        self.dataset_format = later.dataset_format
+        self.unused_columns = later.unused_columns
+        self.is_chat |= later.is_chat
+        self.is_filled |= later.is_filled
+
+    def set_length_of_99_percent(self, lengths: Mapping[int, int]) -> None:
+        """Set it from the number of rows of each length.
+
+        It is a length that some row has: as numpy's quantile by `inverted_cdf`, of all rows.
+        """
+        place = 0.99 * sum(lengths.values()) - 1
+        left = max(0, math.ceil(place))
+        for length in sorted(lengths):
+            left -= lengths[length]
+            if left < 0:
+                self.length_of_99_percent = length
+                break
 
     @property
     def num_rejected(self) -> int:

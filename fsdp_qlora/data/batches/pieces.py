@@ -1,0 +1,141 @@
+"""Pieces of a dataset's tokenized rows: few enough for memory, each one kept as soon as it is made.
+
+A piece knows where the reading of the dataset stood before and after it, so that a preparation goes
+on behind any of them, and makes a damaged one again alone.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
+from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
+from fsdp_qlora.data.text.image_store import UNREADABLE, are_as_kept
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.redact import redact_values
+from fsdp_qlora.utils.verified_files import Arrays, Metadata
+
+# A piece ends with the batch that reaches either. It takes some ten bytes a token to make one.
+MOST_ENTRIES = 65_536
+MOST_TOKENS = 8_000_000
+
+State = Mapping[str, Any]
+"""Where the reading of a dataset stands, as JSON: `num_rows`, which were read, and what the reader
+knows. It is empty at the beginning.
+"""
+
+
+class SourceChanged(UserError):
+    """A dataset was changed while it was read, so pieces of it are not of one content."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows that follow each other in a dataset."""
+
+    rows: TokenizedRows
+    report: DataReport
+    lengths: Mapping[int, int]
+    """Tokens of a row before any are cut -> the number of such rows."""
+    before: State
+    after: State | None
+    """None for the last piece."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array[:].nbytes for array in self.rows.arrays.values())
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """All but the arrays, for a file."""
+        facts = {
+            "lengths": sorted(self.lengths.items()),
+            "before": self.before,
+            "after": self.after,
+        }
+        return {
+            "learns": self.rows.learns,
+            "report": report_as_json(self.report),
+            "facts": json.dumps(facts),
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the rows, the report and the states."""
+        return hashlib.sha256(json.dumps([self.rows.digest, self.metadata]).encode()).hexdigest()
+
+    @classmethod
+    def build(cls, arrays: Arrays, metadata: Metadata) -> "Piece":
+        """The reverse of `rows.arrays` and `metadata`. Raises LookupError, TypeError or ValueError
+        for others.
+        """
+        facts = json.loads(metadata["facts"])
+        return cls(
+            TokenizedRows.from_arrays(arrays, metadata["learns"]),
+            report_of_json(metadata["report"]),
+            dict(facts["lengths"]),
+            facts["before"],
+            facts["after"],
+        )
+
+
+def num_kept(state: State) -> int:
+    """The rows of a dataset that were read before a state."""
+    return int(state.get("num_rows", 0))
+
+
+class Draft:
+    """A piece that is being made, batch by batch."""
+
+    def __init__(self, report: DataReport) -> None:
+        self.report = report
+        self._batches = [NO_ROWS]
+        self._num_tokens = 0
+        self._lengths: Counter[int] = Counter()
+
+    def add(self, rows: TokenizedRows, lengths: Iterable[int]) -> None:
+        """Add the rows of a batch, and each row's tokens before any are cut."""
+        self._batches.append(rows)
+        self._num_tokens += len(rows.input_ids)
+        self._lengths.update(lengths)
+
+    @property
+    def is_full(self) -> bool:
+        return self.report.num_rows >= MOST_ENTRIES or self._num_tokens >= MOST_TOKENS
+
+    def finish(self, before: State, after: State | None) -> Piece:
+        """The piece of all that was added."""
+        rows = join_rows(self._batches)
+        self.report.count(rows)
+        return Piece(rows, self.report, self._lengths, before, after)
+
+
+def are_current(rows: TokenizedRows, report: DataReport, *, are_of_this_start: bool) -> bool:
+    """Whether rows would be the same if they were made again.
+
+    Images are as they were when the rows were made. Images that could not be read, and rows at
+    which processes ended, are tried again in another start. Other ranks of this start must agree
+    with the one that made the rows.
+    """
+    passing = (*UNREADABLE, ENDED_WORKERS)
+    lacks_some = any(reason.startswith(passing) for reason in report.rejected)
+    return (are_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images.names))
+
+
+def report_as_json(report: DataReport) -> str:
+    """The report for a file, without secrets."""
+    return json.dumps(redact_values(dataclasses.asdict(report)))
+
+
+def report_of_json(text: str) -> DataReport:
+    """The reverse of `report_as_json`. Raises LookupError, TypeError or ValueError for others."""
+    fields = json.loads(text)
+    fields["parts"] = [SourceFile(**part) for part in fields["parts"]]
+    return DataReport(**fields)

@@ -1,0 +1,124 @@
+"""Makes the pieces of a dataset's tokenized rows, from any of them on."""
+
+import logging
+import time
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from fsdp_qlora.data.batches.pieces import Draft, Piece, SourceChanged, State, num_kept
+from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.content import Content
+from fsdp_qlora.data.dataset_text import DatasetText
+from fsdp_qlora.data.row_reader import RowReader
+from fsdp_qlora.data.sources.files import ChooseColumns
+from fsdp_qlora.data.sources.source import Place, Source
+from fsdp_qlora.data.text_rows import TextRows
+from fsdp_qlora.utils.text import format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+
+class TextPieces:
+    """The rows of a dataset as pieces.
+
+    Args:
+        text: how they become text.
+        samples: the rows that are read; None for all.
+        used: the columns that are read.
+    """
+
+    def __init__(
+        self, source: Source, text: DatasetText, samples: int | None, used: ChooseColumns
+    ) -> None:
+        self._source = source
+        self._text = text
+        self._samples = samples
+        self._used = used
+
+    def make(self, before: State) -> Iterator[Piece]:
+        """Yield the pieces behind a state that another one has had at its end, as if undisturbed.
+
+        Raises:
+            UserError: the rows cannot be used, or SourceChanged before the last piece.
+        """
+        kind = TextRows(self._text)
+        reader = self._reader(kind, before)
+        is_first = True
+        with tqdm(desc="Tokenizing", unit=" rows", initial=num_kept(before)) as bar:
+            while True:
+                start = time.monotonic()
+                piece = self._make_piece(kind, reader, before, bar)
+                # The key has the identity from before: rows of another content must not be kept
+                # for it.
+                source = self._source
+                if piece.after is None and source.fingerprint() != source.identity:
+                    raise SourceChanged(
+                        f"{source.origin} was changed while it was read. Start again when it is "
+                        "complete."
+                    )
+                if is_first and piece.after is not None:
+                    self._say_pace(piece, time.monotonic() - start)
+                is_first = False
+                yield piece
+                if piece.after is None:
+                    return
+                before = piece.after
+
+    def _reader(self, kind: TextRows, before: State) -> RowReader[Content]:
+        """A reader that goes on where another one has stood."""
+        if not before:
+            entries = self._source.entries(self._samples, used=self._used)
+            return RowReader(entries, self._source, kind)
+        kind.restore(before["reading"], before["columns"])
+        place = Place(*before["place"])
+        entries = self._source.entries(self._samples, used=self._used, after=place)
+        return RowReader(entries, self._source, kind, after=place, columns=before["columns"])
+
+    def _make_piece(
+        self, kind: TextRows, reader: RowReader[Content], before: State, bar: tqdm
+    ) -> Piece:
+        report = DataReport(self._source.origin)
+        kind.describe(report)
+        draft = Draft(report)
+        while True:
+            contents = reader.next_batch(report)
+            if contents:
+                draft.add(*kind.tokenize(contents, report))
+            bar.update(reader.place.num_entries - bar.n)
+            if reader.is_at_end:
+                return draft.finish(before, None)
+            # Until a row has columns there is nothing to go on with.
+            if draft.is_full and reader.columns:
+                return draft.finish(before, _state(kind, reader))
+
+    def _say_pace(self, piece: Piece, seconds: float) -> None:
+        """Say how long it takes and how much is kept, as far as the first piece tells."""
+        num_rows = piece.report.num_rows
+        pace = num_rows / seconds
+        share = self._source.share_read()
+        if share is None:
+            log.info("Tokenizing %s rows a second, piece by piece.", f"{pace:,.0f}")
+            return
+        assert piece.after is not None
+        total = num_kept(piece.after) / share
+        if self._samples is not None:
+            total = min(total, self._samples)
+        left = max(0.0, total - num_kept(piece.after))
+        log.info(
+            "Tokenizing %s rows a second: about %s rows in all, %.0f more minutes, %s of cache.",
+            f"{pace:,.0f}",
+            f"{total:,.0f}",
+            left / pace / 60,
+            format_bytes(total * piece.num_bytes / num_rows),
+        )
+
+
+def _state(kind: TextRows, reader: RowReader[Content]) -> State:
+    """All that the reader knows."""
+    return {
+        "num_rows": reader.place.num_entries,
+        "place": [*reader.place],
+        "columns": reader.columns,
+        "reading": kind.state,
+    }
