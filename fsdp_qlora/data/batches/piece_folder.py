@@ -185,8 +185,7 @@ class PieceFolder:
         path = self._folder / _name(number)
         with _room_named(self._folder, num_kept(piece.before)):
             self._folder.mkdir(parents=True, exist_ok=True)
-            arrays = {name: array[:] for name, array in piece.rows.arrays.items()}
-            write_verified(path, arrays, piece, piece.metadata)
+            write_verified(path, piece.arrays, piece)
         kept = read_verified(path, Piece.build)
         assert kept is not None
         return kept

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
@@ -48,38 +50,41 @@ class Piece:
     """None for the last piece."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array[:].nbytes for array in self.rows.arrays.values())
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of it for a file: the rows' arrays, and the rest as JSON in `facts`.
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """All but the arrays, for a file."""
+        The metadata of a safetensors file have another order each time.
+        """
         facts = {
+            "learns": self.rows.learns,
+            "report": report_as_json(self.report),
             "lengths": sorted(self.lengths.items()),
             "before": self.before,
             "after": self.after,
         }
-        return {
-            "learns": self.rows.learns,
-            "report": report_as_json(self.report),
-            "facts": json.dumps(facts),
-        }
+        arrays = {name: array[:] for name, array in self.rows.arrays.items()}
+        return arrays | {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its file."""
+        return sum(array.nbytes for array in self.arrays.values())
 
     @cached_property
     def digest(self) -> str:
         """A hash of the rows, the report and the states."""
-        return hashlib.sha256(json.dumps([self.rows.digest, self.metadata]).encode()).hexdigest()
+        total = hashlib.blake2b(self.rows.digest.encode(), digest_size=16)
+        total.update(self.arrays["facts"].data)
+        return total.hexdigest()
 
     @classmethod
     def build(cls, arrays: Arrays, metadata: Metadata) -> "Piece":
-        """The reverse of `rows.arrays` and `metadata`. Raises LookupError, TypeError or ValueError
-        for others.
-        """
-        facts = json.loads(metadata["facts"])
+        """The reverse of `arrays`. Raises LookupError, TypeError or ValueError for others."""
+        left = dict(arrays)
+        facts = json.loads(left.pop("facts").tobytes())
         return cls(
-            TokenizedRows.from_arrays(arrays, metadata["learns"]),
-            report_of_json(metadata["report"]),
+            TokenizedRows.from_arrays(left, facts["learns"]),
+            report_of_json(facts["report"]),
             dict(facts["lengths"]),
             facts["before"],
             facts["after"],
