@@ -44,26 +44,11 @@ class TextPieces:
         """
         kind = TextRows(self._text)
         reader = self._reader(kind, before)
-        is_first = True
         with tqdm(desc="Tokenizing", unit=" rows", initial=num_kept(before)) as bar:
-            while True:
-                start = time.monotonic()
-                piece = self._make_piece(kind, reader, before, bar)
-                # The key has the identity from before: rows of another content must not be kept
-                # for it.
-                source = self._source
-                if piece.after is None and source.fingerprint() != source.identity:
-                    raise SourceChanged(
-                        f"{source.origin} was changed while it was read. Start again when it is "
-                        "complete."
-                    )
-                if is_first and piece.after is not None:
-                    self._say_pace(piece, time.monotonic() - start)
-                is_first = False
-                yield piece
-                if piece.after is None:
-                    return
-                before = piece.after
+            # No name for a piece here: it would stay in memory while the next one is made.
+            yield self._say_pace(time.monotonic(), self._make_piece(kind, reader, before, bar))
+            while not reader.is_at_end:
+                yield self._make_piece(kind, reader, _state(kind, reader), bar)
 
     def _reader(self, kind: TextRows, before: State) -> RowReader[Content]:
         """A reader that goes on where another one has stood."""
@@ -87,31 +72,46 @@ class TextPieces:
                 draft.add(*kind.tokenize(contents, report))
             bar.update(reader.place.num_entries - bar.n)
             if reader.is_at_end:
+                self._check_source()
                 return draft.finish(before, None)
             # Until a row has columns there is nothing to go on with.
             if draft.is_full and reader.columns:
                 return draft.finish(before, _state(kind, reader))
 
-    def _say_pace(self, piece: Piece, seconds: float) -> None:
-        """Say how long it takes and how much is kept, as far as the first piece tells."""
+    def _check_source(self) -> None:
+        """Raise SourceChanged if the content is not that of the key."""
+        source = self._source
+        if source.fingerprint() != source.identity:
+            raise SourceChanged(
+                f"{source.origin} was changed while it was read. Start again when it is complete."
+            )
+
+    def _say_pace(self, start: float, piece: Piece) -> Piece:
+        """Say how long all pieces take and how large they are, as far as the first one tells.
+
+        Args:
+            start: when it was begun, as of `time.monotonic`.
+        """
+        if piece.after is None:
+            return piece
         num_rows = piece.report.num_rows
-        pace = num_rows / seconds
+        pace = num_rows / (time.monotonic() - start)
         share = self._source.share_read()
         if share is None:
             log.info("Tokenizing %s rows a second, piece by piece.", f"{pace:,.0f}")
-            return
-        assert piece.after is not None
-        total = num_kept(piece.after) / share
+            return piece
+        num_read = num_kept(piece.after)
+        total = max(num_read, num_read / share)
         if self._samples is not None:
             total = min(total, self._samples)
-        left = max(0.0, total - num_kept(piece.after))
         log.info(
             "Tokenizing %s rows a second: about %s rows in all, %.0f more minutes, %s of cache.",
             f"{pace:,.0f}",
             f"{total:,.0f}",
-            left / pace / 60,
+            (total - num_read) / pace / 60,
             format_bytes(total * piece.num_bytes / num_rows),
         )
+        return piece
 
 
 def _state(kind: TextRows, reader: RowReader[Content]) -> State:

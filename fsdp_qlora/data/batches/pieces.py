@@ -25,7 +25,7 @@ from fsdp_qlora.utils.verified_files import Arrays, Metadata
 
 # A piece ends with the batch that reaches either. It takes some ten bytes a token to make one.
 MOST_ENTRIES = 65_536
-MOST_TOKENS = 8_000_000
+MOST_TOKENS = 4_000_000
 
 State = Mapping[str, Any]
 """Where the reading of a dataset stands, as JSON: `num_rows`, which were read, and what the reader
