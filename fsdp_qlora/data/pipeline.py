@@ -14,7 +14,7 @@ from fsdp_qlora.data.prompt_rows import PromptRows
 from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.row_reader import ContentT, KindOfRows, read_contents
 from fsdp_qlora.data.sources.dataset_name import parse_name
-from fsdp_qlora.data.sources.files import ChooseColumns
+from fsdp_qlora.data.sources.reading import ChooseColumns
 from fsdp_qlora.data.sources.source import DEFAULT_SAMPLES, Entry, Source, find_source
 from fsdp_qlora.data.text_pieces import TextPieces
 from fsdp_qlora.data.text_rows import TextRows

@@ -16,7 +16,8 @@ import pytest
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.sources import source as sources
-from fsdp_qlora.data.sources.files import read_parquet
+from fsdp_qlora.data.sources.reading import Reading
+from fsdp_qlora.data.sources.tables import read_parquet
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import ROWS, counting_memory, write_jsonl
 
@@ -202,7 +203,7 @@ def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(tmp_pat
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", store_schema=False)
     assert (tmp_path / "rows.parquet").stat().st_size < 1 << 20
     with counting_memory() as most:
-        assert sum(1 for _ in read_parquet(tmp_path / "rows.parquet")) == 300
+        assert sum(1 for _ in read_parquet(tmp_path / "rows.parquet", Reading())) == 301
         assert most() < 64 << 20
 
 

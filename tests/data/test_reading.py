@@ -12,7 +12,8 @@ import pyarrow
 import pytest
 
 from fsdp_qlora.data.sources import source as sources
-from fsdp_qlora.data.sources.files import FILE_KINDS, _unique, look_into
+from fsdp_qlora.data.sources.files import FILE_KINDS, look_into
+from fsdp_qlora.data.sources.json_text import unique
 from tests.data.rows import (
     ROWS,
     WRITERS,
@@ -153,7 +154,7 @@ def test_a_name_that_occurs_twice_among_many_is_found_in_one_pass():
             return str(self) == str(other)
 
     with pytest.raises(ValueError, match="'7' occurs twice"):
-        _unique([(Name(i), i) for i in (*range(2000), 7)])
+        unique([(Name(i), i) for i in (*range(2000), 7)])
     assert len(compared) < 10_000
 
 

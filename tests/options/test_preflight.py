@@ -13,7 +13,8 @@ from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.commands.train import refuse_early
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.data.sources.files import FILE_KINDS, PACKED
+from fsdp_qlora.data.sources.file_content import PACKED
+from fsdp_qlora.data.sources.files import FILE_KINDS
 from fsdp_qlora.utils.errors import UserError
 from tests.helpers.run import ROOT, flags
 

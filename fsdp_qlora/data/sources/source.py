@@ -2,12 +2,11 @@
 
 import dataclasses
 import difflib
-import hashlib
 import importlib.resources
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -15,18 +14,19 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.data.content import BadRow, Row, SourceFile
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
-from fsdp_qlora.data.sources.files import (
-    BATCH_ROWS,
-    FILE_KINDS,
-    ChooseColumns,
-    FileKind,
-    NumberedRows,
-    hash_file,
-    kind_of,
-    look_into,
-    number_rows,
-)
+from fsdp_qlora.data.sources.file_hashes import hash_files
+from fsdp_qlora.data.sources.files import FILE_KINDS, FileKind, kind_of, look_into
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
+from fsdp_qlora.data.sources.reading import (
+    ChooseColumns,
+    NeededRows,
+    NumberedRows,
+    Part,
+    Progress,
+    Reading,
+    Skipped,
+)
+from fsdp_qlora.data.sources.tables import BATCH_ROWS, number_rows, skip_rows
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import ROWS_IN_MEMORY, cache_folder, refuse_pipes
 from fsdp_qlora.utils.hub import ask_hub, hub_reason, is_hub_name
@@ -41,17 +41,6 @@ ROWS_LOOKED_AT = 100
 # Rows at a time: enough to keep the threads of a fast tokenizer busy.
 ROWS_PER_BATCH = 1000
 DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of a dataset, or a table, to be read row by row."""
-
-    name: str
-    unit: str
-    """The unit of a row's number, see SourceFile."""
-    read: Callable[[ChooseColumns], NumberedRows]
-    """The rows, of the columns that are used."""
 
 
 class Entry(NamedTuple):
@@ -72,7 +61,7 @@ class Place(NamedTuple):
     part: int
     """The index of the last one's part."""
     row_number: int
-    """Its number in this part."""
+    """The number of this entry in the part."""
     offset: int
     """The number in the whole dataset before the part's first row."""
 
@@ -86,18 +75,24 @@ def place_after(entry: Entry, num_entries: int) -> Place:
 
 
 def _read_entries(
-    parts: Sequence[Part], used: ChooseColumns, after: Place = BEGINNING
+    parts: Sequence[Part], used: ChooseColumns, after: Place, start: int, progress: Progress
 ) -> Iterator[Entry]:
+    """Yield the entries behind a place, but for the first `start`."""
     offset = after.offset
     for index in range(after.part, len(parts)):
         part = parts[index]
         file = SourceFile(part.name, part.unit, offset)
+        reading = Reading(used, after.row_number if index == after.part else 0, start)
+        progress.begin_part(index, reading)
         last = 0
-        for row_number, row in part.read(used):
+        for row_number, row in part.read(reading):
+            # The number of the last row, not the count: blank lines have numbers, too.
             last = row_number
-            if index > after.part or row_number > after.row_number:
+            if isinstance(row, Skipped):
+                start -= row.count
+                progress.skip()
+            else:
                 yield Entry(file, row_number, row, index)
-        # The number of the last row, not the count: blank lines have numbers, too.
         offset += last
 
 
@@ -113,6 +108,7 @@ class Source:
     start: int = 0
     """The rows from this one on are used, up to `stop`."""
     stop: int | None = None
+    _progress: Progress = field(default_factory=Progress, init=False, compare=False, repr=False)
 
     @cached_property
     def identity(self) -> str:
@@ -153,12 +149,25 @@ class Source:
         Raises:
             UserError: a file cannot be read at all; the message names the place.
         """
-        num_left = None if limit is None else max(0, limit - after.num_entries)
+        limits = [self.stop - self.start if self.stop is not None else None, limit]
+        counts = [count - after.num_entries for count in limits if count is not None]
+        num_left = max(0, min(counts)) if counts else None
         # Entries before the first one of a slice are none of `num_entries`.
         start = self.start if after == BEGINNING else 0
-        stop = None if self.stop is None else self.stop - self.start + start - after.num_entries
-        limited = islice(_read_entries(self.parts, used, after), start, stop)
-        return islice(limited, num_left)
+        progress = self._progress
+        progress.begin(self.parts, num_left)
+        entries = _read_entries(self.parts, used, after, start, progress)
+        for entry in islice(entries, num_left):
+            progress.count()
+            yield entry
+        progress.end()
+
+    def share_read(self) -> float | None:
+        """An estimate of the share of the last `entries` call's rows that have been read, 0 to 1.
+
+        None before the first row.
+        """
+        return self._progress.share()
 
 
 def find_source(dataset: str | DatasetName) -> Source:
@@ -221,22 +230,13 @@ def local_source(path: Path, split: str | None = None) -> Source:
         if kind is not None:
             files[file] = kind
     folder = path if path.is_dir() else path.parent
-    parts = [
-        Part(file.relative_to(folder).as_posix(), kind.unit, partial(kind.read, file))
-        for file, kind in files.items()
-    ]
-    return Source(str(path), partial(_hash_files, folder, files), parts)
+    parts = [_file_part(file, kind, folder) for file, kind in files.items()]
+    return Source(str(path), partial(hash_files, folder, files), parts)
 
 
-def _hash_files(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the files' content and names.
-
-    Names select the reader, and messages and the cached report show them.
-    """
-    identity = hashlib.sha256()
-    for file in files:
-        identity.update(f"{file.relative_to(folder).as_posix()}\0{hash_file(file)}\0".encode())
-    return identity.hexdigest()
+def _file_part(file: Path, kind: FileKind, folder: Path) -> Part:
+    name = file.relative_to(folder).as_posix()
+    return Part(name, kind.unit, partial(kind.read, file), file.stat().st_size)
 
 
 def saved_source(path: Path, split: str | None) -> Source:
@@ -270,7 +270,7 @@ def saved_source(path: Path, split: str | None) -> Source:
         raise UserError(
             f"dataset: {path} cannot be read as a saved dataset ({first_line(error)})."
         ) from error
-    fingerprint = partial(_hash_files, path, sorted(path.glob("*.arrow")))
+    fingerprint = partial(hash_files, path, sorted(path.glob("*.arrow")))
     return Source(str(path), fingerprint, [_table_part(table, str(path))])
 
 
@@ -322,16 +322,28 @@ def hub_source(
 def _table_part(table: Any, name: str) -> Part:
     """A table of `datasets`."""
 
-    def read(used: ChooseColumns) -> NumberedRows:
-        chosen = [column for column in table.column_names if column in used(table.column_names)]
-        yield from number_tables(table.select_columns(chosen), name, table.column_names)
+    def read(reading: Reading) -> NeededRows:
+        used = reading.used(table.column_names)
+        chosen = [column for column in table.column_names if column in used]
+        last, skipped = skip_rows(len(table), reading)
+        reading.share = lambda: last / max(1, len(table))
+        yield last, skipped
+        if last == len(table):
+            return
+        needed = table.select_columns(chosen)
+        if last:
+            needed = needed.select(range(last, len(table)))
+        for row_number, row in number_tables(needed, name, table.column_names, first=last + 1):
+            last = row_number
+            yield row_number, row
 
-    return Part(name, "row", read)
+    return Part(name, "row", read, len(table))
 
 
-def number_tables(dataset: Any, name: str, columns: Sequence[str] = ()) -> NumberedRows:
-    """The rows of a dataset of `datasets`, as its tables have them."""
-    first = 1
+def number_tables(
+    dataset: Any, name: str, columns: Sequence[str] = (), *, first: int = 1
+) -> NumberedRows:
+    """The rows of a dataset of `datasets`, as its tables have them, numbered from `first` on."""
     for table in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
         yield from number_rows(table, name, first, columns)
         first += len(table)
