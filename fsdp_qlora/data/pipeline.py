@@ -16,6 +16,7 @@ from fsdp_qlora.data.row_reader import ContentT, KindOfRows, read_contents
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.reading import ChooseColumns
 from fsdp_qlora.data.sources.source import DEFAULT_SAMPLES, Entry, Source, find_source
+from fsdp_qlora.data.sources.spread import sample
 from fsdp_qlora.data.text_pieces import TextPieces
 from fsdp_qlora.data.text_rows import TextRows
 
@@ -84,17 +85,18 @@ class DatasetPipeline:
     def measured(self) -> DataReport:
         """The report on the uncut rows that decide on --context_length auto.
 
-        Its num_rows were read, and num_used of them tokenized.
+        It is of all rows, or of some of a large dataset; see `sample`. Its num_rows are those of
+        the dataset, and num_used of them were tokenized.
         """
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            entries = self._source.entries(self._samples, used=self._used)
-            num_rows, chosen = _sample_evenly(entries, _MOST_MEASURED)
+            found = sample(self._source, _MOST_MEASURED, self._samples, self._used)
             if self._makes_rows:
-                _, report = self._tokenize(chosen, PromptRows(self._text))
+                _, report = self._tokenize(found.entries, PromptRows(self._text))
             else:
-                _, report = self._tokenize(chosen, TextRows(self._text))
-            return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
+                _, report = self._tokenize(found.entries, TextRows(self._text))
+            num_used = len(found.entries)
+            return NO_ROWS, dataclasses.replace(report, num_rows=found.num_rows, num_used=num_used)
 
         return through_cache(["measured", *self._key], make)[1]
 
@@ -109,21 +111,3 @@ class DatasetPipeline:
         piece = draft.finish({}, None)
         piece.report.set_length_of_99_percent(piece.lengths)
         return piece.rows, piece.report
-
-
-def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]:
-    """The number of items, and up to `most` of them at even distances.
-
-    At least half as many are kept, or all if they are fewer.
-    """
-    count = 0
-    sample = list[Entry]()
-    distance = 1
-    for count, item in enumerate(items, start=1):
-        if (count - 1) % distance == 0:
-            sample.append(item)
-        if len(sample) > most:
-            # Every second one goes, so the distance doubles: one pass, without knowing the number.
-            sample = sample[::2]
-            distance = 2 * distance
-    return count, sample

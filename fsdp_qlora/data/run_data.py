@@ -34,6 +34,7 @@ from fsdp_qlora.data.sources.dataset_name import (
     parse_name,
 )
 from fsdp_qlora.data.sources.source import Source
+from fsdp_qlora.data.sources.spread import NUM_BLOCKS, is_from_beginning
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, describe_default, describe_lack, prompt_record
@@ -333,8 +334,8 @@ def _choose_context_length(
 
     It is at most 4,096 and `longest`.
 
-    All rows decide; of a dataset of more than 10,000 some at even distances. The same rows give the
-    same number on every rank.
+    All rows decide; of a dataset of more than 10,000 about so many at even distances. The same rows
+    give the same number on every rank.
     """
     reports = []
     for dataset, source in known_sources.items():
@@ -347,12 +348,14 @@ def _choose_context_length(
     chosen = min(power_of_two, MOST_OF_AUTO, longest or MOST_OF_AUTO)
     used = sum(report.num_used for report in reports)
     total = sum(report.num_rows for report in reports)
-    which = f"{used:,} of {total:,}" if used < total else f"{used:,}"
+    which = f"{used:,} rows"
+    if used < total:
+        where = f"at {NUM_BLOCKS} places of about {total:,}"
+        if any(map(is_from_beginning, known_sources.values())):
+            where = "from the beginning of files"
+        which = f"{which}, {where},"
     log.info(
-        "Context: %s tokens (auto: 99%% of %s rows have at most %s)",
-        f"{chosen:,}",
-        which,
-        f"{needed:,}",
+        "Context: %s tokens (auto: 99%% of %s have at most %s)", f"{chosen:,}", which, f"{needed:,}"
     )
     return chosen
 

@@ -1,9 +1,13 @@
 """--context_length auto: which rows decide, on which number, and how a resumed run keeps it."""
 
+import gzip
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import yaml
@@ -12,8 +16,11 @@ from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import pipeline
 from fsdp_qlora.data.run_data import RunData, read_rows
+from fsdp_qlora.data.sources.source import find_source
+from fsdp_qlora.data.sources.spread import sample
 from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS
+from tests.data.rows import write_csv, write_json, write_parquet
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, run_ranks
 from tests.helpers.tokenizers import spelled_tokenizer
@@ -62,8 +69,8 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], dict[str, Any]]] = {
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_auto_context_is_the_power_of_two_that_keeps_99_percent(name, tmp_path, lines):
-    datasets, options = CASES[name]
-    paths = [write_rows(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(datasets)]
+    parts, options = CASES[name]
+    paths = [write_rows(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(parts)]
     expected = 2
     for path in paths:
         whole = prepared([path], MANY, **options).train
@@ -77,13 +84,74 @@ def test_auto_context_is_the_power_of_two_that_keeps_99_percent(name, tmp_path, 
     assert found.train.digest == prepared(paths, expected, **options).train.digest
 
 
+def in_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_parquet(path, rows, row_group_size=3000)
+
+
+def in_table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def in_files(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.mkdir()
+    for number in range(30):
+        part = rows[number * len(rows) // 30 : (number + 1) * len(rows) // 30]
+        write_rows(path / f"{number:02}.jsonl", part)
+    return path
+
+
+def in_packed_file(path: Path, rows: list[dict[str, Any]]) -> Path:
+    plain = write_rows(path.with_suffix(""), rows)
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    return path
+
+
+LARGE = {
+    "a.jsonl": write_rows,
+    "a.parquet": in_parquet,
+    "table": in_table,
+    "folder": in_files,
+    "a.jsonl.gz": in_packed_file,
+    "a.json": write_json,
+    "a.csv": write_csv,
+}
+
+
 @pytest.mark.quick
-def test_auto_context_samples_rows_of_large_datasets(tmp_path, lines, monkeypatch):
-    monkeypatch.setattr(pipeline, "_MOST_MEASURED", 10)
-    path = write_rows(tmp_path / "rows.jsonl", answers(*[40] * 60, *[200] * 20))
-    assert (
-        prepared([path]).context_length == 256 and ("99% of 10 of 80 rows have at most") in lines[0]
-    )
+@pytest.mark.parametrize("name", LARGE)
+def test_auto_context_looks_at_places_of_large_datasets(name, tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(pipeline, "_MOST_MEASURED", 200)
+    monkeypatch.setattr("fsdp_qlora.data.sources.json_file._PIECE", 2**10)
+    rows = answers(*[5] * 1000, *[40] * 1900, *[200] * 100)  # the last 3% are the longest
+    path = LARGE[name](tmp_path / name, rows)
+    context_length = prepared([path], longest=1000).context_length
+    said = lines[0].replace(",", "")
+    used = int(re.findall(r"99% of (\d+) rows ", said)[0])
+    assert 100 <= used <= 400
+    if name in ("a.jsonl.gz", "a.json", "a.csv"):
+        assert context_length < 256 and "from the beginning of files" in said
+    else:
+        [total] = re.findall(r"at 100 places of about (\d+) have", said)
+        assert context_length == 256 and abs(int(total) - 3000) < 3000 / 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
+def test_a_sample_of_a_dataset_has_rows_of_each_length_by_their_number(name, tmp_path):
+    lengths = [1] * 20000 + [1000] * 2000 + [1] * 2000 + [30] * 16000
+    path = LARGE[name](tmp_path / name, answers(*lengths))
+    source = find_source(str(path))
+    found = sample(source, 2000, None, tuple)
+    again = sample(find_source(str(path)), 2000, None, tuple)
+    assert [entry.row for entry in found.entries] == [entry.row for entry in again.entries]
+    assert 1000 <= len(found.entries) <= 4000 and 30000 < found.num_rows < 50000
+    counts = Counter(len(entry.row["completion"]) // 2 for entry in found.entries)
+    for length, count in Counter(lengths).items():
+        assert abs(counts[length] / len(found.entries) - count / len(lengths)) < 0.03
+    every = [entry.row for entry in source.entries()]
+    assert sample(source, len(every), None, tuple).entries[-1].row == every[-1]
 
 
 @pytest.mark.quick

@@ -100,7 +100,7 @@ OWN = "a run or a cache has written it, or writes it now"
 # Reason -> the functions that open something otherwise than by open_named.
 OTHERWISE = {
     SELF: """
-        utils.files:open_named.opener utils.files:open_named data.sources.tables:read_parquet
+        utils.files:open_named.opener utils.files:open_named data.sources.tables:_open_parquet
         data.text.image_store:_decode sharding.loading.weight_files:WeightFiles._read_into
         sharding.loading.weight_files:_read_header utils.safetensors_files:tensor_names
     """,

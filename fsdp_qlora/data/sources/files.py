@@ -5,6 +5,7 @@ They are strict: a malformed file is refused with the place of the fault.
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,8 +17,20 @@ from fsdp_qlora.data.content import BadRow, Row, most_row_bytes
 from fsdp_qlora.data.sources.file_content import PACKED, decode, lines_of, open_file, too_long
 from fsdp_qlora.data.sources.json_file import read_json
 from fsdp_qlora.data.sources.json_text import held_rows, parse, require_object, values_of
-from fsdp_qlora.data.sources.reading import NeededRows, NumberedRows, Reading, Skipped, read_over
-from fsdp_qlora.data.sources.tables import read_parquet
+from fsdp_qlora.data.sources.reading import (
+    ChooseColumns,
+    NeededRows,
+    NumberedRows,
+    Ranges,
+    Reading,
+    Skipped,
+    read_over,
+)
+from fsdp_qlora.data.sources.tables import (
+    count_parquet_rows,
+    read_parquet,
+    read_parquet_ranges,
+)
 from fsdp_qlora.utils.errors import UserError
 
 # Bytes that are visible characters of ASCII.
@@ -48,6 +61,29 @@ def read_lines(path: Path, parse_line: Callable[[str], Row], reading: Reading) -
                 yield line_number, reason
 
 
+def read_lines_between(
+    path: Path, parse_line: Callable[[str], Row], ranges: Ranges
+) -> NumberedRows:
+    """One row per line that begins in these ranges of bytes. Numbers are those of bytes."""
+    most = most_row_bytes()
+    with open_file(path) as file:
+        for start, stop in ranges:
+            at = math.ceil(start)
+            if at:
+                # The rest of a line that begins before, or the end of that line.
+                file.seek(at - 1)
+                at += len(file.readline()) - 1
+            while at < stop:
+                line = file.readline(most + 1)
+                if not line:
+                    break
+                if len(line) > most:
+                    raise too_long(f"{path} at byte {at}")
+                at += len(line)
+                if not _is_blank(line):
+                    yield at, _row_of(line, parse_line)
+
+
 def _skip_lines(lines: Iterator[tuple[int, bytes]], reading: Reading) -> tuple[int, Skipped]:
     """Read the lines that are not needed, without parsing them.
 
@@ -65,6 +101,13 @@ def _skip_lines(lines: Iterator[tuple[int, bytes]], reading: Reading) -> tuple[i
             last = line_number
             num_skipped += line_number > reading.after
     return last, Skipped(num_skipped)
+
+
+def _row_of(line: bytes, parse_line: Callable[[str], Row]) -> Row | BadRow:
+    try:
+        return parse_line(decode(line).rstrip("\r\n"))
+    except BadRow as reason:
+        return reason
 
 
 def _is_blank(line: bytes) -> bool:
@@ -128,11 +171,23 @@ class FileKind(NamedTuple):
     unit: str
     """The unit of a row's number: "line" or "row"."""
     read: Callable[[Path, Reading], NeededRows]
+    num_rows: Callable[[Path], int] | None = None
+    """Counts the rows without reading them."""
+    read_ranges: Callable[[Path, ChooseColumns, Ranges], NumberedRows] | None = None
+    """The rows that begin between bytes of a file that is not packed; see `Part.read_ranges`."""
 
 
 _JSON = FileKind("row", lambda path, reading: read_over(read_json(path, reading), reading))
-_JSON_LINES = FileKind("line", lambda path, reading: read_lines(path, _parse_line, reading))
-_TEXT = FileKind("line", lambda path, reading: read_lines(path, _as_text, reading))
+_JSON_LINES = FileKind(
+    "line",
+    lambda path, reading: read_lines(path, _parse_line, reading),
+    read_ranges=lambda path, used, ranges: read_lines_between(path, _parse_line, ranges),
+)
+_TEXT = FileKind(
+    "line",
+    lambda path, reading: read_lines(path, _as_text, reading),
+    read_ranges=lambda path, used, ranges: read_lines_between(path, _as_text, ranges),
+)
 _CSV = FileKind("line", lambda path, reading: read_over(read_csv(path, reading), reading))
 
 FILE_KINDS: dict[str, FileKind] = {
@@ -141,7 +196,7 @@ FILE_KINDS: dict[str, FileKind] = {
     ".csv": _CSV,
     ".tsv": _CSV,
     ".txt": _TEXT,
-    ".parquet": FileKind("row", read_parquet),
+    ".parquet": FileKind("row", read_parquet, count_parquet_rows, read_parquet_ranges),
 }
 
 

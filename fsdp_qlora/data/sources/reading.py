@@ -55,6 +55,10 @@ def read_over(rows: Iterable[tuple[int, Row | BadRow]], reading: Reading) -> Nee
     yield last, Skipped(num_skipped)
 
 
+Ranges = Sequence[tuple[float, float]]
+"""Where ranges of a part begin and end, in units of its size, in order."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A file of a dataset, or a table, to be read row by row."""
@@ -65,19 +69,33 @@ class Part:
     read: Callable[[Reading], NeededRows]
     size: int
     """Bytes of a file, or rows of a table."""
+    num_rows: Callable[[], int] | None = None
+    """Gives the number of rows, if it is known without reading them."""
+    read_ranges: Callable[[ChooseColumns, Ranges], NumberedRows] | None = None
+    """The rows that begin in some ranges, if what is before these need not be read."""
 
 
 class Progress:
     """How much of a source's rows has been read."""
 
     def __init__(self) -> None:
-        self.begin([], None)
+        self.begin([])
 
-    def begin(self, parts: Sequence[Part], most: int | None) -> None:
-        """The reading of `parts` begins. most: rows that are read of them, None for all."""
+    def begin(
+        self, parts: Sequence[Part], *, start: int = 0, before: int = 0, most: int | None = None
+    ) -> None:
+        """The reading of `parts` begins, or goes on.
+
+        Args:
+            start: the first row that counts.
+            before: rows from this one on that were read earlier.
+            most: rows that are read in all, None for all that there are.
+        """
         self._sizes = [part.size for part in parts]
+        self._start = start
+        self._before = before
         self._most = most
-        self._before = 0  # the size of the parts that have been read
+        self._size_before = 0  # of the parts that have been read
         self._part = 0
         self._reading = Reading()
         self._first = 0.0
@@ -86,12 +104,12 @@ class Progress:
 
     def begin_part(self, index: int, reading: Reading) -> None:
         """The reading of a part begins."""
-        self._before += sum(self._sizes[self._part : index])
+        self._size_before += sum(self._sizes[self._part : index])
         self._part = index
         self._reading = reading
 
     def skip(self) -> None:
-        """Rows that are not needed were left out: only what follows counts."""
+        """Rows that are not needed were left out."""
         if not self._count:
             self._first = self._position()
 
@@ -109,11 +127,20 @@ class Progress:
             return 1.0
         if not self._count:
             return None
-        of_content = (self._position() - self._first) / max(1e-9, 1 - self._first)
-        of_rows = self._count / self._most if self._most else 0.0
+        # Where the first row is that counts: those behind it are taken to be as long as those
+        # before it.
+        left_out = self._start + self._before
+        begin = self._first * self._start / left_out if left_out else 0.0
+        of_content = (self._position() - begin) / max(1e-9, 1 - begin)
+        of_rows = (self._before + self._count) / self._most if self._most else 0.0
         return min(1.0, max(of_content, of_rows))
+
+    def rows_in_all(self) -> int:
+        """An estimate of the rows that all parts have, by those that were read."""
+        passed = self._position()
+        return round((self._start + self._before + self._count) / max(1e-9, passed))
 
     def _position(self) -> float:
         """The share of the parts' content that was read or left out."""
         in_part = self._reading.share() * self._sizes[self._part]
-        return (self._before + in_part) / max(1, sum(self._sizes))
+        return (self._size_before + in_part) / max(1, sum(self._sizes))

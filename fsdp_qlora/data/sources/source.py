@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import importlib.resources
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.data.content import BadRow, Row, SourceFile
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
+from fsdp_qlora.data.sources.file_content import is_packed
 from fsdp_qlora.data.sources.file_hashes import hash_files
 from fsdp_qlora.data.sources.files import FILE_KINDS, FileKind, kind_of, look_into
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
@@ -23,6 +25,7 @@ from fsdp_qlora.data.sources.reading import (
     NumberedRows,
     Part,
     Progress,
+    Ranges,
     Reading,
     Skipped,
 )
@@ -149,13 +152,15 @@ class Source:
         Raises:
             UserError: a file cannot be read at all; the message names the place.
         """
-        limits = [self.stop - self.start if self.stop is not None else None, limit]
-        counts = [count - after.num_entries for count in limits if count is not None]
-        num_left = max(0, min(counts)) if counts else None
+        counts = [] if limit is None else [limit]
+        if self.stop is not None:
+            counts.append(self.stop - self.start)
+        most = min(counts, default=None)
+        num_left = None if most is None else max(0, most - after.num_entries)
         # Entries before the first one of a slice are none of `num_entries`.
         start = self.start if after == BEGINNING else 0
         progress = self._progress
-        progress.begin(self.parts, num_left)
+        progress.begin(self.parts, start=self.start, before=after.num_entries, most=most)
         entries = _read_entries(self.parts, used, after, start, progress)
         for entry in islice(entries, num_left):
             progress.count()
@@ -163,11 +168,16 @@ class Source:
         progress.end()
 
     def share_read(self) -> float | None:
-        """An estimate of the share of the last `entries` call's rows that have been read, 0 to 1.
+        """An estimate of the share that the last `entries` call has read, 0 to 1.
 
+        It is of all rows that count by limits and slices, those before the call's `after` included;
         None before the first row.
         """
         return self._progress.share()
+
+    def estimate_rows(self) -> int:
+        """The rows of the dataset without its slice, by what an `entries` call has read so far."""
+        return self._progress.rows_in_all()
 
 
 def find_source(dataset: str | DatasetName) -> Source:
@@ -236,7 +246,14 @@ def local_source(path: Path, split: str | None = None) -> Source:
 
 def _file_part(file: Path, kind: FileKind, folder: Path) -> Part:
     name = file.relative_to(folder).as_posix()
-    return Part(name, kind.unit, partial(kind.read, file), file.stat().st_size)
+    return Part(
+        name,
+        kind.unit,
+        partial(kind.read, file),
+        file.stat().st_size,
+        partial(kind.num_rows, file) if kind.num_rows else None,
+        partial(kind.read_ranges, file) if kind.read_ranges and not is_packed(file) else None,
+    )
 
 
 def saved_source(path: Path, split: str | None) -> Source:
@@ -322,22 +339,29 @@ def hub_source(
 def _table_part(table: Any, name: str) -> Part:
     """A table of `datasets`."""
 
+    def rows_between(used: ChooseColumns, start: int, stop: int) -> NumberedRows:
+        if start >= stop:
+            return
+        used_columns = used(table.column_names)
+        chosen = [column for column in table.column_names if column in used_columns]
+        needed = table.select_columns(chosen)
+        if stop - start < len(table):
+            needed = needed.select(range(start, stop))
+        yield from number_tables(needed, name, table.column_names, first=start + 1)
+
     def read(reading: Reading) -> NeededRows:
-        used = reading.used(table.column_names)
-        chosen = [column for column in table.column_names if column in used]
         last, skipped = skip_rows(len(table), reading)
         reading.share = lambda: last / max(1, len(table))
         yield last, skipped
-        if last == len(table):
-            return
-        needed = table.select_columns(chosen)
-        if last:
-            needed = needed.select(range(last, len(table)))
-        for row_number, row in number_tables(needed, name, table.column_names, first=last + 1):
+        for row_number, row in rows_between(reading.used, last, len(table)):
             last = row_number
             yield row_number, row
 
-    return Part(name, "row", read, len(table))
+    def read_ranges(used: ChooseColumns, ranges: Ranges) -> NumberedRows:
+        for start, stop in ranges:
+            yield from rows_between(used, math.ceil(start), math.ceil(stop))
+
+    return Part(name, "row", read, len(table), lambda: len(table), read_ranges)
 
 
 def number_tables(

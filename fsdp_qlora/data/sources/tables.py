@@ -1,14 +1,22 @@
 """Rows of parquet files and of tables of `datasets`, as lines of JSON would have them."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.data.content import BadRow, Row, most_row_bytes
 from fsdp_qlora.data.sources.file_content import max_unpacked_bytes, open_file, too_long
 from fsdp_qlora.data.sources.json_text import parse, unique
-from fsdp_qlora.data.sources.reading import NeededRows, NumberedRows, Reading, Skipped
+from fsdp_qlora.data.sources.reading import (
+    ChooseColumns,
+    NeededRows,
+    NumberedRows,
+    Ranges,
+    Reading,
+    Skipped,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
 
@@ -24,36 +32,66 @@ def read_parquet(path: Path, reading: Reading) -> NeededRows:
 
     Columns that are not used are not read, nor groups of rows before the first one that is needed.
     """
+    last = 0
+    with _open_parquet(path) as file, _refusals(path, lambda: last):
+        num_rows = file.metadata.num_rows
+        last, skipped = skip_rows(num_rows, reading)
+        reading.share = lambda: last / max(1, num_rows)
+        yield last, skipped
+        for row_number, row in _rows_between(path, file, reading.used, [(last, num_rows)]):
+            last = row_number
+            yield row_number, row
+
+
+def read_parquet_ranges(path: Path, used: ChooseColumns, ranges: Ranges) -> NumberedRows:
+    """The rows of a parquet file that lie in ranges of its bytes.
+
+    All of a group of rows are taken to have the same number of bytes.
+    """
+    last = 0
+    with _open_parquet(path) as file, _refusals(path, lambda: last):
+        scale = file.metadata.num_rows / max(1, path.stat().st_size)
+        numbers = [(math.ceil(start * scale), math.ceil(stop * scale)) for start, stop in ranges]
+        for row_number, row in _rows_between(path, file, used, numbers):
+            last = row_number
+            yield row_number, row
+
+
+def count_parquet_rows(path: Path) -> int:
+    """The number of rows of a parquet file. Raises UserError if it cannot be read."""
+    with _open_parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
+@contextlib.contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    """A parquet file, which names each column once. Raises UserError."""
     import pyarrow.parquet
 
-    last = 0
     with open_file(path) as raw:
-        try:
+        with _refusals(path, lambda: 0):
             file = pyarrow.parquet.ParquetFile(raw)
-            schema = file.schema_arrow
-            if len(set(schema.names)) < len(schema.names):
-                raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
-            chosen = reading.used(schema.names)
-            columns = [name for name in schema.names if name in chosen]
-            _check_groups(path, file.metadata, columns)
-            num_rows = file.metadata.num_rows
-            last, skipped = skip_rows(num_rows, reading)
-            reading.share = lambda: last / max(1, num_rows)
-            yield last, skipped
-            for batch in _batches_after(last, file, columns):
-                for row_number, row in number_rows(batch, str(path), last + 1, schema.names):
-                    last = row_number
-                    yield row_number, row
-        except UserError:
-            raise
-        # It raises all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
-        except Exception as error:
-            place = f"{path} row {last + 1}" if isinstance(error, BadRow) else str(path)
-            behind = f"after row {last}, " if last and place == str(path) else ""
-            raise UserError(
-                f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy "
-                "or download it again."
-            ) from error
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError(f"a column name occurs twice: {', '.join(names)}")
+        yield file
+
+
+@contextlib.contextmanager
+def _refusals(path: Path, last: Callable[[], int]) -> Iterator[None]:
+    """Raise UserError where a parquet file cannot be read. last: the row that was read last."""
+    try:
+        yield
+    except UserError:
+        raise
+    # It raises all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+    except Exception as error:
+        place = f"{path} row {last() + 1}" if isinstance(error, BadRow) else str(path)
+        behind = f"after row {last()}, " if last() and place == str(path) else ""
+        raise UserError(
+            f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy "
+            "or download it again."
+        ) from error
 
 
 def skip_rows(num_rows: int, reading: Reading) -> tuple[int, Skipped]:
@@ -66,23 +104,43 @@ def skip_rows(num_rows: int, reading: Reading) -> tuple[int, Skipped]:
     return last, Skipped(last - min(num_rows, reading.after))
 
 
-def _batches_after(row_number: int, file: Any, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield the rows of a parquet file behind one, a few at a time."""
-    groups = range(file.metadata.num_row_groups)
-    before = 0
-    for group in groups:
-        num_rows = file.metadata.row_group(group).num_rows
-        if before + num_rows > row_number:
-            break
-        before += num_rows
-        groups = groups[1:]
-    if not groups:
-        return
-    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns, row_groups=[*groups]):
-        needed = batch.slice(max(0, row_number - before))
-        before += batch.num_rows
-        if needed.num_rows:
-            yield needed
+def _rows_between(
+    path: Path, file: Any, used: ChooseColumns, ranges: Sequence[tuple[int, int]]
+) -> NumberedRows:
+    """The rows of a parquet file in these ranges of row numbers from 0, in order.
+
+    Only groups of rows with some of them are read.
+    """
+    names = file.schema_arrow.names
+    chosen = used(names)
+    columns = [name for name in names if name in chosen]
+    _check_groups(path, file.metadata, columns)
+    begin = 0
+    for group in range(file.metadata.num_row_groups):
+        end = begin + file.metadata.row_group(group).num_rows
+        inside = [
+            (max(begin, a), min(end, b)) for a, b in ranges if a < end and b > begin and a < b
+        ]
+        if inside:
+            batches = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns)
+            for first, needed in _slices(batches, begin, inside):
+                yield from number_rows(needed, str(path), first + 1, names)
+        begin = end
+
+
+def _slices(
+    batches: Iterable[Any], first: int, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, Any]]:
+    """Yield the parts of batches in ranges, with the row numbers at which they begin."""
+    for batch in batches:
+        end = first + batch.num_rows
+        for start, stop in ranges:
+            if start < end and stop > first:
+                begin = max(start, first)
+                yield begin, batch.slice(begin - first, min(stop, end) - begin)
+        first = end
+        if first >= ranges[-1][1]:
+            return
 
 
 def _check_groups(path: Path, metadata: Any, columns: Iterable[str]) -> None:

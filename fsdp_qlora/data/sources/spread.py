@@ -1,0 +1,131 @@
+"""A sample of a large source: blocks of rows at evenly spaced places, the rest is not read."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from fsdp_qlora.data.content import SourceFile
+from fsdp_qlora.data.sources.reading import (
+    ChooseColumns,
+    NumberedRows,
+    Part,
+    Ranges,
+    Reading,
+    Skipped,
+)
+from fsdp_qlora.data.sources.source import Entry, Source
+
+NUM_BLOCKS = 100
+# A block has at most so many times its share of the rows that are asked for.
+_MOST_OF_A_BLOCK = 10
+# Attempts to find enough rows, where the first ones of a file are shorter than the others.
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some rows of a source."""
+
+    entries: list[Entry]
+    num_rows: int
+    """The rows of the source: as counted if all of them are in the sample, or about so many."""
+
+
+def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns) -> Sample:
+    """All rows of a source, or about `num_rows` if it has more. The same each time.
+
+    Parquet, tables and lines are read in blocks at evenly spaced places; a share of the bytes, so
+    that each row is as likely as another. Files that are packed, .csv and .json are read from their
+    beginning.
+
+    Args:
+        limit: the rows of the source that count, from its first; None for all.
+        used: the columns that are read.
+    Raises:
+        UserError: a file cannot be read at all.
+    """
+    reading = source.entries(limit, used=used)
+    first = list(islice(reading, num_rows + 1))
+    if len(first) <= num_rows:
+        return Sample(first, len(first))
+    known = rows_in_all(source.parts)
+    in_all = known or source.estimate_rows()
+    ends = [source.stop, None if limit is None else source.start + limit, in_all]
+    stop = min(end for end in ends if end is not None)
+    total = max(num_rows + 1, stop - source.start)
+    blocks = _Blocks(source.parts, used, num_rows, in_all)
+    bounds = (min(1.0, source.start / in_all), min(1.0, (source.start + total) / in_all))
+    share = num_rows / total
+    for _ in range(_ATTEMPTS):
+        entries = list(blocks.read(bounds, share))
+        if 2 * len(entries) >= num_rows or share == 1.0:
+            break
+        share = min(1.0, share * num_rows / max(1, len(entries)))
+    if known is None and limit is None and source.stop is None:
+        total = max(total if not entries else round(len(entries) / share), num_rows + 1)
+    return Sample(entries or first[:num_rows], total)
+
+
+def rows_in_all(parts: Sequence[Part]) -> int | None:
+    """The rows of all parts, if they are known without reading them."""
+    numbers = [part.num_rows() for part in parts if part.num_rows is not None]
+    return sum(numbers) if len(numbers) == len(parts) else None
+
+
+def is_from_beginning(source: Source) -> bool:
+    """Whether a file of the source can only be read from its beginning."""
+    return any(part.read_ranges is None for part in source.parts)
+
+
+class _Blocks:
+    """Blocks of the rows of parts.
+
+    Args:
+        num_rows: of all blocks together, about.
+        in_all: the rows of all parts, about.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], used: ChooseColumns, num_rows: int, in_all: int
+    ) -> None:
+        self._parts = parts
+        self._used = used
+        self._most = max(1, _MOST_OF_A_BLOCK * num_rows // NUM_BLOCKS)
+        self._size = sum(part.size for part in parts)
+        self._rows_per_byte = in_all / max(1, self._size)
+
+    def read(self, bounds: tuple[float, float], share: float) -> Iterator[Entry]:
+        """Yield the entries of all blocks.
+
+        Args:
+            bounds: where the content begins and ends that counts, as shares of all of it.
+            share: of this content that is read.
+        """
+        first, last = (bound * self._size for bound in bounds)
+        distance = (last - first) / NUM_BLOCKS
+        starts = [first + block * distance for block in range(NUM_BLOCKS)]
+        blocks = [(start, start + share * distance) for start in starts]
+        before = 0
+        for index, part in enumerate(self._parts):
+            end = before + part.size
+            ranges = [
+                (max(0.0, start - before), min(part.size, stop - before))
+                for start, stop in blocks
+                if start < end and stop > before
+            ]
+            if ranges:
+                file = SourceFile(part.name, "row", before)
+                for row_number, row in self._read(part, ranges):
+                    yield Entry(file, row_number, row, index)
+            before = end
+
+    def _read(self, part: Part, ranges: Ranges) -> NumberedRows:
+        """The rows of a part that begin in these ranges, or so many others."""
+        most = self._most * len(ranges)
+        if part.read_ranges is not None:
+            return islice(part.read_ranges(self._used, ranges), most)
+        count = math.ceil(sum(stop - start for start, stop in ranges) * self._rows_per_byte)
+        rows = part.read(Reading(self._used))
+        needed = ((number, row) for number, row in rows if not isinstance(row, Skipped))
+        return islice(needed, min(count, most))
