@@ -455,12 +455,12 @@ def prompts_of(config: Any, num_answers: int) -> Any:
     import numpy as np
 
     from fsdp_qlora.data.batches.rows import NO_ROWS
-    from fsdp_qlora.data.prompts import Prompt
+    from fsdp_qlora.data.prompts import Prompt, Prompts
     from fsdp_qlora.data.run_data import RunData
 
     length = config.longest_row - config.max_completion_length
     number = num_answers // config.num_generations
-    prompts = tuple(Prompt(row, [1] * length, "", {}) for row in range(number))
+    prompts = Prompts.of([Prompt(row, [1] * length, "", {}) for row in range(number)])
     longest = config.max_completion_length
     return RunData(NO_ROWS, np.arange(number), prompts=prompts, completion_length=longest)
 

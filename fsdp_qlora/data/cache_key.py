@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fsdp_qlora.config.objectives import TEXTS
+from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.data.batches.cache import tokenizer_identity
 from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.dataset_text import DatasetText
@@ -33,6 +33,8 @@ def cache_key(text: DatasetText, source: Source, samples: int | None) -> list[ob
     kind = options.row_kind
     if kind != TEXTS:
         key += [kind.name, COLUMNS["prompt"], options.max_completion_length]
+    if kind.is_sampled and OBJECTIVES[options.objective].distills:
+        key.append("with a teacher's prompts")
     if options.rating_threshold is not None:
         key.append(f"rated {options.rating_threshold}")
     if options.tools is not None:

@@ -1,21 +1,22 @@
 """Reads the held-out rows of a run as prompts, to which the model answers at evaluations."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import PROMPTS
 from fsdp_qlora.data.options import DataOptions
-from fsdp_qlora.data.prompts import Prompt
+from fsdp_qlora.data.prompt_cache import join_prompts
+from fsdp_qlora.data.prompts import Prompts
 from fsdp_qlora.data.run_data import RunData, read_dataset
 from fsdp_qlora.data.sources.dataset_name import parse_eval_names, parse_name
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.utils.errors import UserError
 
-PromptSets = dict[str, Sequence[Prompt]]
+PromptSets = dict[str, Prompts]
 """The name of an evaluation, the main one first -> its prompts."""
 
 
@@ -40,10 +41,7 @@ def held_out_prompts(
         UserError: too many of the rows have no prompt.
     """
     if data.prompts:
-        return {
-            name: [data.prompts[row] for row in rows.tolist()]
-            for name, rows in data.eval_sets.items()
-        }
+        return {name: data.prompts.chosen(rows) for name, rows in data.eval_sets.items()}
     options = _as_prompts(options, data.context_length, longest)
     if options.eval_dataset:
         whole = dataclasses.replace(options, dataset_samples=None)
@@ -51,11 +49,11 @@ def held_out_prompts(
             name: _read(dataset, tokenizer, whole, vocab_size)
             for name, dataset in parse_eval_names(options.eval_dataset).items()
         }
-    prompts = list[Prompt]()
+    parts = list[Prompts]()
     for dataset, numbers in zip(options.dataset, _held_out_numbers(data), strict=True):
         if len(numbers):
-            prompts += _read(dataset, tokenizer, options, vocab_size, chosen=numbers)
-    return {"": prompts}
+            parts.append(_read(dataset, tokenizer, options, vocab_size, chosen=numbers))
+    return {"": join_prompts(parts, renumber=False)}
 
 
 def _as_prompts(options: DataOptions, context_length: int, longest: int | None) -> DataOptions:
@@ -95,7 +93,7 @@ def _read(
     options: DataOptions,
     vocab_size: int,
     chosen: Collection[int] | None = None,
-) -> Sequence[Prompt]:
+) -> Prompts:
     """The prompts of a dataset. chosen: the numbers of its rows to read; None for all."""
     if parse_name(dataset).name == DUMMY:
         raise UserError(f"--eval_rewards scores answers to prompts, and {DUMMY} has none.")

@@ -1,8 +1,10 @@
 """Turns the rows of one dataset into tokens or prompts, and reports on rows that are left out."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 from fsdp_qlora.data.batches.cache import through_cache, through_pieces
 from fsdp_qlora.data.batches.pieces import Draft
@@ -10,8 +12,9 @@ from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.cache_key import cache_key
 from fsdp_qlora.data.dataset_text import DatasetText
+from fsdp_qlora.data.prompt_cache import Keep, prompts_through_cache
 from fsdp_qlora.data.prompt_rows import PromptRows
-from fsdp_qlora.data.prompts import Prompt
+from fsdp_qlora.data.prompts import NO_PROMPTS, Prompts
 from fsdp_qlora.data.row_reader import ContentT, KindOfRows, read_contents
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.reading import ChooseColumns
@@ -19,6 +22,7 @@ from fsdp_qlora.data.sources.source import DEFAULT_SAMPLES, Entry, Source, find_
 from fsdp_qlora.data.sources.spread import sample
 from fsdp_qlora.data.text_pieces import TextPieces
 from fsdp_qlora.data.text_rows import TextRows
+from fsdp_qlora.utils.errors import UserError
 
 # Rows of a dataset that decide on --context_length auto; a larger one is sampled.
 _MOST_MEASURED = 10_000
@@ -29,7 +33,7 @@ class DatasetRows(NamedTuple):
 
     rows: TokenizedRows
     report: DataReport
-    prompts: Sequence[Prompt] = ()
+    prompts: Prompts = NO_PROMPTS
     """The prompts, instead of rows, of a run that makes these."""
 
 
@@ -53,12 +57,9 @@ class DatasetPipeline:
         self._used: ChooseColumns = tuple if reads_all_columns else text.used_columns
 
     def all_rows(self) -> DatasetRows:
-        """All rows, from the cache or tokenized by one process at a time and kept there.
-
-        Prompts, of a run that learns from its own completions, are not cached.
-        """
+        """All rows, from the cache or tokenized by one process at a time and kept there."""
         if self._makes_rows:
-            return self._read_prompts(self._source.entries(self._samples))
+            return self._prompts(self._key, lambda entries: entries)
         pieces = TextPieces(self._source, self._text, self._samples, self._used)
         rows, report = through_pieces(self._key, pieces.make)
         # The same content may be at another path now.
@@ -66,17 +67,40 @@ class DatasetPipeline:
 
     def prompts_of(self, row_numbers: Collection[int]) -> DatasetRows:
         """The prompts of the rows with these numbers."""
-        entries = self._source.entries(self._samples)
-        return self._read_prompts(
-            entry for entry in entries if entry.file.offset + entry.row_number in row_numbers
-        )
 
-    def _read_prompts(self, entries: Iterable[Entry]) -> DatasetRows:
-        prompts = PromptRows(self._text)
-        rows, report = self._tokenize(entries, prompts)
-        report.num_used = len(prompts.found)
-        report.num_tokens = sum(len(prompt.ids) for prompt in prompts.found)
-        return DatasetRows(rows, report, prompts.found)
+        def choose(entries: Iterable[Entry]) -> Iterable[Entry]:
+            for entry in entries:
+                if entry.file.offset + entry.row_number in row_numbers:
+                    yield entry
+
+        return self._prompts([*self._key, sorted(row_numbers)], choose)
+
+    def _prompts(
+        self, key: list[object], choose: Callable[[Iterable[Entry]], Iterable[Entry]]
+    ) -> DatasetRows:
+        """The prompts of chosen entries. key: all that they depend on."""
+
+        def read(keep: Keep) -> DataReport:
+            prompts = PromptRows(self._text, keep)
+            entries = choose(self._source.entries(self._samples))
+            _, report = self._tokenize(tqdm(entries, "Reading prompts", unit=" rows"), prompts)
+            report.num_used = prompts.num_used
+            report.num_tokens = prompts.num_tokens
+            self._refuse_change()
+            return report
+
+        prompts, report = prompts_through_cache(key, read)
+        # The same content may be at another path now.
+        report = dataclasses.replace(report, origin=self._source.origin)
+        return DatasetRows(NO_ROWS, report, prompts)
+
+    def _refuse_change(self) -> None:
+        """Raise UserError for rows of another content than the key has, which is from before."""
+        source = self._source
+        if source.fingerprint() != source.identity:
+            raise UserError(
+                f"{source.origin} was changed while it was read. Start again when it is complete."
+            )
 
     @property
     def _key(self) -> list[object]:
@@ -92,7 +116,7 @@ class DatasetPipeline:
         def make() -> tuple[TokenizedRows, DataReport]:
             found = sample(self._source, _MOST_MEASURED, self._samples, self._used)
             if self._makes_rows:
-                _, report = self._tokenize(found.entries, PromptRows(self._text))
+                _, report = self._tokenize(found.entries, PromptRows(self._text, lambda _: None))
             else:
                 _, report = self._tokenize(found.entries, TextRows(self._text))
             num_used = len(found.entries)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_qlora.config.objectives import OBJECTIVES
@@ -59,17 +59,25 @@ class RenderedPrompt(NamedTuple):
 
 
 class PromptRows:
-    """The prompts of a dataset, each of the format that its filled columns fit."""
+    """The prompts of a dataset, each of the format that its filled columns fit.
 
-    def __init__(self, text: DatasetText) -> None:
+    Args:
+        text: how rows become text.
+        keep: takes the prompts that can be used, in the order of the dataset.
+    """
+
+    def __init__(self, text: DatasetText, keep: Callable[[Sequence[Prompt]], None]) -> None:
         self._text = text
+        self._keep = keep
         self._template_columns: Mapping[str, str] | None = None
         self._renderers: dict[str, Renderer] = {}
         options = text.options.text
         self._has_teacher = options.has_teacher
         self._may_have_teacher = OBJECTIVES[options.objective].distills
-        self.found: list[Prompt] = []
-        """All prompts that can be used, in the order of the dataset."""
+        self.num_used = 0
+        """Prompts that were given to `keep`."""
+        self.num_tokens = 0
+        """Their tokens."""
 
     def look_at(self, columns: Sequence[str], rows: Sequence[Row], report: DataReport) -> None:
         """Find the variables of the chat template; see `KindOfRows`."""
@@ -101,13 +109,14 @@ class PromptRows:
     def tokenize(
         self, contents: Sequence[tuple[int, ReadPrompt]], report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
-        """Add prompts, each with all columns, to `found`.
+        """Give prompts, each with all columns, to `keep`.
 
         Returns:
             No rows, since the run makes them, and the tokens of each prompt with the longest
             completion.
         """
         lengths: list[int] = []
+        prompts: list[Prompt] = []
         options = self._text.options
         rows = [row for _, row in contents]
         all_rendered = over_workers(rows, self._render, self._text.workers[:1])
@@ -126,7 +135,10 @@ class PromptRows:
             elif lengths[-1] > options.longest_row:
                 report.reject(row_number, NO_ROOM)
             else:
-                self.found.append(prompt)
+                prompts.append(prompt)
+        self.num_used += len(prompts)
+        self.num_tokens += sum(len(prompt.ids) for prompt in prompts)
+        self._keep(prompts)
         return NO_ROWS, lengths
 
     def _render(self, row: ReadPrompt, worker: TemplateWorker) -> RenderedPrompt:

@@ -1,11 +1,17 @@
 """The prompts of a run that learns from its own completions."""
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, SupportsIndex, overload
 
-from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
+import numpy as np
+
+from fsdp_qlora.data.batches.rows import (
+    NO_ROWS,
+    TokenizedRows,
+    beside_teacher,
+    join_completions,
+)
 from fsdp_qlora.data.batches.shared_tokens import shared_of_prompts
 from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.data.content import Chat, Row
@@ -40,25 +46,111 @@ class Prompt:
         return dict(self.columns) | {ANSWERS[0]: self.answer}
 
 
-def join_prompts(parts: Iterable[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """The prompts of several datasets. Row numbers continue from one to the next."""
-    joined = list[Prompt]()
-    first = 0
-    for part in parts:
-        for prompt in part:
-            joined.append(dataclasses.replace(prompt, row_number=first + prompt.row_number))
-        # After the highest number, not the count: rows that were left out keep their numbers.
-        first += max((prompt.row_number for prompt in part), default=0)
-    return tuple(joined)
+class Beside(NamedTuple):
+    """Everything of a prompt besides its tokens and its row's number; see `Prompt`."""
+
+    content: Any
+    columns: Row
+    answer: object = None
+    teacher_ids: list[int] | None = None
+    chat: Chat | None = None
+    environment: str = ""
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> "Beside":
+        return cls(*(getattr(prompt, name) for name in cls._fields))
 
 
-def rows_of_prompts(prompts: Sequence[Prompt]) -> TokenizedRows:
+class BesideTable(Protocol):
+    """Everything besides its tokens for each row of a table."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Beside: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts(Sequence[Prompt]):
+    """Prompts that are made when they are asked for, such as from memory that ranks share."""
+
+    rows: TokenizedRows
     """Rows of the prompts alone, of which nothing is learned."""
-    return join_completions(
-        [prompt.ids for prompt in prompts],
-        [()] * len(prompts),
-        [prompt.row_number for prompt in prompts],
-    )
+    beside: BesideTable
+    """Everything else of these rows."""
+    places: np.ndarray
+    """The rows that are meant, int64 [prompts]."""
+    digest: str = ""
+    """A hash of all; empty where they are of this process alone."""
+
+    @classmethod
+    def whole(cls, rows: TokenizedRows, beside: BesideTable, digest: str = "") -> "Prompts":
+        """All prompts of a table."""
+        return cls(rows, beside, np.arange(len(rows)), digest)
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt]) -> "Prompts":
+        """Prompts that are in memory."""
+        rows = join_completions(
+            [prompt.ids for prompt in prompts],
+            [()] * len(prompts),
+            [prompt.row_number for prompt in prompts],
+        )
+        return cls.whole(rows, [*map(Beside.of, prompts)])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Prompts": ...
+    def __getitem__(self, place: SupportsIndex | slice) -> "Prompt | Prompts":
+        if isinstance(place, slice):
+            return self.chosen(np.arange(len(self))[place])
+        row = int(self.places[place])
+        return Prompt(int(self.rows.row_numbers[row]), self._ids(row), *self.beside[row])
+
+    def chosen(self, places: np.ndarray) -> "Prompts":
+        """Some of the prompts, in the same memory. places: int64 [prompts]."""
+        return Prompts(self.rows, self.beside, self.places[places])
+
+    def ids(self, place: SupportsIndex) -> list[int]:
+        """The tokens of a prompt."""
+        return self._ids(int(self.places[place]))
+
+    def _ids(self, row: int) -> list[int]:
+        tokens = slice(*self.rows.offsets[row : row + 2])
+        ids: list[int] = self.rows.input_ids[tokens].tolist()
+        return ids
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt, int64 [prompts]."""
+        return self.rows.lengths[self.places]
+
+    def columns(self) -> Iterator[Row]:
+        """Give the columns of each prompt."""
+        for row in self.places.tolist():
+            yield self.beside[row].columns
+
+
+NO_PROMPTS = Prompts.whole(NO_ROWS, ())
+
+
+class SideBySide:
+    """Everything besides tokens of several tables, one table after the other."""
+
+    def __init__(self, parts: Sequence[BesideTable]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, row: int, /) -> Beside:
+        part = int(np.searchsorted(self._ends, row, side="right"))
+        first = int(self._ends[part]) - len(self._parts[part])
+        return self._parts[part][row - first]
 
 
 def rows_of_answers(

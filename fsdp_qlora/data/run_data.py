@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from fsdp_qlora.data.batches.schedule import Mixture, mix, split_eval, split_row
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.options import DataOptions
 from fsdp_qlora.data.pipeline import DatasetPipeline, DatasetRows
-from fsdp_qlora.data.prompts import Prompt, join_prompts, rows_of_prompts
+from fsdp_qlora.data.prompt_cache import join_prompts, seed_of_columns
+from fsdp_qlora.data.prompts import NO_PROMPTS, Prompts
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import (
     DatasetName,
@@ -39,7 +39,6 @@ from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, describe_default, describe_lack, prompt_record
 from fsdp_qlora.data.text.templates import find_template
-from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.model.architecture.tokenizer import is_made_for_chats
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
@@ -78,15 +77,15 @@ class RunData:
     """The maximum tokens per row, as asked for or decided."""
     image_processor: ImageProcessor | None = None
     """Makes the pixels of the rows' images, if the model has one."""
-    prompts: tuple[Prompt, ...] = ()
+    prompts: Prompts = NO_PROMPTS
     """The prompts of a run that learns from completions that it makes, with those held out."""
     completion_length: int = 0
     """The maximum tokens per completion."""
 
-    @cached_property
+    @property
     def known_rows(self) -> TokenizedRows:
         """The rows to train on as far as they are known before a step: `train`, or the prompts."""
-        return rows_of_prompts(self.prompts) if self.prompts else self.train
+        return self.prompts.rows if self.prompts else self.train
 
     @property
     def lengths(self) -> np.ndarray:
@@ -108,7 +107,7 @@ class RunData:
         """The rows to train on in an epoch."""
         return sum(self.mixture.rows_per_epoch) if self.mixture else len(self.train_rows)
 
-    @property
+    @cached_property
     def identity(self) -> list[object]:
         """Distinguishes the rows from others."""
         identity: list[object] = [
@@ -117,7 +116,7 @@ class RunData:
             len(self.eval_rows),
         ]
         if self.prompts:  # rewards read their other columns
-            identity.append(derive_seed([prompt.columns for prompt in self.prompts]))
+            identity.append(seed_of_columns(self.prompts))
         return identity
 
     @property
@@ -300,7 +299,7 @@ def _joined(
             train_rows,
             eval_sets=eval_sets,
             reports=reports,
-            prompts=join_prompts(dataset.prompts for dataset in datasets),
+            prompts=join_prompts([dataset.prompts for dataset in datasets], renumber=True),
             completion_length=options.text.max_completion_length,
         )
     train = join_cached(parts)
@@ -319,8 +318,8 @@ def _with_evaluation(
         data, eval_sets=dict(zip(names, rows, strict=True)), eval_reports=reports
     )
     if data.prompts:
-        others = chain(*(dataset.prompts for dataset in datasets))
-        return dataclasses.replace(data, prompts=(*data.prompts, *others))
+        parts = [data.prompts, *(dataset.prompts for dataset in datasets)]
+        return dataclasses.replace(data, prompts=join_prompts(parts, renumber=False))
     return dataclasses.replace(data, evaluation=join_cached([dataset.rows for dataset in datasets]))
 
 
@@ -421,7 +420,7 @@ def read_dataset(
     num_rows = dataset_rows.report.num_rows
     if samples is not None and num_rows < samples and chosen_prompts is None:
         log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
-    rows = rows_of_prompts(dataset_rows.prompts) if dataset_rows.prompts else dataset_rows.rows
+    rows = dataset_rows.prompts.rows if dataset_rows.prompts else dataset_rows.rows
     tokenization.check_vocabulary(rows, vocab_size)
     return dataset_rows
 

@@ -11,7 +11,7 @@ from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.content import Content
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.row_reader import RowReader
-from fsdp_qlora.data.sources.files import ChooseColumns
+from fsdp_qlora.data.sources.reading import ChooseColumns
 from fsdp_qlora.data.sources.source import Place, Source
 from fsdp_qlora.data.text_rows import TextRows
 from fsdp_qlora.utils.text import format_bytes

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -73,3 +74,14 @@ def derive_seed(*parts: object) -> int:
     # Not Python's hash, which differs between processes for texts.
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def derive_seed_of_list(items: Iterable[object]) -> int:
+    """The same as `derive_seed` of a list of these items, of which one at a time is in memory."""
+    digest = hashlib.sha256(b"([")
+    separator = b""
+    for item in items:
+        digest.update(separator + repr(item).encode())
+        separator = b", "
+    digest.update(b"],)")
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

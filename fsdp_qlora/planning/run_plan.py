@@ -121,12 +121,14 @@ def plan_evaluation(
 
     As for the answers of a step, these come between steps, and fit beside what stays in memory.
     """
-    lengths = [len(prompt.ids) for prompts in held_out.values() for prompt in prompts]
-    if not lengths:
+    longest_prompt = max(
+        (int(each.lengths.max(initial=0)) for each in held_out.values()), default=0
+    )
+    if not longest_prompt:
         return None
     free = least_free(placed.model.machine, "the memory for evaluations", store)
     most_prompts = max(map(len, held_out.values()))
-    longest = max(lengths) + config.max_completion_length
+    longest = longest_prompt + config.max_completion_length
     return HeldOutPlan(held_out, _plan_answers(config, placed, most_prompts, longest, free))
 
 

@@ -11,7 +11,7 @@ from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, REPLACE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.process_group import check_agreement, raise_on_all_ranks
-from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed, derive_seed_of_list
 from fsdp_qlora.distributed.supervision import restarts
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.planning.run_plan import HeldOutPlan, Plan
@@ -94,12 +94,11 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
 def _content_of(held_out: HeldOutPlan | None) -> int:
     """A hash of held-out prompts and of what reward functions get beside them."""
     sets = held_out.prompts if held_out else {}
-    content = [
+    return derive_seed_of_list(
         (name, prompt.ids, prompt.for_rewards)
         for name, prompts in sets.items()
         for prompt in prompts
-    ]
-    return derive_seed(content)
+    )
 
 
 def agree_on_parent(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.held_out import PromptSets
+from fsdp_qlora.data.prompts import NO_PROMPTS
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.data.sources.dataset_name import parse_eval_names
 from fsdp_qlora.distributed.ranks import Ranks
@@ -113,10 +114,9 @@ def read_evaluation(
     )
     decisions = earlier_run(config).decisions()
     config, data = read_planned_rows(config, placed.model, decisions)
-    prompts = list(data.prompts)
+    prompts = data.prompts
     if not prompts:
         all_held_out = dataclasses.replace(data, eval_sets={"": data.train_rows})
-        for of_set in read_held_out(config, placed.model, all_held_out, decisions).values():
-            prompts += of_set
+        prompts = read_held_out(config, placed.model, all_held_out, decisions).get("", NO_PROMPTS)
     sets: PromptSets = {"": prompts} if prompts else {}
     return data, plan_evaluation(config, placed, sets, session.store_of(f"scores of {dataset}"))

@@ -101,9 +101,9 @@ class Setup:
         if not (data.prompts or held_out):
             return self
         if data.prompts:
-            check_answers(self.scorer.rewards, [row.for_rewards for row in data.prompts])
+            check_answers(self.scorer.rewards, (row.for_rewards for row in data.prompts))
         for prompts in held_out.values():
-            rows = [row.for_rewards for row in prompts]
+            rows = (row.for_rewards for row in prompts)
             check_answers(self.eval_scorer.rewards, rows, "eval_rewards")
         with contextlib.closing(
             PromptFormat(tokenizer, data.provenance["prompt"])

@@ -132,10 +132,6 @@ class Source:
             return os.getcwd()
         return folder
 
-    def share_read(self) -> float | None:
-        """The share of the dataset that has been read until now, from 0 to 1; None if unknown."""
-        return None
-
     def entries(
         self,
         limit: int | None = None,

@@ -156,7 +156,7 @@ def prompts_of_generation(data: RunData, schedule: Schedule, generation: int) ->
     """The prompts of a generation's answers, as often as each has answers; none behind the last."""
     first = generation * schedule.num_iterations
     for _, rows in schedule.rows_of_steps(data.train_rows, first=first):
-        return [data.prompts[row].ids for row in rows]
+        return [data.prompts.ids(row) for row in rows]
     return []
 
 

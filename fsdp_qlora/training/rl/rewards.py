@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -195,7 +195,7 @@ def builtin(word: str, option: str = "rewards") -> Callable[..., Any]:
 
 
 def check_answers(
-    rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], option: str = "rewards"
+    rewards: Sequence[Reward], rows: Iterable[Mapping[str, Any]], option: str = "rewards"
 ) -> None:
     """Raise UserError if a function reads the right answer, and no row has one.
 
@@ -204,9 +204,13 @@ def check_answers(
         option: as for `parse_rewards`.
     """
     reading = [reward.name for reward in rewards if reward.word in REWARDS]
-    if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
+    if not reading:
         return
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns: dict[str, None] = {}
+    for row in rows:
+        if any(row.get(name) is not None for name in ANSWERS):
+            return
+        columns.update(dict.fromkeys(row))
     likely = [name for name in columns if _LIKE_AN_ANSWER.search(name)]
     chosen = likely[0] if likely else "COLUMN"
     raise UserError(

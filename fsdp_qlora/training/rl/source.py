@@ -168,7 +168,8 @@ class Rollouts:
 
         Called on every rank, with the same result.
         """
-        prompts = [self.data.prompts[row] for row in rows.ravel()]
+        asked = [self.data.prompts[row] for row in rows[:, 0]]
+        prompts = [prompt for prompt in asked for _ in range(rows.shape[1])]
         answers = self.answerer.answers(prompts, generation, step)
         values = self._scores(answers, step)
         rewards = self._rewards(values, len(answers), step)
