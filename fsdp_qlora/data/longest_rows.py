@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdp_qlora.data.batches.collator import Collator
+from fsdp_qlora.data.batches.largest import longest_micro_batch
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.data.batches.shared_tokens import RowTokens, shared_of_prompts
@@ -33,8 +34,8 @@ def longest_rows(data: RunData, collator: Collator) -> LongestRows:
         return longest_of_table(RowsInMemory(known, data.train_rows), collator)
     prompts = shared_of_prompts(known.lengths) if collator.shares_prompts else None
     computed = RowTokens(data.lengths, known.row_numbers, prompts)
-    rows, num_rounds = collator.schedule.longest_micro_batch(
-        data.train_rows, data.lengths, computed
+    rows, num_rounds = longest_micro_batch(
+        collator.schedule, data.train_rows, data.lengths, computed
     )
     table = rows_of_answers(
         [data.prompts[row] for row in rows],
@@ -48,5 +49,5 @@ def longest_of_table(rows: RowsInMemory, collator: Collator) -> LongestRows:
     """The largest micro-batch of rows that are known."""
     table = rows.table
     computed = table.learned_from(shares_prompts=collator.shares_prompts)
-    longest, num_rounds = collator.schedule.longest_micro_batch(rows.rows, table.lengths, computed)
+    longest, num_rounds = longest_micro_batch(collator.schedule, rows.rows, table.lengths, computed)
     return LongestRows(table, longest, num_rounds)

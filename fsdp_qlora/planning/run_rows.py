@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.largest import longest_micro_batch
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.batches.shared_tokens import (
@@ -136,8 +137,8 @@ class RunRows:
 
     def longest(self) -> Lengths:
         """The run's longest micro-batch, padding included."""
-        longest, _ = self.schedule.longest_micro_batch(
-            self.data.train_rows, self.lengths, self._computed
+        longest, _ = longest_micro_batch(
+            self.schedule, self.data.train_rows, self.lengths, self._computed
         )
         most_values = np.sort(self.data.train.images.num_values)[-self.schedule.batch_size :].sum()
         return self._lengths_of(longest)._replace(image_values=int(most_values))

@@ -109,15 +109,6 @@ def test_packing_uses_the_fewest_micro_batches(data_size, batch_size):
         assert len(rounds) <= -(-48 // (data_size * batch_size))
 
 
-def test_longest_micro_batch_is_the_one_with_most_computed_tokens():
-    schedule = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0)
-    lengths = np.array([4096, 3900, 100])
-    # pairs that share a prompt
-    for own, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):
-        computed = RowTokens(own, np.arange(3))
-        assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
-
-
 @pytest.mark.parametrize(
     ("data_size", "batch_size", "answers"), [(1, 4, 8), (2, 4, 8), (2, 8, 4), (1, 12, 4), (2, 8, 8)]
 )

@@ -170,25 +170,6 @@ class Schedule:
             return len(micro_batch) * int(tokens.own[micro_batch].max())
         return tokens.of_micro_batch(micro_batch)
 
-    def longest_micro_batch(
-        self, train_rows: np.ndarray, lengths: np.ndarray, computed: RowTokens
-    ) -> tuple[np.ndarray, int]:
-        """The rows of the run's largest micro-batch by tokens, and the maximum rounds per step.
-
-        Args:
-            computed: tokens that one pass of the model computes.
-        """
-        longest = train_rows[:0]
-        most_rounds = 0
-        for _, rows in self.rows_of_steps(train_rows):
-            rounds = self.rounds(rows, lengths, computed.prompts)
-            most_rounds = max(most_rounds, len(rounds))
-            longest = max(
-                [longest, *itertools.chain(*rounds)],
-                key=lambda piece: self.tokens_computed(piece, computed),
-            )
-        return longest, most_rounds
-
     def useful_shares(
         self,
         rounds: Sequence[Round],
