@@ -107,6 +107,8 @@ class Chat:
     """
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the row sets, such as enable_thinking."""
+    notes: tuple[str, ...] = ()
+    """Oddities of the row, which is used."""
 
     def refuse_unanswered(self) -> None:
         """Raise BadRow if the assistant says nothing."""

@@ -16,6 +16,7 @@ import pytest
 
 from fsdp_qlora.api import _in_file
 from fsdp_qlora.data.content import BadRow, Chat, PreferenceRow
+from fsdp_qlora.data.text.chats import HIDDEN
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from tests.data.rows import rows_of, write_jsonl
@@ -126,17 +127,35 @@ def test_parts_mean_the_same_in_every_format_and_in_prompts():
     assert isinstance(prompt, Chat) and prompt.messages == [ASK, THINKS, ASK]
 
 
+def test_reasoning_without_text_is_left_out_with_a_note():
+    for hidden in (
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "reasoning", "encrypted_content": "x", "summary": []},
+    ):
+        chat = read([ASK, says(hidden, text("hm", "thinking"), text("blue"))])
+        assert chat.messages == [ASK, THINKS] and chat.notes == (HIDDEN,)
+    assert read([ASK, THINKS]).notes == ()
+
+
+def test_a_refusal_is_what_the_assistant_says():
+    says_no = {"role": "assistant", "content": "no"}
+    for answer in (
+        {"role": "assistant", "content": None, "refusal": "no"},
+        says({"type": "refusal", "refusal": "no"}),
+    ):
+        chat = read([ASK, answer])
+        assert chat.messages == [ASK, says_no] and chat.unused == ()
+
+
 # What the refusal calls a part -> a turn that has it.
 UNKNOWN: dict[str, dict[str, Any]] = {
     "tool_result, and only text": says(text("blue", "tool_result")),
-    "redacted_thinking, and only text": says({"type": "redacted_thinking", "data": "x"}),
     "functionCall, and only text": says({"functionCall": {"name": "add"}}),
     "reasoning, which only an answer can have": {**ASK, "content": [text("hm", "reasoning")]},
     "tool_use, which only an answer can have": {**ASK, "content": [{"type": "tool_use"}]},
     "document, and only text": {**ASK, "content": [text("x", "document")]},
 }
 GOES = {"type": "tool_use", "name": "go", "input": {}}
-HIDDEN = {"type": "reasoning", "encrypted_content": "x"}
 # The reason -> a turn behind a question.
 BAD: dict[str, dict[str, Any]] = {
     **{f"turn 2: a part of its content is {part}": turn for part, turn in UNKNOWN.items()},
@@ -144,7 +163,8 @@ BAD: dict[str, dict[str, Any]] = {
     "turn 2: its reasoning in reasoning_content differs from": says(
         text("hm", "reasoning"), text("a"), reasoning_content="ah"
     ),
-    "turn 2: its reasoning has no text": says(HIDDEN, text("blue")),
+    "turn 2: its reasoning has no text": says({"type": "reasoning", "id": "x"}, text("blue")),
+    "turn 2: the assistant says nothing": says({"type": "redacted_thinking", "data": "x"}),
     "turn 2: its tool calls differ from": says(GOES, tool_calls=[CALL]),
     "turn 2: a tool call without a name": says({"type": "tool_use", "input": {}}),
 }

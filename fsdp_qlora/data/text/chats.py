@@ -42,6 +42,7 @@ WEIGHTS = ("weight", "train", "loss", "loss_weight")
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
 # Of a call, as OpenAI, Anthropic, Llama and Gemini have them.
 ARGUMENTS = ("arguments", "input", "parameters", "args")
+HIDDEN = "reasoning without text, such as encrypted reasoning, is left out"
 _USED = {
     "role",
     "from",
@@ -100,8 +101,13 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
                 for role, name in roles
                 if turn[name] is not None
             ]
-    if ROLES.get(str(_called(turn)).lower()) == "user":
+    role = ROLES.get(str(_called(turn)).lower())
+    if role == "user":
         return parts.without_results(turn)
+    refusal = turn.get(parts.REFUSAL)
+    if role == "assistant" and refusal and turn.get("content") is None:
+        # OpenAI has the words of an answer that refuses in a field of its own.
+        return [dict(turn) | {"content": refusal, parts.REFUSAL: None}]
     return [dict(turn)]
 
 
@@ -130,8 +136,14 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
         for key, value in turn.items()
         if value is not None and key not in _USED
     )
+    hides = any(map(parts.hide_reasoning, turns))
     return Chat(
-        messages, _tools(row.get("tools")), tuple(weights), tuple(unused), tuple(images.shown)
+        messages,
+        _tools(row.get("tools")),
+        tuple(weights),
+        tuple(unused),
+        tuple(images.shown),
+        notes=(HIDDEN,) if hides else (),
     )
 
 

@@ -19,6 +19,8 @@ THOUGHTS = (
     "summary_text",
     "thought",
 )
+REDACTED = "redacted_thinking"
+REFUSAL = "refusal"
 CALLS = ("tool_use", "tool_call", "function_call")
 RESULT = "tool_result"
 CONTENTS = ("content", "value", "parts")  # how the content of a turn is called
@@ -56,6 +58,8 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
     """
     if not isinstance(content, list | tuple):
         return Said(content)
+    if is_answer:
+        content = [_as_text(part) for part in content if not is_hidden(part)]
     # 0 for reasoning, 1 for text and images, 2 for calls: the order of chat templates.
     ranks = [_rank(part) for part in content]
     if not set(ranks) & {0, 2}:
@@ -81,6 +85,27 @@ def split(content: object, where: str, *, is_answer: bool) -> Said:
     return Said(
         spoken, _PARAGRAPH.join(filter(None, (words_of(part, where) for part in thoughts))), calls
     )
+
+
+def is_hidden(part: object) -> bool:
+    """Whether it is reasoning that an API gives encrypted alone."""
+    kind = kind_of(part)
+    if kind not in THOUGHTS or not isinstance(part, Mapping):
+        return kind == REDACTED
+    return bool(part.get("encrypted_content")) and not any(part.get(name) for name in _WORDS)
+
+
+def hide_reasoning(turn: Mapping[str, Any]) -> bool:
+    """Whether a part of an answer is reasoning that cannot be read."""
+    contents = [turn[name] for name in CONTENTS if isinstance(turn.get(name), list | tuple)]
+    return any(is_hidden(part) for content in contents for part in content)
+
+
+def _as_text(part: object) -> object:
+    """A part in which the assistant refuses to answer, as text; others as they are."""
+    if isinstance(part, Mapping) and kind_of(part) == REFUSAL:
+        return {"type": "text", "text": part.get(REFUSAL)}
+    return part
 
 
 def _rank(part: object) -> int:

@@ -131,6 +131,7 @@ class Renderer:
             if content.images and self._image_processor is None:
                 raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
+            notes += content.notes
             if content.unused:
                 notes += (f"turns have fields that are not used: {', '.join(content.unused)}",)
             if content.images:
