@@ -103,6 +103,9 @@ TEMPLATES = {
     ),
     "drops it": template(user="{{ m.role + ':' + m.content if m.role != 'developer' }}"),
     "wants OpenAI's tools": template(user="{{ tools[0].function.name + ' ' }}{{ m.content }}"),
+    "writes one call alone": template(
+        bot="<bot>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}<end>\n"
+    ),
     "wants a question": "{{ '' if messages else raise_exception('no message') }}" + template(),
     "wants alternate roles": template(
         user="{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}"
@@ -218,6 +221,14 @@ CASES: dict[tuple[str, str], tuple[Any, list[list[str]], list[str]]] = {
         CALLS,
         [],
         ["turn 2: the chat template writes no tool calls; --prompt_template takes another"],
+    ),
+    ("writes one call alone", "two calls"): (
+        [TWO[0], {**CALLS[1], "tool_calls": [CALL, CALL]}],
+        [],
+        [
+            "turn 2: the chat template writes one tool call, and there are 2; "
+            "--prompt_template takes another"
+        ],
     ),
     ("wants alternate roles", "the assistant first"): (
         TWO[1:],

@@ -417,11 +417,17 @@ def squeezed(text: str) -> str:
 def _check_written(turn: int, message: Message, written: str) -> None:
     """Raise BadRow where a template writes nothing of what is to be learned."""
     calls = message.get("tool_calls") or []
-    for call in calls:
-        if call["function"]["name"] not in written:
+    names = [call["function"]["name"] for call in calls]
+    for name in names:
+        if name not in written:
             raise BadRow(
                 f"turn {turn + 1}: the chat template writes no tool calls; "
                 "--prompt_template takes another"
+            )
+        if written.count(name) < names.count(name):
+            raise BadRow(
+                f"turn {turn + 1}: the chat template writes one tool call, and there are "
+                f"{len(calls)}; --prompt_template takes another"
             )
     # The last word is enough: templates may cut what is before, such as reasoning.
     words = "".join(texts_of(message)).rpartition(ENDS)[2].split()
