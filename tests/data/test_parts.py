@@ -147,6 +147,15 @@ def test_a_refusal_is_what_the_assistant_says():
         assert chat.messages == [ASK, says_no] and chat.unused == ()
 
 
+def test_a_system_prompt_may_be_in_parts():
+    system = [{**text("be kind"), "cache_control": {"type": "ephemeral"}}, text("and brief")]
+    expected = {"role": "system", "content": "be kind\n\nand brief"}
+    assert read([ASK, THINKS], system=system).messages == [expected, ASK, THINKS]
+    assert read([ASK, THINKS], system=[]).messages == [ASK, THINKS]
+    with pytest.raises(BadRow, match="a part of system is not text"):
+        read([ASK, THINKS], system=[{"type": "image"}])
+
+
 # What the refusal calls a part -> a turn that has it.
 UNKNOWN: dict[str, dict[str, Any]] = {
     "tool_result, and only text": says(text("blue", "tool_result")),

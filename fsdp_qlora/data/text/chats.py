@@ -125,8 +125,8 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     for turn_number, message in enumerate(messages, start=1):
         _check_unicode(message, f"turn {turn_number}")
     weights = [_weight(turn, turn_number) for turn_number, turn in enumerate(turns, start=1)]
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+    system = _system(row.get("system"))
+    if system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": unicode_of(system, "system")})
         weights.insert(0, None)
     images.show_rest(messages)
@@ -145,6 +145,17 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
         tuple(images.shown),
         notes=(HIDDEN,) if hides else (),
     )
+
+
+def _system(value: object) -> str:
+    """The text of a system prompt, which Anthropic's API has in parts, too. Raises BadRow."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else ""
+    texts = [part.get("text") if parts.kind_of(part) == "text" else None for part in value]
+    filled = [text for text in texts if isinstance(text, str)]
+    if len(filled) < len(texts):
+        raise BadRow("a part of system is not text")
+    return "\n\n".join(filled)
 
 
 def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str, Any]:
