@@ -156,6 +156,13 @@ def test_a_system_prompt_may_be_in_parts():
         read([ASK, THINKS], system=[{"type": "image"}])
 
 
+def test_tools_of_anthropic_become_those_of_chats():
+    tool = {"name": "add", "description": "Adds", "input_schema": {"type": "object"}}
+    expected = {"name": "add", "description": "Adds", "parameters": {"type": "object"}}
+    assert read([ASK, THINKS], tools=[tool]).tools == [{"type": "function", "function": expected}]
+    assert read([ASK, THINKS], tools=[expected]).tools == [expected]  # as it is
+
+
 # What the refusal calls a part -> a turn that has it.
 UNKNOWN: dict[str, dict[str, Any]] = {
     "tool_result, and only text": says(text("blue", "tool_result")),

@@ -18,7 +18,7 @@ from fsdp_qlora.data.content import (
     texts_of,
     unicode_of,
 )
-from fsdp_qlora.data.text import parts
+from fsdp_qlora.data.text import parts, tool_forms
 from fsdp_qlora.data.text.conversation import REASONING
 from fsdp_qlora.data.text.images import Images
 
@@ -306,7 +306,7 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of objects")
     _check_unicode(tools, "tools")
-    return [_schema(tool) for tool in tools]
+    return [tool_forms.with_parameters(_schema(tool)) for tool in tools]
 
 
 def _schema(value: Any) -> Any:
