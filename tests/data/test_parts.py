@@ -16,6 +16,7 @@ import pytest
 
 from fsdp_qlora.api import _in_file
 from fsdp_qlora.data.content import BadRow, Chat, PreferenceRow
+from fsdp_qlora.data.text import linked_calls
 from fsdp_qlora.data.text.chats import HIDDEN
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
@@ -161,6 +162,29 @@ def test_tools_of_anthropic_become_those_of_chats():
     expected = {"name": "add", "description": "Adds", "parameters": {"type": "object"}}
     assert read([ASK, THINKS], tools=[tool]).tools == [{"type": "function", "function": expected}]
     assert read([ASK, THINKS], tools=[expected]).tools == [expected]  # as it is
+
+
+def test_results_must_be_of_calls_where_both_have_ids():
+    twice = {**CALLS, "tool_calls": [{"id": "c1", **CALL}, {"id": "c2", **CALL}]}
+    second = {**RESULT, "tool_call_id": "c2"}
+    swapped = read([ASK, twice, second, RESULT, THINKS])
+    assert swapped.messages == [ASK, twice, second, RESULT, THINKS]
+    assert swapped.notes == (linked_calls.OTHER_ORDER,)
+    for messages, reason in (
+        ([CALLS, second], "turn 3: its tool_call_id 'c2' is of no call"),
+        ([RESULT, CALLS], "turn 2: its tool_call_id 'c1' is of no call"),
+        ([CALLS, RESULT, RESULT], "turn 4: a second result of the call 'c1'"),
+        ([twice, RESULT, THINKS], "turn 4: the call 'c2' of add has no result"),
+        ([CALLS, RESULT, CALLS, ASK], "turn 5: the call 'c1' of add has no result"),
+    ):
+        with pytest.raises(BadRow, match=reason):
+            read([ASK, *messages])
+    for messages in (
+        [CALLS, RESULT, twice],
+        [CALLS, THINKS],
+        [{**CALLS, "tool_calls": [CALL]}, second],
+    ):
+        assert read([ASK, *messages]).notes == ()
 
 
 # What the refusal calls a part -> a turn that has it.

@@ -18,7 +18,7 @@ from fsdp_qlora.data.content import (
     texts_of,
     unicode_of,
 )
-from fsdp_qlora.data.text import parts, tool_forms
+from fsdp_qlora.data.text import linked_calls, parts, tool_forms
 from fsdp_qlora.data.text.conversation import REASONING
 from fsdp_qlora.data.text.images import Images
 
@@ -124,6 +124,9 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     ]
     for turn_number, message in enumerate(messages, start=1):
         _check_unicode(message, f"turn {turn_number}")
+    notes = linked_calls.check(messages)
+    if any(map(parts.hide_reasoning, turns)):
+        notes.append(HIDDEN)
     weights = [_weight(turn, turn_number) for turn_number, turn in enumerate(turns, start=1)]
     system = _system(row.get("system"))
     if system.strip() and messages[0]["role"] != "system":
@@ -136,14 +139,13 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
         for key, value in turn.items()
         if value is not None and key not in _USED
     )
-    hides = any(map(parts.hide_reasoning, turns))
     return Chat(
         messages,
         _tools(row.get("tools")),
         tuple(weights),
         tuple(unused),
         tuple(images.shown),
-        notes=(HIDDEN,) if hides else (),
+        notes=tuple(notes),
     )
 
 

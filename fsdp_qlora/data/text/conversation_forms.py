@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_qlora.data.content import texts_of
 from fsdp_qlora.data.text.conversation import REASONING, Message, Render, T, Tools, squeezed
+from fsdp_qlora.data.text.linked_calls import with_names
 
 
 def written(make: Callable[[list[Message], Tools], T], messages: list[Message], tools: Tools) -> T:
@@ -29,13 +30,13 @@ def written(make: Callable[[list[Message], Tools], T], messages: list[Message], 
 def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message], Tools]]:
     """The ways of writing a conversation, the row's own first.
 
-    Some templates want a content in each message that calls tools, arguments as text, or OpenAI's
-    form of tools.
+    Some templates want a content in each message that calls tools, arguments as text, OpenAI's
+    form of tools, or the name of the tool in each result.
     """
-    chats = [messages]
-    if any("tool_calls" in message for message in messages):
-        with_content = [({"content": ""} | message) for message in messages]
-        chats += [with_content, _with_text(messages), _with_text(with_content)]
+    chats = _with_calls(messages)
+    named = with_names(messages)
+    if named != messages:
+        chats += _with_calls(named)
     all_tools = [tools]
     if any("function" not in tool for tool in tools or ()):
         in_openai_form = [
@@ -44,6 +45,14 @@ def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message]
         ]
         all_tools.append(in_openai_form)
     yield from itertools.product(chats, all_tools)
+
+
+def _with_calls(messages: list[Message]) -> list[list[Message]]:
+    """Messages, and with them those whose calls are written in another way."""
+    if not any("tool_calls" in message for message in messages):
+        return [messages]
+    with_content = [({"content": ""} | message) for message in messages]
+    return [messages, with_content, _with_text(messages), _with_text(with_content)]
 
 
 def _with_text(messages: list[Message]) -> list[Message]:
