@@ -19,6 +19,7 @@ from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.run_folder import is_finished, read_run
 from fsdp_qlora.config.cli import current_options
+from fsdp_qlora.config.learn import read_learn
 from fsdp_qlora.data.text.rendering import TEMPLATE
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
@@ -36,6 +37,8 @@ class Decisions:
     """Whether its instructions were filled into a plain template, though the model has one for
     chats.
     """
+    keeps_empty: bool = False
+    """Whether the run that continues learns the empty blocks for reasoning of its chat template."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The options of the run, if --auto has chosen some of them for as many ranks."""
 
@@ -81,6 +84,7 @@ class EarlierRun:
         return Decisions(
             context_length=self._context_length(record),
             fills_template=self.fills_template(record),
+            keeps_empty=self._keeps_empty(record),
             settings=self._settings(),
         )
 
@@ -99,18 +103,34 @@ class EarlierRun:
     def _context_length(self, record: Mapping[str, Any]) -> int | None:
         """The length of the run's rows.
 
+        A run that may be another one counts as `_may_continue` says.
+        """
+        if self.context_length != "auto" or not self._may_continue(record):
+            return None
+        context_length = record.get("options", {}).get("context_length")
+        return context_length if isinstance(context_length, int) else None
+
+    def _may_continue(self, record: Mapping[str, Any]) -> bool:
+        """Whether this start may continue the run of a record.
+
         A run that may be another one, to be replaced or not touched, counts if it is unfinished
         and of the same --dataset.
         """
-        if self.context_length != "auto" or self.folder is None:
-            return None
-        options = record.get("options", {})
+        if self.folder is None:
+            return False
         if self.continues_folder and (self.replaces or self.is_preview):
-            is_of_these_rows = options.get("dataset") == list(self.dataset)
-            if is_finished(self.folder) or not is_of_these_rows:
-                return None
-        context_length = options.get("context_length")
-        return context_length if isinstance(context_length, int) else None
+            is_of_these_rows = record.get("options", {}).get("dataset") == list(self.dataset)
+            return is_of_these_rows and not is_finished(self.folder)
+        return True
+
+    def _keeps_empty(self, record: Mapping[str, Any]) -> bool:
+        """Whether the run learns empty blocks for reasoning.
+
+        Runs that began before these were only read have no record of what they learn.
+        """
+        if not record or not self._may_continue(record):
+            return False
+        return "learn" not in record or read_learn(record["learn"]).keeps_empty
 
     def fills_template(self, record: Mapping[str, Any]) -> bool:
         """Whether the run, or the adapter that is trained further, has prompts of a template.

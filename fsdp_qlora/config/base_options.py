@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from fsdp_qlora.config.learn import LEARN
 from fsdp_qlora.config.marks import (
     MAY_DIFFER,
     NOT_EMPTY,
@@ -136,9 +137,13 @@ class BaseOptions:
     chat template, also for instructions and questions if the model was made for chats (it stops at
     a token that its template writes); otherwise the format's text.
     """
-    learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER, OF_RESULT] = "assistant"
+    learn: Annotated[tuple[str, ...], LEARN, MAY_DIFFER, OF_RESULT] = ("assistant",)
     """Tokens to train on: assistant (every turn of the assistant, or every response), last (only
-    the last one) or all (the prompts too).
+    the last one), final (the answers behind the last result of a tool, else the last one) or all
+    (the prompts too). Further words leave parts of these turns out, which are then only read:
+    -reasoning, -empty_reasoning (blocks without words) and -tool_calls, as in assistant,-reasoning.
+    An empty block that a chat template writes by itself is only read, unless +empty_reasoning is
+    given.
     """
     context_length: Annotated[Literal["auto"] | int, at_least(2), OF_RESULT] = "auto"
     """Maximum tokens per row; longer rows are truncated, and a row whose prompt fills it is left

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from fsdp_qlora.config.learn import LEARN, Learn, read_learn
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference, RowKind
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
@@ -239,8 +240,14 @@ def _answer_conflicts(c: TrainConfig, kind: RowKind) -> Iterator[str]:
             f"--objective {c.objective} joins two texts: leave out --batching padded and "
             "--context_parallel_size."
         )
-    if c.learn == "all":
+    learn = read_learn(c.learn) if LEARN.accepts(c.learn) else Learn()
+    if learn.turns == "all":
         yield f"--objective {c.objective} trains on answers only: leave out --learn all."
+    if kind.is_sampled and (learn.read_only or learn.keeps_empty):
+        yield (
+            f"--objective {c.objective} trains on the model's own completions, all of them: leave "
+            f"out --learn {learn.text}."
+        )
 
 
 def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:

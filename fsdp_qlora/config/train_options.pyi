@@ -41,8 +41,8 @@ class TrainOptions(TypedDict, total=False):
     "Columns of the dataset whose names differ from the format's, as FORMAT'S=DATASET'S, such as instruction=task,output=result; ignore=NAME leaves out a column that makes rows invalid."
     prompt_template: str | PathLike[str] | None
     "Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat template), a text file with {instruction}, {input} and {system}; or a chat template for models without one: chatml, user_assistant, a .jinja file. By default the model's chat template, also for instructions and questions if the model was made for chats (it stops at a token that its template writes); otherwise the format's text."
-    learn: Literal['assistant', 'last', 'all']
-    "Tokens to train on: assistant (every turn of the assistant, or every response), last (only the last one) or all (the prompts too)."
+    learn: str | PathLike[str] | Sequence[Any]
+    "Tokens to train on: assistant (every turn of the assistant, or every response), last (only the last one), final (the answers behind the last result of a tool, else the last one) or all (the prompts too). Further words leave parts of these turns out, which are then only read: -reasoning, -empty_reasoning (blocks without words) and -tool_calls, as in assistant,-reasoning. An empty block that a chat template writes by itself is only read, unless +empty_reasoning is given."
     context_length: Literal['auto'] | int
     "Maximum tokens per row; longer rows are truncated, and a row whose prompt fills it is left out. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096; a resumed run keeps its value."
     max_bad_rows: float

@@ -21,7 +21,7 @@ def cache_key(text: DatasetText, source: Source, samples: int | None) -> list[ob
         dataclasses.astuple(text.template),
         options.dataset_format,
         text.options.context_length,
-        options.learn,
+        text.learn,
         tokenizer_identity(text.tokenizer),
         text.tokenizer.chat_template,
     ]

@@ -32,6 +32,7 @@ FOLDER = "folder of its file"
 # How the reason begins that may not be the row's fault: the cache does not keep such rows.
 ENDED_WORKERS = "two processes that fill the chat template have ended at it"
 TOO_DEEP = "nested too deeply"
+NO_TARGET = "nothing to learn"
 # Where models of images have one. Within a text it may be about HTML.
 _MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")
 
@@ -116,14 +117,19 @@ class Chat:
             raise BadRow("no assistant turn, so nothing to learn")
 
     def learned_turns(self, learn: str) -> list[int]:
-        """The places of the messages that are learned: those of the assistant, all or the last,
-        without weight 0.
+        """The places of the messages that are learned, without weight 0.
+
+        learn: "last" for the last of the assistant's, "final" for those behind the last result of a
+        tool, or the last where there is none; else all of them.
         """
         turns = [
             turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"
         ]
+        results = [turn for turn, message in enumerate(self.messages) if message["role"] == "tool"]
         # The last turn, and then its weight: with weight 0 nothing is learned, not the turn before.
-        if learn == "last":
+        if learn == "final" and results:
+            turns = [turn for turn in turns if turn > results[-1]]
+        elif learn in ("last", "final"):
             turns = turns[-1:]
         weights = self.weights or (None,) * len(self.messages)
         return [turn for turn in turns if weights[turn] != 0]

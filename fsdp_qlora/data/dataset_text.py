@@ -6,6 +6,7 @@ from functools import cached_property, partial
 
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.config.learn import read_learn
 from fsdp_qlora.data.options import DataOptions
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.formats import Format
@@ -13,6 +14,7 @@ from fsdp_qlora.data.text.recognition import RequestedFormat, parse_columns
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.template_kwargs import columns_of
 from fsdp_qlora.data.text.templates import ChosenTemplate, find_template
+from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,17 @@ class DatasetText:
         others = [column for column in columns if column not in used]
         ask = partial(template.variables, self.workers[0])
         return columns_of(others, self.requested.renames, template.source, ask)
+
+    @cached_property
+    def learn(self) -> str:
+        """The words of --learn with its default, which depends on the chat template.
+
+        They are as before there was a default where that changes nothing, so that the keys of
+        cached rows stay, too.
+        """
+        asked = read_learn(self.options.text.learn)
+        writes_blocks = has_end_of_reasoning(self.chat_template.source)
+        return asked.resolved(writes_blocks=writes_blocks).text
 
     def renderer(self, row_format: Format, learn: str) -> Renderer:
         """Make the renderer of rows of this format. learn: as of `Renderer`."""

@@ -16,6 +16,7 @@ class TextOptions:
     columns: tuple[str, ...]
     prompt_template: str | None
     learn: str
+    """The words of --learn in one text."""
     objective: str = "sft"
     row_kind: RowKind = TEXTS
     """The kind of rows that the objective learns from."""

@@ -65,8 +65,8 @@ class RunData:
     """
     provenance: dict[str, Any] = field(default_factory=dict)
     """For the result's card, as JSON. data: name, format and number of rows of each dataset;
-    eval_data: the same; prompt: as `prompt_record`, of the first dataset, and in a run's plan with
-    `ends`.
+    eval_data: the same; learn: the words of --learn; prompt: as `prompt_record`, of the first
+    dataset, and in a run's plan with `ends`.
     """
     reports: tuple[DataReport, ...] = ()
     """The reports on each dataset to train on."""
@@ -278,6 +278,7 @@ def _provenance(
         "prompt": prompt_record(
             first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled
         ),
+        "learn": options.text.learn,
         "data": list(map(describe_dataset, options.dataset, data.reports)),
         "eval_data": list(map(describe_dataset, eval_datasets, data.eval_reports)),
     }

@@ -57,7 +57,7 @@ class TextRows:
         self._row_kind = row_format.row_kind
         if self._options.has_teacher:
             self._row_kind = self._options.row_kind
-        self._renderer = self._text.renderer(row_format, self._options.learn)
+        self._renderer = self._text.renderer(row_format, self._text.learn)
 
     def describe(self, report: DataReport) -> None:
         """Set the format of the rows and the columns that are not used, as far as known."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
+from fsdp_qlora.config.learn import read_learn
 from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.held_out import PromptSets, held_out_prompts
@@ -33,8 +34,16 @@ def earlier_run(config: TrainConfig, num_ranks: int | None = None) -> EarlierRun
     )
 
 
-def with_kept_context(config: TrainConfig, decisions: Decisions) -> TrainConfig:
-    """The options; a context_length of auto becomes the length of the run that continues."""
+def with_kept_rows(config: TrainConfig, decisions: Decisions) -> TrainConfig:
+    """The options with what the run that continues has decided about its rows.
+
+    A context_length of auto becomes its length, and it keeps learning what it has learned.
+    """
+    learn = read_learn(config.learn)
+    kept = learn.keeping_empty()
+    if decisions.keeps_empty and kept != learn and not config.samples_answers:
+        log.info("Learn: %s, with which the run was started", kept.text)
+        config = dataclasses.replace(config, learn=tuple(kept.text.split()))
     if decisions.context_length is None:
         return config
     log.info("Context: %s tokens, with which the run was started", f"{decisions.context_length:,}")
@@ -57,6 +66,7 @@ def pick_data(
     """
     text = config.pick(
         TextOptions,
+        learn=read_learn(config.learn).text,
         row_kind=config.objective_row.kind_of_rows(config),
         image_processor=image_processor,
         tools=tools,

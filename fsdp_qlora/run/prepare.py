@@ -31,7 +31,7 @@ from fsdp_qlora.planning.reading import (
     pick_data,
     read_held_out,
     read_planned_rows,
-    with_kept_context,
+    with_kept_rows,
 )
 from fsdp_qlora.planning.run_plan import Plan, make_plan
 from fsdp_qlora.planning.teacher import refuse_whole_logits
@@ -107,9 +107,9 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     refuse_sinks(config.log_to)
     setup = open_setup(config.pick(SetupOptions), ranks, store)
     config = with_own_rows(config, setup)
-    # A run that continues keeps the context length that auto chose at its beginning.
+    # A run that continues keeps what was decided about its rows at its beginning.
     decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
-    config = with_kept_context(config, decisions)
+    config = with_kept_rows(config, decisions)
     model = plan_model(config, machine, store)
     refuse_new_tokens(config, model)
     # Distributions of student and teacher are compared in chunks of tokens.
@@ -131,7 +131,7 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     setup = open_setup(config.pick(SetupOptions), ranks, None)
     config = with_own_rows(config, setup)
     decisions = agree_on_decisions(earlier_run(config), ranks, None)
-    config = with_kept_context(config, decisions)
+    config = with_kept_rows(config, decisions)
     folder, model_config, tokenizer = read_model(config)
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     model = LearningModel(config.model_name, folder, tokenizer)

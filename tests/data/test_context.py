@@ -18,7 +18,7 @@ from fsdp_qlora.data import pipeline
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.data.sources.spread import sample
-from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_context
+from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_rows
 from fsdp_qlora.utils.run_files import RUN, STATUS
 from tests.data.rows import write_csv, write_json, write_parquet
 from tests.helpers.rows import make_rows, write_rows
@@ -168,7 +168,7 @@ def test_resumed_run_keeps_its_context_length(tmp_path):
 
     def kept(output_dir: Path, *, dataset: str = "b.jsonl", **options: Any) -> object:
         config = TrainConfig(output_dir=str(output_dir), dataset=(dataset,), **options)
-        return with_kept_context(config, earlier_run(config).decisions()).context_length
+        return with_kept_rows(config, earlier_run(config).decisions()).context_length
 
     assert kept(run) == kept(other, resume=str(run)) == kept(other, resume=str(step)) == 640
     assert kept(other, mirror=str(copy)) == 640

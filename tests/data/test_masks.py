@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config.learn import Learn
 from fsdp_qlora.data.batches.tokenization import (
     DOUBLE_BOS,
     MERGED,
@@ -22,8 +23,8 @@ from fsdp_qlora.data.batches.tokenization import (
 )
 from fsdp_qlora.data.content import BadRow, Chat, Fields, Segment
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
-from fsdp_qlora.data.text.conversation import APART
 from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.learned_turns import APART
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import ChosenTemplate, find_template
 from fsdp_qlora.distributed.supervision.clock import within
@@ -132,7 +133,7 @@ def fill(
     chat_template: ChatTemplate, worker: TemplateWorker = WORKER, chat: Chat | None = None
 ) -> list[list[str]]:
     """What is learned of each row of a chat."""
-    rows, _ = chat_template.fill(chat or Chat(CHAT["messages"]), worker, learn="assistant")
+    rows, _ = chat_template.fill(chat or Chat(CHAT["messages"]), worker, learn=Learn())
     return [[segment.text for segment in row if segment.learned] for row in rows]
 
 
@@ -323,7 +324,7 @@ def test_prompts_are_filled_in_the_bounded_process_too():
 def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(monkeypatch):
     worker = TemplateWorker()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), template())
-    ask = partial(chat_template.fill, Chat(CHAT["messages"]), worker, learn="assistant")
+    ask = partial(chat_template.fill, Chat(CHAT["messages"]), worker, learn=Learn())
     first = ask()
     for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
         assert worker._process is not None

@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_qlora.data.content import Chat
 from fsdp_qlora.data.text.chat_template import answer
-from fsdp_qlora.data.text.conversation import APART, CUT, LEFT_OUT
+from fsdp_qlora.data.text.learned_turns import APART, CUT, LEFT_OUT
 
 pytestmark = pytest.mark.quick
 

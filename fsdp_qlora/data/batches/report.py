@@ -21,7 +21,6 @@ _NAMED = 5
 CUT_SHARE_TO_WARN = 0.05
 # Why a row is left out, besides what a format or template says of it.
 NO_ROOM = "no room for a response within context_length"
-NO_TARGET = "nothing to learn"
 NO_ROOM_FOR_TURN = "a turn that is a row of its own has no room within context_length"
 
 

@@ -9,11 +9,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEACHER_ROWS, TEXTS, RowKind
-from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
+from fsdp_qlora.data.batches.report import NO_ROOM, NO_ROOM_FOR_TURN, DataReport
 from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
 from fsdp_qlora.data.batches.rows import Column, TokenizedRows
 from fsdp_qlora.data.batches.side_by_side import chunks_of
-from fsdp_qlora.data.content import BadRow, Content, Rendered, Segment, SourceFile
+from fsdp_qlora.data.content import (
+    NO_TARGET,
+    BadRow,
+    Content,
+    Rendered,
+    Segment,
+    SourceFile,
+)
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.text.rendering import Renderer
@@ -418,16 +425,20 @@ def _learned_tokens(
     segments: Sequence[Segment], offsets: Sequence[tuple[int, int]]
 ) -> np.ndarray | None:
     """Whether each token is learned; None if one belongs to a learned and to a masked segment."""
-    bounds = np.cumsum([len(segment.text) for segment in segments])
-    of_segment = np.array([segment.learned for segment in segments])
+    filled = [segment for segment in segments if segment.text] or segments[:1]
+    bounds = np.cumsum([len(segment.text) for segment in filled])
+    of_segment = np.array([segment.learned for segment in filled])
+    # Segments of one stretch are learned alike. A token may reach over a whole stretch.
+    stretches = np.cumsum(np.diff(of_segment, prepend=of_segment[:1]) != 0)
     places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(places[:, 1])
     # Some tokenizers leave a token's leading space out of its offsets: it starts where the previous
     # token ended.
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
     edges = np.stack([starts, np.maximum(ends - 1, starts)])
-    first, last = of_segment[np.searchsorted(bounds, edges, side="right").clip(max=len(bounds) - 1)]
-    return first if (first == last).all() else None
+    touched = np.searchsorted(bounds, edges, side="right").clip(max=len(bounds) - 1)
+    first, last = stretches[touched]
+    return of_segment[touched[0]] if (first == last).all() else None
 
 
 def _pieces(

@@ -9,21 +9,15 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fsdp_qlora.config.learn import Learn
 from fsdp_qlora.data.content import ENDED_WORKERS, BadRow, Chat, Segment
-from fsdp_qlora.data.text.conversation import (
-    LEFT_OUT,
-    Conversation,
-    Message,
-    Span,
-    Tools,
-    learned_rows,
-    left_out,
-)
+from fsdp_qlora.data.text.conversation import Conversation, Message, Span, Tools
 from fsdp_qlora.data.text.conversation_forms import readable, written
+from fsdp_qlora.data.text.learned_turns import LEFT_OUT, learned_rows, left_out
 from fsdp_qlora.data.text.template_kwargs import COLUMN, unused
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import UserError
@@ -98,7 +92,7 @@ class ChatTemplate:
         self._end_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
     def fill(
-        self, chat: Chat, worker: TemplateWorker, *, learn: str
+        self, chat: Chat, worker: TemplateWorker, *, learn: Learn
     ) -> tuple[list[list[Segment]], tuple[str, ...]]:
         """The text of a chat, and what of it is learned: mostly as one row. And notes on it.
 
@@ -106,24 +100,29 @@ class ChatTemplate:
         end with them.
 
         Args:
-            learn: "assistant" for the assistant's turns, "last" for the last of them, "all" for all
-                text; without those of weight 0.
+            learn: the turns that are learned, and what of them is only read. Turns of weight 0 are
+                only read.
         Raises:
             BadRow: the template refuses the chat or takes too long or too much memory, or what is
-                learned is unknown.
+                learned, or only read, is unknown.
             UserError: there is no template, or it is not valid.
         """
-        turns = chat.learned_turns(learn)
+        turns = chat.learned_turns(learn.turns)
         weights = chat.weights or (None,) * len(chat.messages)
-        if learn == "all":
-            # All text is learned, so only turns whose weight is another one have to be found.
-            all_turns = Chat(chat.messages).learned_turns("assistant")
-            turns = [turn for turn in all_turns if weights[turn] not in (None, 1)]
+        is_all = learn.turns == "all"
+        if is_all:
+            # All text is learned, so only turns have to be found whose weight is another one, or of
+            # which a part is only read.
+            turns = Chat(chat.messages).learned_turns("assistant")
+            if not learn.read_only:
+                turns = [turn for turn in turns if weights[turn] not in (None, 1)]
         elif not turns:
-            raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
-        reply = self._ask(worker, chat, turns=turns, apart=learn != "all")
+            behind = " behind the last result of a tool" if learn.turns == "final" else ""
+            raise BadRow(f"no assistant turn{behind} has a weight above 0, so nothing to learn")
+        reply = self._ask(worker, chat, turns=turns, apart=not is_all, read_only=learn.read_only)
         rows = [
-            _split(text, spans, weights, outside=learn == "all") for text, spans in reply["rows"]
+            _read_only(_split(text, spans, weights, outside=is_all), read_only)
+            for (text, spans), read_only in zip(reply["rows"], reply["read_only"], strict=True)
         ]
         return rows, tuple(reply["notes"])
 
@@ -191,6 +190,26 @@ def _split(
     return [segment for segment in segments if segment.text]
 
 
+def _read_only(segments: Iterable[Segment], spans: Iterable[Sequence[int]]) -> list[Segment]:
+    """The same segments, with these spans of their text only read."""
+    pieces = []
+    begin = 0
+    for segment in segments:
+        end = begin + len(segment.text)
+        place = begin
+        for first, last in spans:
+            start = max(first, place)
+            stop = min(last, end)
+            if start < stop:
+                before = segment.text[place - begin : start - begin]
+                inside = segment.text[start - begin : stop - begin]
+                pieces += [Segment(before, segment.learned), Segment(inside, learned=False)]
+                place = stop
+        pieces.append(Segment(segment.text[place - begin :], segment.learned))
+        begin = end
+    return [piece for piece in pieces if piece.text]
+
+
 # --- in the worker ---
 
 # Llama 3 writes the day into its system prompt. Tokens must be the same tomorrow, or the run could
@@ -204,14 +223,36 @@ _GENERATIONS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # also wha
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer with {"rows": [(text, spans)], "notes"}, {"text"} or {"names"}; or with {"error"}, or
-    {"fatal"} for what every row meets.
+    """Answer with {"rows": [(text, spans)], "read_only": [spans], "notes"}, {"text"} or {"names"};
+    or with {"error"}, or {"fatal"} for what every row meets.
     """
     import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
 
     if "variables_of" in request:
         return {"names": _variables_of(request["variables_of"])}
+    try:
+        return _filled(request)
+    except BadRow as error:
+        return {"error": str(error)}
+    except jinja2.TemplateSyntaxError as error:
+        return {"fatal": f"it is not valid (line {error.lineno}: {error.message})"}
+    except RecursionError:
+        return {"error": "nested too deeply for a chat template"}
+    except MemoryError:
+        return {
+            "error": f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory for it"
+        }
+    except Exception as error:  # a template can raise anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return {
+            "error": f"the chat template refuses it: {reason} (--prompt_template takes another)"
+        }
+
+
+def _filled(request: dict[str, Any]) -> dict[str, Any]:
+    """Fill the template of a request. It raises whatever the template does."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     template = request["template"]
     if "strftime_now" in template:
         template = _FIXED_DAY + template
@@ -237,31 +278,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         bound = partial(render, tools)
         return Conversation(bound, readable(bound, messages), request["end_tokens"])
 
-    try:
-        if "turns" not in request:
-            return {"text": written(prompt, request["messages"], request["tools"])}
-        whole = written(conversation, request["messages"], request["tools"])
-        rows, notes = learned_rows(whole, request["turns"], apart=request["apart"])
-        lost = [
-            *left_out(whole.messages, request["tools"], whole.text),
-            *unused(request["given"], template),
-        ]
-        return {"rows": rows, "notes": [*map(LEFT_OUT.format, lost), *notes]}
-    except BadRow as error:
-        return {"error": str(error)}
-    except jinja2.TemplateSyntaxError as error:
-        return {"fatal": f"it is not valid (line {error.lineno}: {error.message})"}
-    except RecursionError:
-        return {"error": "nested too deeply for a chat template"}
-    except MemoryError:
-        return {
-            "error": f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory for it"
-        }
-    except Exception as error:  # a template can raise anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return {
-            "error": f"the chat template refuses it: {reason} (--prompt_template takes another)"
-        }
+    if "turns" not in request:
+        return {"text": written(prompt, request["messages"], request["tools"])}
+    whole = written(conversation, request["messages"], request["tools"])
+    rows, notes = learned_rows(
+        whole,
+        request["turns"],
+        apart=request["apart"],
+        read_only=request.get("read_only", ()),
+    )
+    lost = [
+        *left_out(whole.messages, request["tools"], whole.text),
+        *unused(request["given"], template),
+    ]
+    return {
+        "rows": [(row.text, row.spans) for row in rows],
+        "read_only": [row.read_only for row in rows],
+        "notes": [*map(LEFT_OUT.format, lost), *notes],
+    }
 
 
 def _variables_of(template: str) -> list[str]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from fsdp_qlora.data.content import BadRow, num_common, texts_of
+from fsdp_qlora.data.content import num_common, texts_of
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -29,14 +29,6 @@ THOUGHTS = (
 )
 BEGINS, ENDS = THOUGHTS[0]
 REASONING = ("reasoning_content", "reasoning", "thinking")
-
-# Notes on rows that are used.
-APART = (
-    "turns that are rows of their own: the chat template renders them differently when other "
-    "turns follow"
-)
-CUT = "the chat template leaves out a part of what the assistant says, such as its reasoning"
-LEFT_OUT = "the chat template leaves out what the row has for: {}"
 
 
 class Prompt(NamedTuple):
@@ -132,10 +124,28 @@ class Conversation:
         places = []
         for text, (start, body) in bodies.items():
             # White space that the template writes behind the end token is none of the model's.
-            learned = body.rstrip() if self._without_end(body) else body
+            learned = body.rstrip() if self.without_end(body) else body
             if body:
                 places.append((text, (start, start + len(learned))))
         return places
+
+    def is_changed(self, text: str, turn: int, message: Message) -> bool:
+        """Whether a text of `places` is another one with this message in place of its turn."""
+        shown = self.messages if text == self.text else self.messages[: turn + 1]
+        others = [*shown[:turn], message, *shown[turn + 1 :]]
+        return self._try(others) != self._try(shown)
+
+    def text_of_calls(self, turn: int) -> str:
+        """The text that a turn without its calls lacks; "" if the template refuses such a turn."""
+        *before, message = self.messages[: turn + 1]
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        with_calls = self._try([*before, message]) or ""
+        without = self._try([*before, {"content": ""} | plain])
+        if without is None:
+            return ""
+        first = self._num_same(with_calls, without)
+        same_end = _common_end(with_calls[first:], without[first:])
+        return with_calls[first : len(with_calls) - len(same_end)]
 
     def _marked(self, turn: int, alone: "Conversation", own: Own | None) -> list[tuple[str, Span]]:
         """The places of a turn that the template marks itself.
@@ -276,12 +286,12 @@ class Conversation:
             for written in (body, answer, answer.lstrip()):
                 if self.text.startswith(written, start):
                     return written
-            body = self._without_end(body)
-            if not self._without_end(body):
+            body = self.without_end(body)
+            if not self.without_end(body):
                 return ""
 
-    def _without_end(self, body: str) -> str:
-        """A text without the end token at its end; "" if there is none."""
+    def without_end(self, body: str) -> str:
+        """A text without the end token, and white space, at its end; "" if there is none."""
         # The longest first: a token may end with another one.
         stripped = body.rstrip()
         for token in self._end_tokens:
@@ -344,115 +354,5 @@ def _other_word(*texts: str) -> str:
     return next(letter for letter in "abcdefgh" if letter not in edges)
 
 
-def learned_rows(
-    whole: Conversation, turns: Sequence[int], *, apart: bool
-) -> tuple[list[tuple[str, list[tuple[int, int, int]]]], list[str]]:
-    """The conversation with the spans of these turns, and turns that are rows of their own.
-
-    A turn is in a row of its own, which ends with it, if the template renders it or the turns
-    before differently when others follow: without their reasoning, as a rule. So it is learned as
-    the model writes it, behind the prompt that the model gets.
-
-    Args:
-        apart: whether turns may become rows of their own.
-    Returns:
-        (text, spans and their turns) of each row, and notes.
-    Raises:
-        BadRow: a turn cannot be found, or the template does not write it.
-    """
-    rows: list[tuple[str, list[tuple[int, int, int]]]] = []
-    spans: list[tuple[int, int, int]] = []
-    notes = []
-    for turn in turns:
-        message = whole.messages[turn]
-        all_places = whole.places(turn)
-        places = [place for place in all_places if apart or place[0] == whole.text]
-        if not places:
-            raise BadRow(f"turn {turn + 1}: {_OTHERWISE if all_places else _UNKNOWN}")
-        # The text that has the most of the turn, the whole conversation if they have equally much.
-        missing = [_num_missing(message, text[slice(*span)]) for text, span in places]
-        text, span = places[missing.index(min(missing))]
-        _check_written(turn, message, text[slice(*span)])
-        if min(missing) > 0:
-            notes.append(CUT)
-        if text == whole.text:
-            spans.append((*span, turn))
-        else:
-            rows.append((text, [(*span, turn)]))
-            if turn + 1 < len(whole.messages):
-                notes.append(APART)
-    if rows and spans:
-        notes.append(APART)
-    # Without a turn to learn the conversation is a row, too: `--learn all` learns the text around.
-    if spans or not rows:
-        rows.append((whole.text, spans))
-    return rows, list(dict.fromkeys(notes))
-
-
-_UNKNOWN = (
-    "where it begins behind the generation prompt is unknown, because the chat template writes "
-    "it, or the turns before, in another way there. Use another chat template with "
-    "--prompt_template"
-)
-_OTHERWISE = (
-    "its weight has no place, because the chat template renders it differently when other turns "
-    "follow, and --learn all has no rows of its own for it"
-)
-
-
-def _num_missing(message: Message, text: str) -> int:
-    """How much of what a turn says a text lacks: its content, its reasoning, its calls."""
-    content = "".join(texts_of(message)).lstrip().removeprefix(BEGINS)  # that may be in the prompt
-    pieces = [content]
-    pieces += [str(message.get(name) or "") for name in REASONING]
-    pieces += [call["function"]["name"] for call in message.get("tool_calls") or []]
-    # Without white space, which templates change.
-    return sum(squeezed(piece) not in squeezed(text) for piece in pieces)
-
-
 def squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _check_written(turn: int, message: Message, written: str) -> None:
-    """Raise BadRow where a template writes nothing of what is to be learned."""
-    calls = message.get("tool_calls") or []
-    names = [call["function"]["name"] for call in calls]
-    for name in names:
-        if name not in written:
-            raise BadRow(
-                f"turn {turn + 1}: the chat template writes no tool calls; "
-                "--prompt_template takes another"
-            )
-        if written.count(name) < names.count(name):
-            raise BadRow(
-                f"turn {turn + 1}: the chat template writes one tool call, and there are "
-                f"{len(calls)}; --prompt_template takes another"
-            )
-    # The last word is enough: templates may cut what is before, such as reasoning.
-    words = "".join(texts_of(message)).rpartition(ENDS)[2].split()
-    # beside calls, some templates have no place for words
-    if words and words[-1] not in written and not calls:
-        raise BadRow(f"turn {turn + 1}: the chat template does not write the text of this turn")
-
-
-def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
-    """The roles whose messages a template leaves out, and "tools" if it leaves them out.
-
-    The assistant's messages are checked elsewhere.
-    """
-    written = squeezed(text)
-    roles = dict.fromkeys(
-        message["role"]
-        for message in messages
-        if message["role"] in ("system", "developer", "user")
-        and any(squeezed(text) not in written for text in texts_of(message))
-    )
-    functions = [tool.get("function", tool) for tool in tools or []]
-    names = [
-        tool["name"]
-        for tool in functions
-        if isinstance(tool, dict) and isinstance(tool.get("name"), str)
-    ]
-    lost_tools = ["tools"] if names and not any(name in text for name in names) else []
-    return [*roles, *lost_tools]

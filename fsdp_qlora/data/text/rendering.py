@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.config.learn import REASONING, TOOL_CALLS, read_learn
 from fsdp_qlora.data.content import (
+    NO_TARGET,
     TOO_DEEP,
     BadRow,
     Chat,
@@ -30,6 +32,7 @@ from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
+from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning, leading_block
 
 # kinds of records
 TEMPLATE = "template"
@@ -50,7 +53,7 @@ class Renderer:
 
     Args:
         chosen: of --prompt_template.
-        learn: "assistant", "last" or "all": which turns are learned.
+        learn: the words of --learn, as `read_learn` reads them.
         of_format: the prompt template of the dataset's format.
         workers: processes that fill chat templates.
         image_processor: the model's, if it has one.
@@ -66,7 +69,7 @@ class Renderer:
         image_processor: ImageProcessor | None = None,
     ) -> None:
         self._is_chat = chosen.is_chat
-        self._learn = learn
+        self._learn = read_learn(learn)
         self._workers = workers
         self._image_processor = image_processor
         self._prompt = chosen.prompt or of_format
@@ -89,7 +92,7 @@ class Renderer:
         rows = self._render(content, worker or self._workers[0])
         rendered = [row for row in rows if any(row.learned) or any(map(_is_learned, row.segments))]
         if not rendered:
-            raise BadRow("nothing to learn")
+            raise BadRow(NO_TARGET)
         if self._image_processor is None:
             return rendered
         ids = self._image_processor.model_ids
@@ -138,6 +141,10 @@ class Renderer:
                 rendered = self._shown(rows, content)
             else:
                 rendered = [Rendered(row, "chat") for row in rows]
+            # Of a turn that is a row of its own all may be only read.
+            rendered = [row for row in rendered if any(map(_is_learned, row.segments))]
+            if not rendered:
+                raise BadRow(NO_TARGET)
             # Notes are of the dataset's row, so only its first one has them.
             return [dataclasses.replace(rendered[0], notes=notes), *rendered[1:]]
         if isinstance(content, PreferenceRow):
@@ -152,7 +159,7 @@ class Renderer:
                 for [row], label in zip(answers, labels, strict=False)
             ]
         row = content if isinstance(content, Rendered) else Rendered(content)
-        return [dataclasses.replace(row, segments=self._relearn(row.segments))]
+        return [self._relearn(row)]
 
     def _shown(self, rows: Sequence[Sequence[Segment]], chat: Chat) -> list[Rendered]:
         """The texts of a chat with the tokens of its images."""
@@ -175,15 +182,47 @@ class Renderer:
             for row, n, size, num_ids in expanded
         ]
 
-    def _relearn(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """Segments, learned as --learn says."""
-        if self._learn == "assistant":
-            return segments
+    def _relearn(self, row: Rendered) -> Rendered:
+        """A row that is no chat, learned as --learn says. Raises BadRow."""
+        if row.kind == "tokens":
+            if {REASONING, TOOL_CALLS} & {*self._learn.read_only}:
+                raise BadRow(f"rows of tokens have masks of their own: --learn {self._learn.text}")
+            return row
+        segments = row.segments
         last = max((i for i, segment in enumerate(segments) if _is_learned(segment)), default=0)
-        learned = {last} if self._learn == "last" else set(range(len(segments)))
-        return [
-            dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)
-        ]
+        learned = {last}
+        if self._learn.turns == "all":
+            learned = set(range(len(segments)))
+        if self._learn.turns != "assistant":
+            segments = [
+                dataclasses.replace(segment, learned=i in learned)
+                for i, segment in enumerate(segments)
+            ]
+        if self._learn.read_only:
+            segments = self._without_reasoning(segments)
+        return dataclasses.replace(row, segments=segments)
+
+    def _without_reasoning(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Segments whose blocks of reasoning, at their beginnings, are only read as --learn says.
+
+        Raises BadRow for marks of reasoning in another place.
+        """
+        pieces: list[Segment] = []
+        leaves_all = REASONING in self._learn.read_only
+        for segment in segments:
+            before = pieces[-1].text if pieces else ""
+            block = leading_block(segment.text, before) if segment.learned else None
+            if block and (leaves_all or not block[1]):
+                end = block[0]
+                pieces.append(Segment(segment.text[:end], learned=False))
+                segment = dataclasses.replace(segment, text=segment.text[end:])
+            if leaves_all and segment.learned and has_end_of_reasoning(segment.text):
+                raise BadRow(
+                    "its reasoning is neither in messages nor at the beginning of a response, so "
+                    "--learn -reasoning cannot leave it out"
+                )
+            pieces.append(segment)
+        return pieces
 
 
 def _is_learned(segment: Segment) -> bool:
