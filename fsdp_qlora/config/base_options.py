@@ -154,6 +154,10 @@ class BaseOptions:
     """Maximum share of rows that are left out, because they are malformed or their prompt fills the
     context; with more, the run does not start. rejected.jsonl lists them.
     """
+    shuffle: bool = True
+    """Take the rows in a random order, another one in each epoch. false takes them in their own
+    order in every epoch, as for a curriculum, and several datasets one after the other.
+    """
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows to hold out for evaluation, such as 0.05."""
     eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()

@@ -47,6 +47,8 @@ class TrainOptions(TypedDict, total=False):
     "Maximum tokens per row; longer rows are truncated, and a row whose prompt fills it is left out. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096; a resumed run keeps its value."
     max_bad_rows: float
     "Maximum share of rows that are left out, because they are malformed or their prompt fills the context; with more, the run does not start. rejected.jsonl lists them."
+    shuffle: bool
+    "Take the rows in a random order, another one in each epoch. false takes them in their own order in every epoch, as for a curriculum, and several datasets one after the other."
     eval_fraction: float
     "Share of the rows to hold out for evaluation, such as 0.05."
     eval_dataset: Any

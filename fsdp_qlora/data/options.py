@@ -58,6 +58,7 @@ class DataOptions:
     context_length: Literal["auto"] | int
     dataset_samples: int | None
     max_bad_rows: float
+    shuffle: bool
     seed: int
 
     @property

@@ -231,6 +231,11 @@ def read_rows(
     eval_names = parse_eval_names(options.eval_dataset)
     names = [parse_name(dataset) for dataset in options.dataset]
     shares = check_weights(names)
+    if shares and not options.shuffle:
+        raise UserError(
+            "--shuffle false takes all rows in their own order, and weights of datasets mix some "
+            "of each. Leave out one of them."
+        )
     if options.text.makes_rows:
         _refuse_without_prompts([*names, *map(parse_name, eval_names.values())])
     texts = [name for name in options.dataset if parse_name(name).name != sources.DUMMY]

@@ -62,6 +62,7 @@ def make_schedule(
         or config.batch_size * config.gradient_accumulation_steps * data_size,
         batching="padded" if data.have_images else config.batching,
         mixture=data.mixture,
+        seed=config.seed if config.shuffle else None,
         context_length=config.longest_row * objective.kind_of_rows(config).num_documents,
         num_generations=objective.answers_per_prompt(config) if is_answered else 1,
         num_iterations=config.num_iterations if is_answered else 1,
@@ -126,7 +127,7 @@ class RunRows:
         """Sum up the rows."""
         schedule = self.schedule
         of_epoch = epoch_order(
-            self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture
+            self.data.train_rows, seed=schedule.seed, epoch=0, mixture=schedule.mixture
         )
         num_rows = min(
             schedule.num_epochs * schedule.num_rows,

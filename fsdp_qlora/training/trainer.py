@@ -64,6 +64,8 @@ class TrainerOptions:
     """Steps between two evaluations; 0 for none."""
     early_stopping: int
     """Evaluations in a row without a lower loss after which the run ends; 0 for no such end."""
+    seed: int
+    """The seed of the dropout."""
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: linear warm-up, then the schedule."""
@@ -231,7 +233,7 @@ class Trainer:
         # Ranks that share a micro-batch have other tokens of it, and need other masks.
         context_rank = self.forward.context.rank
         part = (context_rank,) if context_rank else ()
-        torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
+        torch.manual_seed(derive_seed("dropout", self.options.seed, step, global_index, *part))
 
     def _exchange(self, step: int, measured: list[torch.Tensor]) -> _Exchanged:
         """Share the step's numbers: the only exchange besides those in forward and backward.

@@ -64,7 +64,8 @@ class Schedule:
     """Ranks that get other rows than each other."""
     num_epochs: int
     max_steps: int
-    seed: int
+    seed: int | None
+    """The seed of the order of the rows; None takes them in their own order in every epoch."""
     mixture: Mixture | None = None
     """The datasets' parts in an epoch; without it an epoch takes every row once."""
     batching: str = "padding_free"
@@ -98,10 +99,11 @@ class Schedule:
         micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.data_size)
         ranks = plural(self.data_size, "rank")
         pieces = plural(micro_batches, "micro-batch", ending="es")
+        order = ", rows in the dataset's order" if self.seed is None else ""
         return (
             f"Steps: {self.total_steps} of {self.global_batch_size} rows ({ranks} x "
             f"{self.batch_size} rows x {pieces}), {self.steps_per_epoch} per epoch, "
-            f"{warmup_steps} of warm-up"
+            f"{warmup_steps} of warm-up{order}"
         )
 
     def rows_of_steps(
@@ -251,15 +253,18 @@ class RowsInMemory(NamedTuple):
 
 
 def epoch_order(
-    rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None
+    rows: np.ndarray, *, seed: int | None, epoch: int, mixture: Mixture | None = None
 ) -> np.ndarray:
     """The indices of an epoch's rows in its order, int64 [rows].
 
-    Each row once, or the rows that the mixture takes.
+    Each row once, or the rows that the mixture takes. Without a seed, which a mixture needs, `rows`
+    as they are.
 
     Of each dataset of a mixture, whose `rows` are sorted, an epoch takes the next ones, each at
     most once.
     """
+    if seed is None:
+        return rows.astype(np.int64)
     if mixture is not None:
         groups = split_rows(rows, mixture.ends)
         chosen = []
