@@ -178,8 +178,9 @@ class LearningOptions:
     pairs is swapped), sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum
     over tokens: dapo (the tokens of a step), grpo (each answer's tokens, then the answers), dr_grpo
     (the answers times max_completion_length); gspo clips the ratio of a whole answer, divided as by
-    grpo, and cispo keeps the gradient of clipped tokens, divided as by dapo. auto is sigmoid, or
-    dapo for grpo.
+    grpo, and cispo keeps the gradient of clipped tokens, divided as by dapo. For sft, dft
+    multiplies the loss of each token by its probability, which has no gradient. auto is the plain
+    loss for sft, dapo for grpo, and else sigmoid.
     """
     label_smoothing: Annotated[
         float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")

@@ -437,7 +437,13 @@ _OF_ONLINE_TEACHER = (
 )
 
 OBJECTIVES: dict[str, Objective] = {
-    "sft": Objective(TEXTS, options=("neftune_alpha",), adapter_lr=2e-4),
+    "sft": Objective(
+        TEXTS,
+        options=("neftune_alpha", "loss_type"),
+        # The plain mean over tokens: the name is in the records of runs, so it stays.
+        loss_types=("sigmoid", "dft"),
+        adapter_lr=2e-4,
+    ),
     "dpo": Objective(PAIRS, margin_loss, has_reference=True, options=_OF_MARGIN),
     "ipo": Objective(PAIRS, ipo, has_reference=True, options=("beta", "sft_weight")),
     "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "kto_weights")),

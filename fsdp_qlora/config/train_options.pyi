@@ -115,8 +115,8 @@ class TrainOptions(TypedDict, total=False):
     "Ratio of the learning rates of the adapter's B and A (LoRA+); 16 with a lower lr often learns faster."
     beta: float | None
     "Strength of a preference objective: higher values keep the model closer to the base (dpo, ipo, kto, cpo) or weigh the odds ratio (orpo); for simpo 2 to 2.5 is usual. For grpo, the KL weight: 0, the default, disables the reference. For distill, the divergence: 0, the default, is KL(teacher || student), 1 is KL(student || teacher), and what is between is the generalized Jensen-Shannon divergence."
-    loss_type: Literal['auto', 'sigmoid', 'hinge', 'robust', 'sigmoid_norm', 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo']
-    "Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the pairs is swapped), sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum over tokens: dapo (the tokens of a step), grpo (each answer's tokens, then the answers), dr_grpo (the answers times max_completion_length); gspo clips the ratio of a whole answer, divided as by grpo, and cispo keeps the gradient of clipped tokens, divided as by dapo. auto is sigmoid, or dapo for grpo."
+    loss_type: Literal['auto', 'sigmoid', 'dft', 'hinge', 'robust', 'sigmoid_norm', 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo']
+    "Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the pairs is swapped), sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum over tokens: dapo (the tokens of a step), grpo (each answer's tokens, then the answers), dr_grpo (the answers times max_completion_length); gspo clips the ratio of a whole answer, divided as by grpo, and cispo keeps the gradient of clipped tokens, divided as by dapo. For sft, dft multiplies the loss of each token by its probability, which has no gradient. auto is the plain loss for sft, dapo for grpo, and else sigmoid."
     label_smoothing: float
     "Share of the pairs whose answers may be swapped: conservative with loss_type sigmoid, unbiased with robust."
     sft_weight: float | None

@@ -30,6 +30,8 @@ class CrossEntropy:
     """Factors of the tokens in the sum, float32 [N]."""
     by_token: bool = False
     """Give each token's, [1, N], and not the sum."""
+    by_probability: bool = False
+    """Multiply what a token adds to the sum, and its gradient, by p(target) (Wu et al. 2025)."""
     with_entropy: bool = False
     """Give each token's and, without gradient, the entropy of the whole distribution, [2, N]."""
 
@@ -99,6 +101,9 @@ class CrossEntropy:
         # One all-reduce for all sums: some KiB, of which the latency is the cost.
         total, of_target, *weighted = vocabulary.summed(torch.stack(sums))
         share = is_learned if self.weights is None else is_learned * self.weights
+        if self.by_probability:
+            # A factor like a weight: it has no gradient of its own.
+            share = share * (of_target.exp() / total)
         values = [torch.where(is_learned, total.log() - of_target, 0.0) * share]
         # The entropy of e / Z is log Z - sum(e log e) / Z, without log-probabilities, which are as
         # large as the logits.
@@ -133,9 +138,15 @@ class CrossEntropy:
         share = self.weights
         if share is None:
             share = torch.ones(len(targets_C), device=targets_C.device)
-        factors = None if scale is None else share * scale
         form = token_loss.LogitScale(head.form.scale, head.form.temperature)
-        losses_C = token_loss.losses_and_gradient_(outputs_CV, targets_C, factors, form)
+        losses_C: Tensor | None = None
+        if self.by_probability:
+            # A reading of the outputs more, since the gradient's factors follow from the losses.
+            losses_C = token_loss.losses_and_gradient_(outputs_CV, targets_C, None, form)
+            share = share * losses_C.neg().exp()
+        if scale is not None or losses_C is None:
+            factors = None if scale is None else share * scale
+            losses_C = token_loss.losses_and_gradient_(outputs_CV, targets_C, factors, form)
         return (losses_C * share)[None], None if scale is None else outputs_CV
 
     def of_whole_logits(self, logits: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
@@ -161,9 +172,11 @@ class CrossEntropy:
         logits_NV = logits_NV.float()
         if temperature != 1.0:
             logits_NV = logits_NV / temperature
-        if self.is_summed and self.weights is None:
+        if self.is_summed and self.weights is None and not self.by_probability:
             return F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum")
         losses_N = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="none")
+        if self.by_probability:
+            losses_N = losses_N * losses_N.detach().neg().exp()
         if self.with_entropy:
             logps_NV = logits_NV.detach().log_softmax(dim=-1)
             return torch.stack([losses_N, -(logps_NV.exp() * logps_NV).sum(dim=-1)])

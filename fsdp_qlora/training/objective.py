@@ -65,6 +65,8 @@ class TokenMean:
 
     loss: TokenLoss = CrossEntropy()
     """The values that each token gets."""
+    learned_loss: TokenLoss | None = None
+    """The values in training, if evaluations measure others."""
     per_document = False
     """Whether `measure` reads what a micro-batch has of documents."""
 
@@ -121,6 +123,18 @@ class TokenMean:
             return {}
         # exp(709) is the largest that a float holds.
         return {"perplexity": math.exp(loss) if loss < 709 else math.inf}
+
+
+class Texts(TokenMean):
+    """The mean over target tokens; dft weighs each by its probability (Wu et al. 2025).
+
+    The divisor is the number of tokens either way, as in TRL. Evaluations measure the plain mean.
+    """
+
+    def __init__(self, row: Objective, settings: LossSettings, context: ContextGroup) -> None:
+        super().__init__(row, settings, context)
+        if settings.loss_type == "dft":
+            self.learned_loss = CrossEntropy(by_probability=True)
 
 
 class Pairs(TokenMean):
@@ -333,7 +347,7 @@ class Distillation(TokenMean):
 
 # By the name of the kind of rows, see config/objectives.py.
 KINDS: dict[str, type[TokenMean]] = {
-    "texts": TokenMean,
+    "texts": Texts,
     "pairs": Pairs,
     "labels": Labels,
     "prompts": Policy,

@@ -217,8 +217,11 @@ class Trainer:
             float32 [1 + metrics]: the loss, then the metrics without gradient.
         """
         objective = self.objective
+        loss = objective.loss
+        if self.model.training and objective.learned_loss:
+            loss = objective.learned_loss
         losses, on_device = self.forward.token_losses(
-            micro_batch, objective.loss, per_document=objective.per_document
+            micro_batch, loss, per_document=objective.per_document
         )
         return objective.measure(losses, on_device, totals)
 

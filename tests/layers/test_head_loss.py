@@ -107,6 +107,31 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(form):
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", [*FORMS, *WARM])
+def test_a_loss_by_probability_matches_whole_logits(form):
+    weights = torch.linspace(0.5, 2, TOKENS)
+    parts = parts_of_a_head()
+    exact = [part.detach().double().requires_grad_() for part in parts]
+    targets = targets_of_tokens()
+    logits = F.linear(*exact) * form.scale
+    if form.cap is not None:
+        logits = form.cap * torch.tanh(logits / form.cap)
+    logits = logits / form.temperature
+    logps = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    expected = -(logps.exp().detach() * logps * weights * (targets >= 0)).sum()
+    expected.backward()
+    loss = CrossEntropy(weights, by_probability=True)
+    head = whole_head(parts[1], parts[2], form)
+    found = chunked_loss(parts[0], head, targets, loss, SEVEN_TOKENS)
+    found.backward()
+    whole = loss.of_whole_logits(form.logits(head.outputs(parts[0]).detach()), targets, 1.0)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert whole.item() == pytest.approx(expected.item(), rel=1e-6)
+    for part, reference in zip(parts, exact, strict=True):
+        assert part.grad is not None and reference.grad is not None
+        assert (part.grad - reference.grad).norm() / reference.grad.norm() < 1e-6
+
+
 def test_chunked_loss_allocates_at_most_one_chunk_of_logits():
     tokens = 8
     size = tokens * VOCABULARY * 4

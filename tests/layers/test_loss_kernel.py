@@ -40,7 +40,7 @@ def counted_calls() -> Iterator[list[Any]]:
 
 
 def errors(
-    vocabulary: int, form: LogitForm, dtype: torch.dtype
+    vocabulary: int, form: LogitForm, dtype: torch.dtype, by_probability: bool
 ) -> tuple[Errors, Errors, float, bool]:
     """Relative errors of losses and gradients by both ways, the part of the gradients that differ,
     and whether only the second way used the kernel.
@@ -57,32 +57,43 @@ def errors(
     exact = F.linear(hidden, weight).double().requires_grad_()
     logits = exact * form.scale / form.temperature
     losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none") * weights
+    if by_probability:
+        probabilities = logits.softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        losses = losses * probabilities.detach()
     (grad,) = torch.autograd.grad(losses.sum() * SCALE, exact)
     results = []
     counts = []
     for way in (PLAIN, TRITON):
         with using_ways(Ways(loss=way)), counted_calls() as calls:
-            values, found = CrossEntropy(weights=weights).of_chunk(hidden, targets, head, SCALE)
-            by_token, none = CrossEntropy(by_token=True).of_chunk(hidden, targets, head, None)
+            loss = CrossEntropy(weights, by_probability=by_probability)
+            values, found = loss.of_chunk(hidden, targets, head, SCALE)
+            again, none = loss.of_chunk(hidden, targets, head, None)
         assert none is None and found is not None and found.dtype == dtype
-        assert torch.equal(by_token[0] * weights, values[0]) and not found[3].any()
+        assert torch.equal(again, values) and not found[3].any()
         results.append((values[0], found))
         counts.append(len(calls))
     of_losses = [relative_error(values, losses.detach()) for values, _ in results]
     of_grads = [relative_error(found, grad) for _, found in results]
     plain, fused = (found for _, found in results)
-    return of_losses, of_grads, (plain != fused).double().mean().item(), counts == [0, 2]
+    is_used = counts == [0, 3 if by_probability else 2]
+    return of_losses, of_grads, (plain != fused).double().mean().item(), is_used
 
 
+@pytest.mark.parametrize("by_probability", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_chunk_is_as_near_to_float64(form, vocabulary, dtype, interpreted):
-    of_losses, of_grads, differing, is_used = interpreted(errors, vocabulary, form, dtype)
-    assert is_used
-    for plain, fused in (of_losses, of_grads):
-        assert fused <= 1.1 * plain
-    assert of_losses[1] < 1e-6 and differing < 1e-3
+def test_a_chunk_is_as_near_to_float64(form, vocabulary, dtype, by_probability, interpreted):
+    of_losses, of_grads, differing, is_used = interpreted(
+        errors, vocabulary, form, dtype, by_probability
+    )
+    assert is_used and differing < 1e-3
+    assert of_grads[1] <= 1.1 * of_grads[0]
+    if by_probability:
+        # The probability is exp of a rounded loss.
+        assert of_losses[1] < 1e-5
+    else:
+        assert of_losses[1] <= 1.1 * of_losses[0] and of_losses[1] < 1e-6
 
 
 def test_other_chunks_are_left_to_torch(interpreted):
