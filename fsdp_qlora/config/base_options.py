@@ -158,6 +158,11 @@ class BaseOptions:
     """Take the rows in a random order, another one in each epoch. false takes them in their own
     order in every epoch, as for a curriculum, and several datasets one after the other.
     """
+    drop_duplicates: bool = False
+    """Leave out rows to train on that equal an earlier or a held-out one: in their tokens, what is
+    learned of them, and images. Without it they are counted, where there are at most 134 million
+    tokens. Prompts are compared by their tokens alone.
+    """
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows to hold out for evaluation, such as 0.05."""
     eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()

@@ -49,6 +49,8 @@ class TrainOptions(TypedDict, total=False):
     "Maximum share of rows that are left out, because they are malformed or their prompt fills the context; with more, the run does not start. rejected.jsonl lists them."
     shuffle: bool
     "Take the rows in a random order, another one in each epoch. false takes them in their own order in every epoch, as for a curriculum, and several datasets one after the other."
+    drop_duplicates: bool
+    "Leave out rows to train on that equal an earlier or a held-out one: in their tokens, what is learned of them, and images. Without it they are counted, where there are at most 134 million tokens. Prompts are compared by their tokens alone."
     eval_fraction: float
     "Share of the rows to hold out for evaluation, such as 0.05."
     eval_dataset: Any

@@ -59,6 +59,7 @@ class DataOptions:
     dataset_samples: int | None
     max_bad_rows: float
     shuffle: bool
+    drop_duplicates: bool
     seed: int
 
     @property

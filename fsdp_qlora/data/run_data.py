@@ -22,6 +22,7 @@ from fsdp_qlora.data.batches.report import DataReport, check_report
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, mix, split_eval, split_rows
 from fsdp_qlora.data.dataset_text import DatasetText
+from fsdp_qlora.data.duplicates import without_duplicates
 from fsdp_qlora.data.options import DataOptions
 from fsdp_qlora.data.pipeline import DatasetPipeline, DatasetRows
 from fsdp_qlora.data.prompt_cache import join_prompts, seed_of_columns
@@ -249,7 +250,7 @@ def read_rows(
         )
         for dataset in options.dataset
     ]
-    data = _joined(datasets, options, shares)
+    data = _joined(datasets, options)
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
         eval_datasets = [
@@ -257,6 +258,11 @@ def read_rows(
             for dataset in eval_names.values()
         ]
         data = _with_evaluation(data, eval_datasets, eval_names)
+    data = _compared(data, drop=options.drop_duplicates)
+    if shares:
+        parts = [dataset.rows for dataset in datasets]
+        mixture = _mixture(options.dataset, shares, parts, data.train_rows)
+        data = dataclasses.replace(data, mixture=mixture)
     return dataclasses.replace(
         data,
         provenance=_provenance(data, options, eval_names.values()),
@@ -289,14 +295,11 @@ def _provenance(
     }
 
 
-def _joined(
-    datasets: Sequence[DatasetRows], options: DataOptions, shares: Sequence[float] | None
-) -> RunData:
+def _joined(datasets: Sequence[DatasetRows], options: DataOptions) -> RunData:
     """The rows or prompts of all datasets. Some rows may be held out."""
     parts = [dataset.rows for dataset in datasets]
     num_rows = sum(dataset.report.num_used for dataset in datasets)
     train_rows, held_out = split_eval(num_rows, fraction=options.eval_fraction, seed=options.seed)
-    mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
     reports = tuple(dataset.report for dataset in datasets)
     eval_sets = {"": held_out} if len(held_out) else {}
     if options.text.makes_rows:
@@ -309,7 +312,7 @@ def _joined(
             completion_length=options.text.max_completion_length,
         )
     train = join_cached(parts)
-    return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
+    return RunData(train, train_rows, train, eval_sets, reports=reports)
 
 
 def _with_evaluation(
@@ -327,6 +330,15 @@ def _with_evaluation(
         parts = [data.prompts, *(dataset.prompts for dataset in datasets)]
         return dataclasses.replace(data, prompts=join_prompts(parts, renumber=False))
     return dataclasses.replace(data, evaluation=join_cached([dataset.rows for dataset in datasets]))
+
+
+def _compared(data: RunData, *, drop: bool) -> RunData:
+    """The same run, without rows to train on that equal others if `drop` says so."""
+    held_out = data.known_rows if data.prompts else data.evaluation
+    train_rows = without_duplicates(
+        data.known_rows, data.train_rows, (held_out, data.eval_rows), data.reports, drop=drop
+    )
+    return dataclasses.replace(data, train_rows=train_rows)
 
 
 def _choose_context_length(

@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.run_data import read_dataset
+from fsdp_qlora.data.run_data import RunData, read_dataset, read_rows
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.planning.reading import pick_data
 from tests.data.rows import TOKENIZER
@@ -48,5 +49,22 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
         chosen = given.pop("tokenizer", TOKENIZER)
         config = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given})
         return read_dataset(str(dataset), chosen, pick_data(config), vocab_size=2**31)[:2]
+
+    return call
+
+
+Read = Callable[..., tuple[TrainConfig, RunData]]
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> Read:
+    """read_rows with options; what it logs is in caplog."""
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("fsdp_qlora.data.run_data.TemplateWorker", SharedWorker)
+    caplog.set_level(logging.INFO, "fsdp_qlora")
+
+    def call(*datasets: object, **given: Any) -> tuple[TrainConfig, RunData]:
+        config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 512, **given})
+        return config, read_rows(TOKENIZER, pick_data(config), vocab_size=len(TOKENIZER))
 
     return call

@@ -1,9 +1,6 @@
 """Rows in their own order: a curriculum."""
 
-import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,30 +8,11 @@ from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.data.run_data import RunData, read_rows
-from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.utils.errors import UserError
-from tests.data.conftest import SharedWorker
-from tests.data.rows import TOKENIZER, write_jsonl, write_parquet
+from tests.data.rows import write_jsonl, write_parquet
 
 pytestmark = pytest.mark.quick
-
-Read = Callable[..., tuple[TrainConfig, RunData]]
-
-
-@pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> Read:
-    """read_rows with options; what it logs is in caplog."""
-    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fsdp_qlora.data.run_data.TemplateWorker", SharedWorker)
-    caplog.set_level(logging.INFO, "fsdp_qlora")
-
-    def call(*datasets: object, **given: Any) -> tuple[TrainConfig, RunData]:
-        config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 512, **given})
-        return config, read_rows(TOKENIZER, pick_data(config), vocab_size=len(TOKENIZER))
-
-    return call
 
 
 @pytest.fixture

@@ -550,13 +550,13 @@ def picked(call: ast.Call, module: ModuleType) -> set[str]:
 # A run in a folder is continued if these options are as they were.
 IDENTITY = """
     train_type precision quant_type double_quant n_bits group_size int8_threshold dataset_samples
-    dataset_format context_length shuffle eval_fraction objective lr num_epochs max_steps
-    lr_scheduler warmup optimizer wd grad_norm neftune_alpha best_by seed deterministic lora_rank
-    lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save add_tokens
-    use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta loss_type
-    label_smoothing sft_weight simpo_gamma kto_weights rating_threshold teacher teacher_adapter
-    top_k num_generations max_completion_length temperature scale_rewards epsilon num_iterations
-    rollout_ahead
+    dataset_format context_length shuffle drop_duplicates eval_fraction objective lr num_epochs
+    max_steps lr_scheduler warmup optimizer wd grad_norm neftune_alpha best_by seed deterministic
+    lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
+    add_tokens use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta
+    loss_type label_smoothing sft_weight simpo_gamma kto_weights rating_threshold teacher
+    teacher_adapter top_k num_generations max_completion_length temperature scale_rewards epsilon
+    num_iterations rollout_ahead
 """
 
 
