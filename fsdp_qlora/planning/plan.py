@@ -204,6 +204,12 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         counts = Counter(re.sub(r"^.*\.\d+\.", "", path) for path in paths)
         modules = ", ".join(f"{name} ({count})" for name, count in counts.items())
         yield f"Neither quantized nor adapted, since {reason}: {modules}."
+    if meta.targets and meta.quantized_experts and not meta.target_parameters:
+        ends = {".".join(path.rsplit(".", 3)[1:]) for path in meta.quantized_experts}
+        yield (
+            "The routed experts have no adapter, which they get with --lora_target_parameters "
+            f"{','.join(sorted(ends))}."
+        )
     missing = " ".join(missing_kernels(meta.model))
     if missing:
         yield (

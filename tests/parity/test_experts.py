@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.experts import expert_parameters, route_experts, router_linears
@@ -304,6 +305,22 @@ def test_missing_experts_and_wrong_names_are_named(models, tmp_path):
     )
     statuses, output = run_ranks(1, wrong, tmp_path / "logs")
     assert statuses == [2] and "named experts.up" in output and "experts.gate_up_proj" in output
+
+
+def test_a_plan_says_that_routed_experts_have_no_adapter(models, tmp_path, capsys):
+    named = "mlp.experts.down_proj,mlp.experts.gate_up_proj"
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    common = flags(dataset=rows, dry_run=True, device="cpu", output_dir=tmp_path / "out")
+    mixtral = models("mixtral", **FAMILIES["mixtral"])
+    for options, is_said in (
+        ({"model_name": mixtral}, True),
+        ({"model_name": mixtral, "lora_target_parameters": named}, False),
+        ({"model_name": models()}, False),
+    ):
+        assert main(["train", *common, *flags(**options)]) == 0
+        output = "".join(capsys.readouterr())
+        said = f"no adapter, which they get with --lora_target_parameters {named}."
+        assert (said in output) == is_said and ("no adapter" in output) == is_said
 
 
 def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models, tmp_path):
