@@ -4,6 +4,7 @@ Each check returns a sentence about what is fine, or raises UserError with what 
 imports torch itself: that it cannot be imported is one of the things to find.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import cache_folder
-from fsdp_qlora.utils.machine import free_disk
+from fsdp_qlora.utils.machine import folder_bytes, free_disk
 from fsdp_qlora.utils.text import GIB, format_bytes
 
 _PINNED_BYTES = 2**28
@@ -146,6 +147,24 @@ def _disk() -> str:
     return f"{_enough(free, 10 * GIB, remedy)} free"
 
 
+def _caches() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    own = cache_folder()
+    folders = sorted(path for path in own.glob("*") if path.is_dir())
+    sizes = {folder.name: folder_bytes(folder) for folder in folders}
+    by_name = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
+    compiled = Path(triton).expanduser()
+    return (
+        f"{format_bytes(sum(sizes.values()))} in {own} ({by_name or 'empty'}) and "
+        f"{format_bytes(folder_bytes(compiled))} of compiled kernels in {compiled}: while no run "
+        "is in progress, these folders may be deleted, and are made again; "
+        f"{format_bytes(folder_bytes(Path(HF_HUB_CACHE)))} of the hub in {HF_HUB_CACHE}: hf cache "
+        "ls and hf cache rm"
+    )
+
+
 def _hub() -> str:
     import huggingface_hub
 
@@ -173,6 +192,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "shared memory": _shared_memory,
     "pinned memory": _pinned_memory,
     "disk": _disk,
+    "caches": _caches,
     "hub": _hub,
     "wandb": _wandb,
 }

@@ -1,5 +1,7 @@
 """The free memory and disk of this machine, within the limits of a container."""
 
+import contextlib
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -49,3 +51,14 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder and below it, each once; 0 if there is none."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            # A program may delete it now. A link's file may be here, too, and is not followed.
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total

@@ -252,6 +252,21 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(monke
     assert main(["doctor"]) == 0
 
 
+def test_doctor_says_where_caches_are_and_how_large(monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    assert f"0 B in {tmp_path / 'own'} (empty) and 0 B of compiled" in machine.CHECKS["caches"]()
+    files = {"own/tokenized/a": 2**20, "own/images/b/c": 3 * 2**20, "triton/d": 2**21}
+    for name, size in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    (tmp_path / "own/images/link").symlink_to(tmp_path / "own/nowhere")
+    said = machine.CHECKS["caches"]()
+    assert f"4.00 MiB in {tmp_path / 'own'} (images 3.00 MiB, tokenized 1.00 MiB)" in said
+    assert f"2.00 MiB of compiled kernels in {tmp_path / 'triton'}:" in said
+
+
 @pytest.mark.slow
 def test_doctor_names_what_goes_wrong_between_two_ranks():
     assert "no-link" in problem_of_two_ranks("cpu", GLOO_SOCKET_IFNAME="no-link")
