@@ -86,11 +86,18 @@ class LowRankUpdate:
     scaling: float
     magnitude: torch.Tensor | None = None
 
+    def to(self, dtype: torch.dtype) -> "LowRankUpdate":
+        """The update with tensors of `dtype`."""
+        magnitude = None if self.magnitude is None else self.magnitude.to(dtype)
+        return LowRankUpdate(
+            self.left.to(dtype), self.right.to(dtype), self.scaling, magnitude=magnitude
+        )
+
     def write_into(self, values: torch.Tensor, first: int) -> torch.Tensor:
         """Change rows of the weight in place.
 
-        values: float32 [n, columns], rows `first` to `first + n` of the experts' matrices,
-        concatenated.
+        values: [n, columns] in the dtype of the update, rows `first` to `first + n` of the
+        experts' matrices, concatenated.
         """
         rows = self.left.shape[1]
         done = 0

@@ -29,7 +29,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.export.card import BaseName, merged_documents
 from fsdp_qlora.export.changes import Changes, LowRankUpdate, PeftFolder, open_adapter
-from fsdp_qlora.export.effect import Effect
+from fsdp_qlora.export.effect import Effect, Piece, check_block
 from fsdp_qlora.export.model_folder import build_plain_model, new_model_folder, new_weights
 from fsdp_qlora.model.adapters import peft_folder
 from fsdp_qlora.model.adapters.insert import LoraOptions
@@ -154,23 +154,27 @@ class MergedModel:
         return self.weights.files.parts(source)
 
     def warn(self, folder: Path) -> None:
-        """Say if hardly anything is left of the adapter in the weights of this folder.
+        """Say how much of the adapter's update the weights of this folder have, and check a block.
 
-        They are complete.
+        They are complete. Raises UserError if they are not the base with the adapter.
         """
         dtypes = {form.dtype for form in self.forms().values() if form.dtype.is_floating_point}
         lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        form = str(lowest).removeprefix("torch.")
+        added = self.changes.layers.keys() - self.changes.new_rows
+        updated = [name for name in self._order() if name in added]
+        check_block(WeightFiles(folder), updated, self._changed)
+        log.info("%s", self.effect.describe(form))
         self.effect.warn(
-            str(lowest).removeprefix("torch."),
+            form,
             advice="Give --dtype fp32, or load the adapter beside it",
         )
 
-    def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor | None]]:
-        """The pieces of one parameter.
-
-        A piece is (tensor of the files, start, values, the base's values if something is added).
-        """
+    def _changed(self, name: str, dtype: torch.dtype = torch.float32) -> Iterator[Piece]:
+        """The pieces of one parameter. dtype: in which the update is added."""
         change = self.changes.update(name)
+        if isinstance(change, LowRankUpdate):
+            change = change.to(dtype)
         replaced = self.changes.replaced.get(name)
         whole = None
         if self.dequantize and not replaced:
@@ -192,9 +196,9 @@ class MergedModel:
                 values = read(before + start, before + stop)
                 base = values if isinstance(change, LowRankUpdate) else None
                 if change:
-                    # In float32, and rounded once at the end. A copy, since `write_into` works in
-                    # place and `base` is compared with the result.
-                    rows = values.to(torch.float32, copy=True).view(-1, columns)
+                    # Rounded once at the end. A copy, since `write_into` works in place and `base`
+                    # is compared with the result.
+                    rows = values.to(dtype, copy=True).view(-1, columns)
                     values = change.write_into(rows, (before + start) // columns).flatten()
                 yield part, first + start, values, base
             before += last - first

@@ -76,11 +76,7 @@ class RoundedModel(MergedModel):
                 if base is not None and self._unit(part) > 1:
                     written = written_files.read_flat(part, start, start + len(merged))
                     self.effect.add(base, merged, written)
-        line = (
-            "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f "
-            "times its length."
-        )
-        log.info(line, self.stored.name, 100 * self.effect.share, self.effect.rest)
+        log.info("%s", self.effect.describe(self.stored.name))
         self.effect.warn(
             self.stored.name, advice="Leave out --format same, or load the adapter beside the base"
         )

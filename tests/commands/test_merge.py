@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
@@ -136,7 +136,7 @@ def test_the_merged_model_computes_what_peft_does(kind, models, tmp_path, monkey
     assert tokenizers[0]("sort the list") == tokenizers[1]("sort the list")
 
 
-def test_a_model_in_several_files_is_merged_in_sixteen_bits(models, tmp_path, monkeypatch):
+def test_a_model_in_several_files_is_merged_in_sixteen_bits(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)
     base = models("llama")
     split = tmp_path / "split"
@@ -157,6 +157,37 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(models, tmp_path, mo
     whole = adapted.merge_and_unload()
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(merged.state_dict()[name], value.bfloat16(), atol=0, rtol=2**-7)
+    said = "".join(capsys.readouterr())
+    assert f"Read back: {len(LINEARS)} weights of model.layers.1 are base + adapter" in said
+    plain = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    rows = merged.state_dict().items()
+    updates = [(whole.state_dict()[name] - plain[name]).flatten() for name, _ in rows]
+    found = [(value.float() - plain[name]).flatten() for name, value in rows]
+    update = torch.cat([each for each in updates if each.any()]).double()
+    left = torch.cat([own for own, each in zip(found, updates, strict=True) if each.any()]).double()
+    share = 100 * float(left @ update / (update @ update))
+    assert f"Rounded to bfloat16: {share:.1f}% of the adapter's update is left" in said
+
+
+def test_a_merge_whose_files_are_not_its_weights_is_no_result(
+    models, tmp_path, monkeypatch, capsys
+):
+    base = models("llama")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    write = merging._write_weights
+
+    def write_damaged(merged: merging.MergedModel, folder: Path) -> None:
+        write(merged, folder)
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.01
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(merging, "_write_weights", write_damaged)
+    assert merge(adapter, "--out", tmp_path / "out", "--model_name", base) == 2
+    said = "".join(capsys.readouterr())
+    assert "model.layers.1.mlp.up_proj.weight is not the base with the adapter" in said
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
