@@ -30,6 +30,7 @@ from fsdp_qlora.model.architecture.rope import compute_rope_by_row
 from fsdp_qlora.model.architecture.rotary_binding import bind_rotary
 from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
+from fsdp_qlora.model.architecture.tower_inputs import keep_documents_from
 from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.formats.published import PublishedFormat
 from fsdp_qlora.model.formats.quantized_layers import choose_quantized
@@ -118,6 +119,7 @@ def build_model(
     keep_documents_apart(model)
     compute_rope_by_row(model)
     meta = _choose(model, config, train_type, layers)
+    keep_documents_from(meta.parts.towers.values())
     if train_type.quantizer:
         packed = layers.prequantized
         quantizer = train_type.quantizer

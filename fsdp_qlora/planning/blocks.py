@@ -99,9 +99,9 @@ def measure_blocks(
         # all of them.
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
             blocks = _measure_all(parts, precision, described, on_operator)
-        # Only our functions have it kept, which know documents: other kernels, and padded rows, as
-        # those with images are, have it computed again.
-        if not can_share(documents) or lengths.image_values:
+        # Only our functions have it kept, which know documents: other kernels, and padded rows,
+        # have it computed again.
+        if not can_share(documents):
             return [block._replace(attention=0) for block in blocks]
         return blocks
     except UserError:

@@ -28,7 +28,12 @@ from fsdp_qlora.model.adapters.token_rows import (
     add_tokens,
     with_token_rows,
 )
-from fsdp_qlora.model.architecture.attention import can_share, choose, describe_kernel
+from fsdp_qlora.model.architecture.attention import (
+    can_share,
+    choose,
+    describe_kernel,
+    sees_images_whole,
+)
 from fsdp_qlora.model.architecture.config import load_config, most_positions, new_blocks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.architecture.structure import canonical_name
@@ -76,6 +81,11 @@ class ModelPlan:
     """The format of weight files that are decoded as they are read."""
     adapter: LoraConfig | None
     """Configuration of the saved adapter; None where a whole model is saved."""
+
+    @property
+    def pads_images(self) -> bool:
+        """Whether rows with images are planned with padding."""
+        return self.documents is None or sees_images_whole(self.meta.model)
 
     def shares_tokens(self, context_size: int) -> bool:
         """Whether tokens that documents begin with are computed once.

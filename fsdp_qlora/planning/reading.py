@@ -93,7 +93,7 @@ def read_planned_rows(
         vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
         longest=most_positions(plan.config),
     )
-    if plan.documents is None or data.have_images:
+    if plan.documents is None or (data.have_images and plan.pads_images):
         warn_of_padded_rope(plan, data)
     return dataclasses.replace(config, context_length=data.context_length), data
 

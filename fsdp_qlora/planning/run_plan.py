@@ -84,7 +84,8 @@ def make_plan(
     if config.auto or config.context_parallel_size == "auto":
         chosen = choose_settings(config, model, data, store, earlier)
         config = dataclasses.replace(config, **chosen)
-    schedule = make_schedule(config, data, model.machine.data_size(config.context_size))
+    data_size = model.machine.data_size(config.context_size)
+    schedule = make_schedule(config, data, data_size, pads_images=model.pads_images)
     shares_tokens = model.shares_tokens(config.context_size)
     longest = RunRows(config, data, schedule, shares_tokens=shares_tokens).longest()
     placed = keeping_attention_here(place(config, model, longest, store), store)
@@ -157,8 +158,8 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     data = plan.data
     machine = plan.model.machine
     log_plan(config, sample_line(data.known_rows, int(data.train_rows[0]), plan.model.tokenizer))
-    if data.have_images:
-        log.info("Rows are padded, as with --batching padded: some have images.")
+    if plan.schedule.padding and config.batching != "padded":
+        log.info("Rows are planned with padding: with images this model needs it.")
     for line in filter(None, (plan.schedule.describe(plan.warmup_steps), placed.reduction)):
         log.info("%s", line)
     if plan.generation:
@@ -207,7 +208,11 @@ def with_rows_per_step(config: TrainConfig, plan: Plan, global_batch_size: int |
     if global_batch_size in (None, plan.schedule.global_batch_size):
         return plan
     schedule = make_schedule(
-        config, plan.data, plan.schedule.data_size, rows_per_step=global_batch_size
+        config,
+        plan.data,
+        plan.schedule.data_size,
+        rows_per_step=global_batch_size,
+        pads_images=plan.model.pads_images,
     )
     plan = dataclasses.replace(
         plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule)

@@ -45,14 +45,22 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
 
 
 def make_schedule(
-    config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None
+    config: TrainConfig,
+    data: RunData,
+    data_size: int,
+    rows_per_step: int | None = None,
+    *,
+    pads_images: bool = False,
 ) -> Schedule:
-    """The steps of the run."""
+    """The steps of the run.
+
+    pads_images: whether the model needs padding for rows with images, as far as it is known.
+    """
     is_answered = bool(data.prompts)
     objective = config.objective_row
     if data.have_images and config.context_size > 1:
         raise UserError(
-            "--context_parallel_size divides rows without padding, and rows with images are padded."
+            "--context_parallel_size divides rows of text, and some rows have images: leave it out."
         )
     schedule = config.pick(
         Schedule,
@@ -60,7 +68,7 @@ def make_schedule(
         data_size=data_size,
         global_batch_size=rows_per_step
         or config.batch_size * config.gradient_accumulation_steps * data_size,
-        batching="padded" if data.have_images else config.batching,
+        batching="padded" if data.have_images and pads_images else config.batching,
         mixture=data.mixture,
         seed=config.seed if config.shuffle else None,
         context_length=config.longest_row * objective.kind_of_rows(config).num_documents,
@@ -141,8 +149,20 @@ class RunRows:
         longest, _ = longest_micro_batch(
             self.schedule, self.data.train_rows, self.lengths, self._computed
         )
-        most_values = np.sort(self.data.train.images.num_values)[-self.schedule.batch_size :].sum()
-        return self._lengths_of(longest)._replace(image_values=int(most_values))
+        return self._lengths_of(longest)._replace(image_values=self._most_image_values())
+
+    def _most_image_values(self) -> int:
+        """Values of the images in the micro-batch with the most."""
+        images = self.data.train.images
+        if not len(images):
+            return 0
+        most_first = np.argsort(-images.num_values, kind="stable")
+        count = self.schedule.batch_size
+        if self.schedule.batching == "packed":
+            # as many as fit
+            tokens = np.cumsum(self.lengths[most_first])
+            count = max(count, int(np.sum(tokens <= count * self.schedule.context_length)))
+        return int(images.num_values[most_first[:count]].sum())
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""

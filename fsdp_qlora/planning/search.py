@@ -231,7 +231,9 @@ class Planner:
         key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, data_size)
         if key not in self._rows:
             if data:
-                schedule = make_schedule(config, data, data_size)
+                schedule = make_schedule(
+                    config, data, data_size, pads_images=self.model.pads_images
+                )
                 shares_tokens = self.model.shares_tokens(config.context_size)
                 rows = RunRows(config, data, schedule, shares_tokens=shares_tokens).planned()
             else:
@@ -240,7 +242,7 @@ class Planner:
         return self._rows[key]
 
     def _context_sizes(self, config: TrainConfig) -> list[int]:
-        # Rows with images are padded, and ranks share packed rows only.
+        # Ranks share rows of text only.
         if self.data and self.data.have_images:
             return [1]
         return context_sizes(config, self.model)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.checkpoint.start import Start
@@ -19,6 +20,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.graph_lengths import filled_length
+from fsdp_qlora.data.batches.image_inputs import ImageInputs
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.longest_rows import longest_rows
@@ -29,6 +31,7 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.architecture.attention import reads_bounds
+from fsdp_qlora.model.architecture.image_positions import positions_of_rows
 from fsdp_qlora.model.architecture.token_mixers import layers_apart
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
@@ -51,6 +54,7 @@ from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generator import KeptWeights
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
+from fsdp_qlora.training.image_probe import probe_images
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.ahead import (
@@ -130,11 +134,8 @@ def build_forward(
     is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
     probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
     schedule = plan.schedule
-    if not schedule.padding:
+    if config.batching != "padded":
         schedule = padded_if_needed(config, plan, probed)
-    if schedule.padding:
-        # It was planned before the loaded model was tried.
-        set_keeps_attention(model, False)
     context = join_context(ranks, plan.placed.layout.context_size)
     if context.size > 1:
         check_context(probed, context)
@@ -152,21 +153,24 @@ def build_forward(
         fills_up=ways_in_use().blocks == GRAPHS,
         has_teacher=row_kind.has_teacher,
         target_values=target_values,
-        image_processor=plan.data.image_processor,
-        model_arguments=inspect.signature(type(model).forward).parameters,
+        image_inputs=image_inputs(plan),
     )
+    collator = padded_if_images_need_it(plan, probed, collator)
+    if collator.schedule.padding:
+        # It was planned before the loaded model was tried.
+        set_keeps_attention(model, False)
     has_reference = objective.reference_beside(config) is not Reference.NONE
     forward = ForwardPass(
         model,
         ranks,
         collator,
         plan.model.precision,
-        attention=None if schedule.padding else plan.model.documents,
+        attention=None if collator.schedule.padding else plan.model.documents,
         reference=ReferencePass(model) if has_reference else None,
         temperature=config.temperature,
         context=context,
         heartbeat=control.heartbeat,
-        towers=[*plan.model.meta.parts.towers.values()],
+        towers=towers_of(plan),
         neftune_alpha=config.neftune_alpha,
     )
     # A few tokens show how this model's loss can be computed, before a step depends on it.
@@ -176,6 +180,23 @@ def build_forward(
         by_bounds = reads_bounds(model.config, forward.attention)
         set_graphs(model, GraphedBlocks(longest, by_bounds=by_bounds))
     return forward
+
+
+def towers_of(plan: Plan) -> list[nn.Module]:
+    """The parts of the model that compute images."""
+    return [*plan.model.meta.parts.towers.values()]
+
+
+def image_inputs(plan: Plan) -> ImageInputs | None:
+    """Makes the arguments for images of the plan's model, if it takes any."""
+    if plan.data.image_processor is None:
+        return None
+    model = plan.model.meta.model
+    return ImageInputs(
+        plan.data.image_processor,
+        inspect.signature(type(model).forward).parameters,
+        positions_of_rows(model),
+    )
 
 
 def precompute_reference(
@@ -223,20 +244,40 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
             log.info(
                 "Rows are computed apart in layers that mix tokens without attention: %s.", apart
             )
-        return plan.schedule
+        return dataclasses.replace(plan.schedule, batching=config.batching)
     if plan.placed.layout.context_size > 1:
         name = type(probed.model).__name__
         raise UserError(
             f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}."
         )
+    return _padded(dataclasses.replace(plan.schedule, batching=config.batching), plan, reason)
+
+
+def padded_if_images_need_it(plan: Plan, probed: Probed, collator: Collator) -> Collator:
+    """The collator, with padding if the loaded model needs it for rows with images.
+
+    Called on every rank.
+    """
+    data = plan.data
+    if collator.schedule.padding or not data.have_images:
+        return collator
+    table = data.train if len(data.train.images) else data.evaluation
+    reason = probe_images(probed, collator, table, towers_of(plan))
+    if reason is None:
+        return collator
+    return dataclasses.replace(collator, schedule=_padded(collator.schedule, plan, reason))
+
+
+def _padded(schedule: Schedule, plan: Plan, reason: str) -> Schedule:
+    """The schedule with padding, and a line that says why."""
     no_packing = ""
-    if plan.schedule.batching == "packed":
+    if schedule.batching == "packed":
         no_packing = ", and --batching packed has no effect"
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
     # Otherwise the plan has padded rows, and has said it when it read them.
-    if plan.model.documents is not None and not plan.data.have_images:
+    if plan.model.documents is not None and not plan.schedule.padding:
         warn_of_padded_rope(plan.model, plan.data)
-    return dataclasses.replace(plan.schedule, batching="padded")
+    return dataclasses.replace(schedule, batching="padded")
 
 
 def shares_prompts(plan: Plan, schedule: Schedule, probed: Probed) -> bool:

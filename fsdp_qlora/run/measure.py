@@ -91,7 +91,9 @@ def _measure_loss(
     """The loss of a dataset's rows. Called on every rank."""
     # auto decides a length for each dataset.
     config = dataclasses.replace(config, context_length=data.context_length)
-    schedule = make_schedule(config, data, placed.layout.data_size)
+    schedule = make_schedule(
+        config, data, placed.layout.data_size, pads_images=placed.model.pads_images
+    )
     trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks)
     result = trainer.evaluate(0, data.train, data.train_rows) or {}
     return {"loss": result.pop("eval_loss")} | result

@@ -141,7 +141,7 @@ def check_reference(
     # The reference is behind the policy in the batch, a teacher in the row: both become a batch.
     together = together.view(-1, *alone.shape[1:])
     difference = (together[len(alone) :] - alone).float().norm()
-    most = _most(difference / alone.float().norm())
+    most = largest_of_ranks(difference / alone.float().norm())
     if len(together) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"{type(model).__name__} passes other values than hidden states between its blocks, so "
@@ -149,7 +149,7 @@ def check_reference(
         )
 
 
-def _most(error: torch.Tensor) -> float:
+def largest_of_ranks(error: torch.Tensor) -> float:
     """The largest error of all ranks; 0 where there are no values, as on a stand-in for a GPU."""
     return gather_numbers([torch.nan_to_num(error)], error.device).max().item()
 
@@ -205,7 +205,7 @@ def _loss_error(
     loss = attach_head_loss(model, form)(inputs, rows, targets, CrossEntropy())
     reshard_all(model)
     expected = F.cross_entropy(logits[0].float(), targets, reduction="sum")
-    return _most((loss - expected).abs() / expected.abs())
+    return largest_of_ranks((loss - expected).abs() / expected.abs())
 
 
 class Probed(NamedTuple):
@@ -265,7 +265,7 @@ def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
             probed.logits(probed.tokens()[None])
     else:
         # The most of all ranks, so that every rank comes to the same decision.
-        most = _most(difference)
+        most = largest_of_ranks(difference)
         if most > probed.tolerance:
             reason = f"a second document in a row differs by {most:.0%} from it alone"
     reshard_all(probed.model)
@@ -298,7 +298,7 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     documents = documents | {"context_group": context}
     with torch.no_grad(), attending(model, probed.documents):
         logits = probed.logits(row[:, local], *tokens, **documents)[0].double()
-    most = _most(_relative(logits[:_FIRST_TOKENS], expected[:_FIRST_TOKENS]))
+    most = largest_of_ranks(relative_difference(logits[:_FIRST_TOKENS], expected[:_FIRST_TOKENS]))
     if most > probed.tolerance:
         raise UserError(
             f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: with "
@@ -307,8 +307,8 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
         )
 
 
-def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The relative difference of tokens' logits, [tokens, V]: the median over tokens."""
+def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The relative difference of tokens' logits or states, [tokens, V]: the median over tokens."""
     # Without their mean, which a softmax does not see, and which may be far larger than the rest.
     scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     difference = (logits - expected).norm(dim=-1)
@@ -329,4 +329,4 @@ def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
     with attending(model, probed.documents):
         row = torch.cat([first, second[num_shared:]])[None]
         behind = probed.logits(row, **documents)[0, len(first) :].double()
-    return _relative(behind, alone)
+    return relative_difference(behind, alone)

@@ -5,21 +5,20 @@ Both are rounds of micro-batches that all ranks compute at the same time.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from fsdp_qlora.data.batches.graph_lengths import filled_multiple
+from fsdp_qlora.data.batches.image_inputs import ImageInputs
 from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pad_rows, with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Round, Schedule
 from fsdp_qlora.data.batches.target_values import TargetValues
-from fsdp_qlora.data.text.image_processor import ImageProcessor
 
 _AHEAD = 2  # micro-batches whose images a thread reads before their use
 
@@ -36,8 +35,7 @@ class Collator:
         fills_up: short micro-batches are filled up to a length for which graphs are made.
         has_teacher: a row's second document is its teacher's.
         target_values: gives values of targets that the rows do not have themselves.
-        image_processor: for rows with images.
-        model_arguments: of the model's forward pass.
+        image_inputs: makes the model's arguments for rows with images.
     """
 
     schedule: Schedule
@@ -49,8 +47,7 @@ class Collator:
     fills_up: bool = False
     has_teacher: bool = False
     target_values: TargetValues | None = None
-    image_processor: ImageProcessor | None = None
-    model_arguments: Mapping[str, Any] = field(default_factory=dict)
+    image_inputs: ImageInputs | None = None
 
     @property
     def data_rank(self) -> int:
@@ -127,13 +124,9 @@ class Collator:
         return self.fills_up and self.context_size == 1 and not has_teacher
 
     def _with_images(self, batch: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
-        assert self.image_processor is not None and self.schedule.padding
-        names = [[*map(bytes, table.images.of_row(row).names)] for row in rows[self.data_rank]]
-        shown = [*filter(None, names)]
-        images: Mapping[str, torch.Tensor] = {}
-        if shown:
-            images = self.image_processor.model_inputs(shown, batch.input_ids, self.model_arguments)
-        return dataclasses.replace(batch, images=images, calls_towers=True)
+        assert self.image_inputs is not None
+        images, documents = self.image_inputs.of(table, rows[self.data_rank], batch)
+        return dataclasses.replace(batch, images=images, documents=documents, calls_towers=True)
 
 
 @dataclass(frozen=True, eq=False)

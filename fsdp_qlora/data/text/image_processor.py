@@ -93,8 +93,8 @@ class ImageProcessor:
             for name, value in outputs.items()
             if value.shape[:2] == shape and name not in _TOKENS
         ]
-        # `model_inputs` makes these for padded rows, which the processor never sees as a whole: it
-        # can make only the one that it knows.
+        # `model_inputs` makes these for the rows of a micro-batch, which the processor never sees
+        # as a whole: it can make only the one that it knows.
         unknown = [name for name in of_tokens if not torch.equal(outputs[name], kinds)]
         if unknown:
             raise UserError(
@@ -156,26 +156,28 @@ class ImageProcessor:
         """The tokens that stand for images."""
         return tuple({*self._processor.image_token_ids, *self.model_ids})
 
+    def outputs_of(self, names: Iterable[bytes]) -> dict[str, torch.Tensor]:
+        """The processor's outputs for the images of a row, by their names in the store."""
+        images = [*map(load, names)]
+        outputs = self._call(self._processor.image_token * len(images), images)
+        return {name: outputs[name] for name in self._names[1]}
+
     def model_inputs(
         self,
-        rows: Iterable[Iterable[bytes]],
+        outputs: Sequence[Mapping[str, torch.Tensor]],
         input_ids: torch.Tensor,
         taken: Mapping[str, inspect.Parameter],
     ) -> dict[str, torch.Tensor]:
         """The arguments of a model for the images of rows.
 
-        Each row is processed alone; what is of other sizes for other rows is padded with zeros, as
-        processors do it.
+        What is of other sizes for other rows is padded with zeros, as processors do it.
 
         Args:
-            rows: the names of its images, for each row that has any.
+            outputs: from `outputs_of`, for each row that has images.
             input_ids: of all rows, int64 [B, T].
             taken: the parameters of the model's forward pass, which gets no other arguments.
         """
         of_tokens, of_images = self._names
-        token = self._processor.image_token
-        images = [[*map(load, names)] for names in rows]
-        outputs = [self._call(token * len(shown), shown) for shown in images]
         inputs = {
             name: _concatenate([output[name] for output in outputs])
             for name in of_images

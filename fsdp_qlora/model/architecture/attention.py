@@ -195,6 +195,16 @@ def packing_blocker(model: PreTrainedModel) -> str | None:
     return None if is_replaceable and passes_arguments else "its attention cannot be replaced"
 
 
+def sees_images_whole(model: PreTrainedModel) -> bool:
+    """Whether a model declares masks that text alone does not need: tokens of an image see later
+    ones of it.
+
+    Not all releases of transformers declare them; a probe finds the rest (training/image_probe.py).
+    """
+    takes_text = getattr(model.get_decoder(), "_supports_flash_attn", False)
+    return takes_text and not getattr(model, "_supports_flash_attn", False)
+
+
 def _looks_up(module: nn.Module) -> bool:
     """Whether a module takes its attention function by name from transformers' table."""
     # `co_names` are the global names that a function's bytecode reads.
@@ -211,11 +221,32 @@ def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[No
     """
     # The modules read the name from the configuration in each forward pass.
     before = model.config._attn_implementation
-    model.config._attn_implementation = implementation or before
+    _set_attention(model.config, implementation or before)
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        _set_attention(model.config, before)
+
+
+def _set_attention(config: PretrainedConfig, name: str) -> None:
+    """Set the implementation of text. Towers, which compute whole images, keep theirs."""
+    text = config.get_text_config()
+    holders = []
+    if text is not config:
+        parts = [getattr(config, part, None) for part in config.sub_configs]
+        holders = [part for part in parts if _holds(part, text)]
+    if not holders:
+        config._attn_implementation = name  # with all parts
+        return
+    config._attn_implementation = {"": name}  # without them
+    for part in holders:
+        _set_attention(part, name)
+
+
+def _holds(config: PretrainedConfig | None, text: PretrainedConfig) -> bool:
+    if config is None or config is text:
+        return config is text
+    return any(_holds(getattr(config, part, None), text) for part in config.sub_configs)
 
 
 def describe_kernel(

@@ -42,7 +42,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # RuntimeErrors that say nothing about documents
 _FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 # The arguments from `data.batches.micro_batch.describe_documents`.
-_DESCRIPTION = {
+DESCRIPTION = {
     "position_ids",
     "context_group",
     "document_lengths",
@@ -53,7 +53,7 @@ _DESCRIPTION = {
     "shared_tokens",
     "copies",
 }
-_DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 
 # transformers' names of the argument for a cache, which differ by model and by version
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -270,7 +270,7 @@ class ByDocument:
 
 
 def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in (*_DESCRIPTION, "seq_idx")}
+    return {name: value for name, value in kwargs.items() if name not in (*DESCRIPTION, "seq_idx")}
 
 
 def _cache_argument(layer: nn.Module, cache: CarriedState) -> dict[str, CarriedState]:
@@ -319,7 +319,7 @@ def pass_documents(
     """
     documents: dict[str, Any] = {}
     if "document_lengths" in kwargs:
-        documents = {name: kwargs[name] for name in _DESCRIPTION & kwargs.keys()}
+        documents = {name: kwargs[name] for name in DESCRIPTION & kwargs.keys()}
     for layer in layers:
         layer.documents = documents
     bounds = documents.get("cu_seq_lens_q")
