@@ -33,6 +33,7 @@ from fsdp_qlora.model.module_state import set_state, state_of
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.recompute import adapter_owners
+from fsdp_qlora.sharding.tower_outputs import keep_hidden_states
 from fsdp_qlora.sharding.vocabulary import (
     look_up_on_host,
     lookup_of,
@@ -88,6 +89,7 @@ def shard_model(
         # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all
         # groups for gradients to accumulate, and fails at one that was never gathered.
         groups.shard(tower, reshard=True, policy=dataclasses.replace(cast, reduce_dtype=None))
+        keep_hidden_states(tower)
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:

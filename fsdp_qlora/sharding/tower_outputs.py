@@ -1,0 +1,18 @@
+"""Hidden states that towers return, such as those of the block that LLaVA's projector reads."""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+
+def keep_hidden_states(tower: nn.Module) -> None:
+    """Let a tower that FSDP2 has sharded return hidden states as before.
+
+    FSDP2 gives a module a class of its own, and transformers looks up by the class's name what it
+    can return.
+    """
+    for module in tower.modules():
+        if isinstance(module, PreTrainedModel):
+            # As PreTrainedModel does it for each new model. update() takes the name itself in all
+            # releases.
+            _CAN_RECORD_REGISTRY.update({str(type(module)): module._can_record_outputs})

@@ -1,0 +1,209 @@
+"""Rows with images that are concatenated train as padded ones, to rounding."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor
+
+from tests.helpers.metrics import read_metrics
+from tests.helpers.rows import write_rows
+from tests.helpers.run import train_ok
+from tests.parity.test_images import OPTIONS, make_chats, save_tokenizer
+from tests.parity.test_multimodal import make_multimodal
+
+if hasattr(AutoImageProcessor, "_backends"):
+    pytest.skip(
+        "images need torchvision with this release of transformers", allow_module_level=True
+    )
+
+
+class Family(NamedTuple):
+    """A model's processor: tokens by the names that it knows, and how a chat template shows an
+    image.
+    """
+
+    images: Callable[[], Any]
+    tokens: dict[str, str]
+    shown: str
+    image_token: str  # whose id is in config.json
+    settings: dict[str, Any] = {}
+    model: str = ""  # in test_multimodal.py, if it has another name
+    sees_whole: bool = False  # tokens of an image see later ones of it
+
+
+def qwen_images(**options: Any) -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        patch_size=14, min_pixels=28 * 28, max_pixels=56 * 56, **options
+    )
+
+
+def glm_images() -> Any:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    return Glm4vImageProcessorPil(
+        patch_size=14, size={"shortest_edge": 28 * 28, "longest_edge": 2 * 56 * 56}
+    )
+
+
+def tiled_images() -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    return GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=False)
+
+
+def pixtral_images() -> Any:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=14)
+
+
+def clip_images() -> Any:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    return CLIPImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    )
+
+
+def siglip_images() -> Any:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    return SiglipImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def gemma3_images() -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def gemma4_images() -> Any:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=2, max_soft_tokens=70)
+
+
+QWEN = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+}
+SHOWN = "<|vision_start|><|image_pad|>"
+GLM = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "begin_of_video_token": "<|begin_of_video|>",
+    "end_of_video_token": "<|end_of_video|>",
+}
+INTERN = {
+    "context_image_token": "<IMG_CONTEXT>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
+PIXTRAL = {
+    "image_token": "[IMG]",
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
+GEMMA3 = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
+GEMMA4 = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+GEMMA4 |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+FAMILIES = {
+    "qwen3_vl": Family(qwen_images, QWEN, SHOWN, "<|image_pad|>"),
+    "qwen2_5_vl": Family(qwen_images, QWEN, SHOWN, "<|image_pad|>"),
+    "qwen3_5": Family(qwen_images, QWEN, SHOWN, "<|image_pad|>"),
+    "glm4v": Family(glm_images, GLM, "<|image|>", "<|image|>"),
+    "internvl": Family(
+        tiled_images, INTERN, "<IMG_CONTEXT>", "<IMG_CONTEXT>", {"image_seq_length": 1}
+    ),
+    "mistral3": Family(
+        pixtral_images, PIXTRAL, "[IMG]", "[IMG]", {"patch_size": 14, "spatial_merge_size": 2}
+    ),
+    "llava": Family(
+        clip_images,
+        {"image_token": "<image>"},
+        "<image>",
+        "<image>",
+        {
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    ),
+    "gemma3": Family(
+        gemma3_images,
+        GEMMA3,
+        "<start_of_image>",
+        "<image_soft_token>",
+        {"image_seq_length": 4},
+        sees_whole=True,
+    ),
+    "gemma4": Family(gemma4_images, GEMMA4, "<|image|>", "<|image|>", sees_whole=True),
+}
+
+
+def make_family(folder: Path, family: str) -> Path:
+    """A tiny model with its processor, and rows of mixed lengths with and without images."""
+    row = FAMILIES[family]
+    make_multimodal(folder, row.model or family)
+    tokenizer = save_tokenizer(folder, row.tokens, row.shown)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    row.images().save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(row.settings))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    number = tokenizer.convert_tokens_to_ids(row.image_token)
+    config |= {name: number for name in ("image_token_id", "image_token_index") if name in config}
+    path.write_text(json.dumps(config))
+    chats = make_chats(folder)[0]
+    write_rows(folder / "rows.jsonl", chats)
+    write_rows(folder / "held_out.jsonl", chats[2:7])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def make(family: str) -> Path:
+        return make_family(tmp_path_factory.mktemp(family), family)
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_concatenated_rows_with_images_train_as_padded_ones(family, folders, tmp_path):
+    folder = folders(family)
+    options = {
+        **OPTIONS,
+        "model_name": folder,
+        "dataset": folder / "rows.jsonl",
+        "eval_dataset": folder / "held_out.jsonl",
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    }
+    output = train_ok(1, tmp_path / "free", **options)
+    train_ok(1, tmp_path / "padded", batching="padded", **options)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        free, padded = (read_metrics(tmp_path / each, name) for each in ("free", "padded"))
+        assert free == pytest.approx(padded, rel=1e-5)
+    free, padded = (
+        load_file(tmp_path / each / "adapter_model.safetensors") for each in ("free", "padded")
+    )
+    for name, value in free.items():
+        assert (value - padded[name]).norm() < 2e-4 * padded[name].norm()
+    useful = read_metrics(tmp_path / "free", "useful_of_computed")
+    assert ("Rows are padded" in output) == FAMILIES[family].sees_whole
+    assert (min(useful) > 0.97) != FAMILIES[family].sees_whole
