@@ -6,10 +6,10 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 def keep_hidden_states(tower: nn.Module) -> None:
-    """Let a tower that FSDP2 has sharded return hidden states as before.
+    """Have a sharded tower return hidden states where its model asks for them.
 
-    FSDP2 gives a module a class of its own, and transformers looks up by the class's name what it
-    can return.
+    FSDP2 gives a module a class of its own, and transformers looks up by the name of the class
+    which outputs it records.
     """
     for module in tower.modules():
         if isinstance(module, PreTrainedModel):

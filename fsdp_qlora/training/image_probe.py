@@ -88,7 +88,7 @@ def _is_of_model(error: Exception) -> bool:
 
 @torch.no_grad()
 def _hidden_states(probed: Probed, batch: MicroBatch, towers: Sequence[nn.Module]) -> torch.Tensor:
-    """What the head gets of each token, [B, T, H], for a micro-batch that all ranks have."""
+    """The hidden states that go into the head, [B, T, H], for a micro-batch that all ranks have."""
     model = probed.model
     device = probed.ranks.device
     states: list[torch.Tensor] = []

@@ -2,8 +2,9 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,7 +32,7 @@ class Family(NamedTuple):
     tokens: dict[str, str]
     shown: str
     image_token: str  # whose id is in config.json
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
     model: str = ""  # in test_multimodal.py, if it has another name
     sees_whole: bool = False  # tokens of an image see later ones of it
 
@@ -67,9 +68,7 @@ def pixtral_images() -> Any:
 def clip_images() -> Any:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    return CLIPImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
-    )
+    return CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
 
 
 def siglip_images() -> Any:
@@ -162,7 +161,7 @@ def make_family(folder: Path, family: str) -> Path:
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     row.images().save_pretrained(folder)
-    (folder / "processor_config.json").write_text(json.dumps(row.settings))
+    (folder / "processor_config.json").write_text(json.dumps(dict(row.settings)))
     path = folder / "config.json"
     config = json.loads(path.read_text())
     number = tokenizer.convert_tokens_to_ids(row.image_token)

@@ -303,10 +303,11 @@ def test_images_train_as_in_a_plain_loop_of_peft(family, ranks, folders, tmp_pat
         # Adam divides by the root of tiny squares: of gemma4, one matrix (a gate's B) is off by
         # 1.3e-4 since sums have another order than PEFT's, all others by less than 2e-5.
         assert (value - adapter[name]).norm() < 2e-4 * adapter[name].norm()
-    assert "Rows are padded" in output
+    # Tokens of gemma's images see later ones.
+    assert ("Rows are padded" in output) == family.startswith("gemma")
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_a_step_in_16_bits_may_begin_with_rows_without_images(family, folders, tmp_path):
     folder = folders(family)
     chats = make_chats(folder)[0]
@@ -319,8 +320,8 @@ def test_a_step_in_16_bits_may_begin_with_rows_without_images(family, folders, t
         options = {
             **OPTIONS,
             "precision": precision,
-            "gradient_accumulation_steps": 4,
-            "batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "batch_size": 2,
         }
         train_ok(2, tmp_path / precision, model_name=folder, dataset=dataset, **options)
         losses.append(read_metrics(tmp_path / precision))
@@ -368,8 +369,8 @@ def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(folders, tmp_
     assert statuses == [0, 0], output
     calls = [json.loads((tmp_path / f"calls.{rank}").read_text()) for rank in range(2)]
     # Four of the eight rows have images, in three epochs; of the others one rank has some beside
-    # them.
-    assert sum(map(len, calls)) == 12 and not any(calls[0] + calls[1])
+    # them. Before that each rank computes two micro-batches to try rows without padding.
+    assert sum(map(len, calls)) == 12 + 2 * 2 and not any(calls[0] + calls[1])
     assert len(calls[0]) != len(calls[1])
     train_ok(2, tmp_path / "resumed", resume=tmp_path / "whole/checkpoints/step_000001", **options)
     first, second = (
