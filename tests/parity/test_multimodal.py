@@ -128,6 +128,8 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
             shrunk(getattr(config, part) or config.sub_configs[part](), sizes, **others),
         )
         getattr(config, part).initializer_range = 0.1
+    if hasattr(config, "projection_hidden_size"):
+        config.projection_hidden_size = config.vision_config.hidden_size
     config.tie_word_embeddings = False
     for name in vars(config):
         if name.endswith(("_token_id", "_token_index")):
