@@ -12,7 +12,7 @@ from fsdp_qlora.config.learn import LEARN, Learn, read_learn
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference, RowKind
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
-from fsdp_qlora.config.text import ALL, is_regex, pairs, url_error
+from fsdp_qlora.config.text import ALL, TOWERS, is_regex, pairs, url_error
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
 from fsdp_qlora.utils.files import PUBLIC, folder_error, is_repository, mirror_error
 
@@ -93,6 +93,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     yield from _init_errors(c)
     yield from _target_errors(c.lora_target_modules)
+    yield from _tower_errors(c)
     yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
     yield from _pattern_errors("alpha_pattern", c.alpha_pattern, float, "a number above 0")
 
@@ -118,8 +119,28 @@ def _init_errors(c: TrainConfig) -> Iterator[str]:
         )
 
 
+def _tower_errors(c: TrainConfig) -> Iterator[str]:
+    words = ",".join(name for name in c.lora_target_modules if name in TOWERS)
+    if words and c.objective != "sft":
+        yield (
+            f"--lora_target_modules {words}: layers that compute images train on rows with images, "
+            f"which --objective {c.objective} does not take. Leave the words out."
+        )
+    if words and c.kind.adapter == "dora":
+        yield (
+            f"--lora_target_modules {words}: layers that compute images can have plain LoRA, and "
+            f"--train_type {c.train_type} is DoRA. Leave the words out, or choose lora or qlora."
+        )
+    if words and c.init_lora_weights != "true":
+        yield (
+            f"--lora_target_modules {words}: layers that compute images are not quantized, and "
+            f"--init_lora_weights {c.init_lora_weights} corrects a quantization. Leave it at true."
+        )
+
+
 def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
     value = ",".join(targets)
+    targets = tuple(name for name in targets if name not in TOWERS)
     if len(targets) > 1:
         special = [name for name in targets if name in (*ALL, "default")]
         if special:

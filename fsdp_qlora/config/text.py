@@ -187,6 +187,8 @@ def _tokens_of_file(name: str) -> list[str]:
 
 
 ALL = ("all", "all-linear")  # PEFT's word is all-linear
+TOWERS = ("vision", "projector")
+"""Words for linear layers that compute images, which may stand beside all others."""
 
 
 def is_regex(name: str) -> bool:

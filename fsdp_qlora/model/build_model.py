@@ -31,6 +31,7 @@ from fsdp_qlora.model.architecture.rotary_binding import bind_rotary
 from fsdp_qlora.model.architecture.structure import block_linears, read_directly
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.architecture.tower_inputs import keep_documents_from
+from fsdp_qlora.model.architecture.towers import tower_linears
 from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.formats.published import PublishedFormat
 from fsdp_qlora.model.formats.quantized_layers import choose_quantized
@@ -158,7 +159,10 @@ def _choose(
             f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be "
             "quantized or adapted. Choose a model of another family."
         )
-    targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
+    towers = tower_linears(model)
+    targets, target_parameters = _select_targets(
+        linears, experts, towers, train_type, layers.lora, config
+    )
     modules = [path for path, _ in model.named_modules()]
     parts = ModelParts(model)
     _check_blocks_share_nothing(parts.blocks, config)
@@ -212,6 +216,7 @@ def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig)
 def _select_targets(
     linears: list[str],
     experts: list[str],
+    towers: Mapping[str, Sequence[str]],
     train_type: TrainType,
     lora: LoraOptions,
     config: PretrainedConfig,
@@ -223,7 +228,12 @@ def _select_targets(
     """
     if not train_type.adapter:
         return [], []
-    targets = select_targets(linears, lora.target_modules, config.model_type)
+    targets = select_targets(linears, lora.target_modules, config.model_type, towers)
+    if train_type.adapter != "lora" and not {*targets} <= {*linears}:
+        raise UserError(
+            "lora_target_modules: layers that compute images can have plain LoRA, not an adapter "
+            f"of kind {train_type.adapter}. Leave them out, or choose a --train_type with LoRA."
+        )
     check_patterns("rank_pattern", lora.rank_pattern, targets)
     check_patterns("alpha_pattern", lora.alpha_pattern, targets)
     check_fits_peft(train_type.adapter, targets, lora, config)

@@ -51,6 +51,11 @@ class ModelParts:
         """Embedding, blocks and head, in the order of the forward pass."""
         return [self.embedding, *self.blocks, *([] if self.head is None else [self.head])]
 
+    @property
+    def tower_adapters(self) -> list[nn.Module]:
+        """The adapters in the towers."""
+        return [each for tower in self.towers.values() for each in adapter_modules(tower)]
+
     def on_host(self, offload: Offload) -> list[nn.Module]:
         """The modules whose weights are in host memory.
 

@@ -238,9 +238,12 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
     towers = meta.parts.towers
     if towers:
         parameters = [each for tower in towers.values() for each in tower.parameters()]
-        size = format_bytes(sum(parameter.nbytes for parameter in parameters))
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        size = format_bytes(sum(parameter.nbytes for parameter in frozen))
         names = ", ".join(towers)
-        yield f"The parts for images are sharded as they are and do not train ({names}: {size})."
+        adapters = meta.parts.tower_adapters
+        learned = f"train by {len(adapters)} adapters" if adapters else "do not train"
+        yield f"The parts for images are sharded as they are and {learned} ({names}: {size})."
 
 
 def build_plan(
@@ -330,6 +333,12 @@ def _adapter_config(
         base_model=config.base_name or hub.public_name(config.model_name),
         model_config=model_config,
     )
+    if meta.parts.tower_adapters:
+        # Names alone reach the decoder only, where an adapter is trained further.
+        by_weight = adapter.target_parameters or ()
+        adapter.target_modules = {
+            path for path in meta.targets if f"{path}.weight" not in by_weight
+        }
     if new_tokens:
         # PEFT trains these rows of each module, and saves no other rows.
         adapter.trainable_token_indices = {

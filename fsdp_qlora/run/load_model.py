@@ -31,7 +31,12 @@ from fsdp_qlora.sharding.loading.load_weights import (
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
-from fsdp_qlora.sharding.recompute import set_keeps_attention, set_recompute, wrap_blocks
+from fsdp_qlora.sharding.recompute import (
+    set_keeps_attention,
+    set_recompute,
+    wrap_blocks,
+    wrap_towers,
+)
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.files import bytes_of_variable
@@ -85,6 +90,8 @@ def load_model(
     wrap_blocks(model, num_blocks=step.recomputing, offload=step.on_host.inputs)
     set_recompute(model, step.recomputing, on_host=step.on_host.blocks)
     set_keeps_attention(model, step.on_host.attention)
+    if step.recomputing or step.on_host.blocks:
+        wrap_towers(model)
     parts = plan.meta.parts
     strategy = placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)

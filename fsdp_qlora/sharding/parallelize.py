@@ -34,6 +34,7 @@ from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.recompute import adapter_owners
 from fsdp_qlora.sharding.tower_outputs import keep_hidden_states
+from fsdp_qlora.sharding.towers import TowerAdapters
 from fsdp_qlora.sharding.vocabulary import (
     look_up_on_host,
     lookup_of,
@@ -85,11 +86,7 @@ def shard_model(
     # `besides`. All ranks build the same groups, so their gathers come in the same order.
     for block in parts.blocks:
         _shard_block(block, groups, reshard_after_forward=reshard_after_forward)
-    for tower in parts.towers.values():
-        # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all
-        # groups for gradients to accumulate, and fails at one that was never gathered.
-        groups.shard(tower, reshard=True, policy=dataclasses.replace(cast, reduce_dtype=None))
-        keep_hidden_states(tower)
+    _shard_towers(parts, groups)
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:
@@ -143,11 +140,12 @@ class _Groups(NamedTuple):
 
 def _keep_adapters_plain(parts: ModelParts, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
     """Have adapters compute with copies in param_dtype; returns their parameters."""
-    adapters = adapter_modules(parts.model)
+    adapters = adapter_modules(parts.blocks)
     if adapters and param_dtype not in (None, torch.float32):
         # However the model is called, its first block comes before all adapters, once a pass.
         parts.blocks[0].register_forward_pre_hook(WeightCopies(adapters, param_dtype).refresh)
-    return {parameter for adapter in adapters for parameter in adapter.parameters()}
+    every = adapter_modules(parts.model)
+    return {parameter for adapter in every for parameter in adapter.parameters()}
 
 
 def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bool) -> None:
@@ -174,6 +172,28 @@ def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bo
         # By now the base's parameters are DTensors, other objects than before.
         base = {*block.parameters()} - adapters
         shard_aligned(owners, groups.mesh, groups.cast, base, reshard_after_forward=False)
+
+
+def _shard_towers(parts: ModelParts, groups: _Groups) -> None:
+    """Make a group of each tower's frozen weights, and one of all towers' adapters."""
+    adapters = parts.tower_adapters
+    trained = {parameter for adapter in adapters for parameter in adapter.parameters()}
+    # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all groups
+    # for gradients to accumulate, and fails at one that was never gathered.
+    policy = dataclasses.replace(groups.cast, reduce_dtype=None)
+    for tower in parts.towers.values():
+        groups.shard(tower, reshard=not adapters, besides=trained, policy=policy)
+        keep_hidden_states(tower)
+    if not adapters:
+        return
+    group = TowerAdapters(adapters)
+    if groups.mesh.size() > 1:
+        shard_aligned([group], groups.mesh, groups.cast, reshard_after_forward=False)
+    elif groups.cast.param_dtype not in (None, torch.float32):
+        group.copies = WeightCopies(adapters, groups.cast.param_dtype)
+    group.hide()
+    # FSDP2 finds its groups in the model, and reduces at the end of a backward pass in their order.
+    parts.model.tower_adapters = group
 
 
 def shard_aligned(
@@ -262,8 +282,13 @@ def _skip_backward_gathers(parts: ModelParts) -> None:
 
     FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
-    for module in (*parts.towers.values(), parts.embedding, *parts.blocks):
-        if any(parameter.requires_grad for parameter in module.parameters()):
+    towers = parts.towers.values()
+    # Adapters in towers give all blocks a gradient.
+    blocks = () if parts.tower_adapters else parts.blocks
+    for module in (*towers, parts.embedding, *blocks):
+        # Towers with adapters are still gathered from the forward pass.
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and module not in towers:
             return
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)
@@ -327,7 +352,8 @@ def materialize(
 
     # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have
     # memory by then.
-    for module in reversed(list(model.modules())):
+    modules = sorted(reversed([*model.modules()]), key=lambda each: isinstance(each, TowerAdapters))
+    for module in modules:
         buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)}
         for part in reversed(with_fillers(module)):
             part._apply(place, recurse=False)
@@ -340,13 +366,13 @@ def materialize(
     # A lookup copies the rows of its tokens alone; FSDP2 copies what it manages.
     looked_up = parts.embedding if lookup_of(model) else None
     candidates = parts.in_order if model in on_host else on_host
-    modules = [
+    streamed = [
         module
         for module in candidates
         if module is not looked_up and any(map(is_streamed, module.parameters()))
     ]
-    if modules:
-        stream_weights(model, modules, device)
+    if streamed:
+        stream_weights(model, streamed, device)
 
 
 def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -437,23 +463,6 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 def reshard_all(model: nn.Module) -> None:
     """Free all gathered weights: after a forward pass alone, `model.parameters()` are no shards."""
     for module in fsdp_modules(model):
-        module.reshard()
-
-
-@contextlib.contextmanager
-def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
-    """Gather the modules' weights for the duration of the block. Called on every rank: collective.
-
-    is_used: whether this rank uses them. Otherwise it only takes part in the gather.
-    """
-    groups = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in groups:
-        # Also on a rank that does not use them: the others would wait for its shards.
-        module.unshard()
-        if not is_used:
-            module.reshard()
-    yield
-    for module in groups:
         module.reshard()
 
 

@@ -12,12 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import PreTrainedModel
 
 from fsdp_qlora.data.batches.micro_batch import BESIDE
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as_at_start
 from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.kept_attention import KeptAttention
+from fsdp_qlora.model.architecture.towers import blocks_of_towers
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.host_activations import ActivationStore, is_spread
 from fsdp_qlora.sharding.host_memory import InputStore
@@ -95,6 +97,24 @@ def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: boo
     for index, block in enumerate(blocks):
         blocks[index] = RecomputedBlock(block, store if offload and index < num_blocks else None)
     set_recompute(model, num_blocks)
+
+
+class RecomputedTowerBlock(ActivationWrapper):
+    """A block of a tower that keeps only its inputs, and computes again in the backward pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._checkpoint_wrapped_module
+        if not torch.is_grad_enabled():
+            return block(*args, **kwargs)
+        return checkpoint(block, *args, use_reentrant=False, **kwargs)
+
+
+def wrap_towers(model: PreTrainedModel) -> None:
+    """Have the blocks of towers with adapters recompute."""
+    for blocks in blocks_of_towers(model):
+        if adapter_modules(blocks):
+            for index, block in enumerate(blocks):
+                blocks[index] = RecomputedTowerBlock(block)
 
 
 def set_recompute(model: nn.Module, num_blocks: int, *, on_host: int = 0) -> None:

@@ -26,8 +26,9 @@ from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.model.architecture.attention import attending
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.sharding.parallelize import gathered, reshard_all
+from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
+from fsdp_qlora.sharding.towers import gathered, tower_adapters
 from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.attach_loss import HeadLoss
@@ -69,8 +70,19 @@ class ForwardPass:
         )
         # The length of each token's row, [1, T, 1], or of all rows.
         self._lengths: torch.Tensor | int = 1
+        self._shows_images = False
+        self.tower_adapters = tower_adapters(self.model)
+        embedding = self.model.get_input_embeddings()
+        if self.tower_adapters is not None:
+            embedding.register_forward_hook(self._begin_graph)
         if self.neftune_alpha:
-            self.model.get_input_embeddings().register_forward_hook(self._add_noise)
+            embedding.register_forward_hook(self._add_noise)
+
+    def _begin_graph(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
+        # Images give the first block's input a gradient. Without any it gets one all the same, so
+        # that blocks have the same collectives in the backward passes of all ranks.
+        if torch.is_grad_enabled() and not self._shows_images and not output.requires_grad:
+            output.requires_grad_()
 
     def _add_noise(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         if not self.model.training:
@@ -91,6 +103,8 @@ class ForwardPass:
         documents: dict[str, Any] = {}
         if not self.collator.schedule.padding:
             documents = describe_documents([input_ids.shape[1]])
+        if self.tower_adapters is not None:
+            self.tower_adapters.prepare()
         # Every rank has all of these tokens, and shares none of them.
         attention = attending(self.model, self.attention)
         with attention, self.precision.autocasting(self.ranks.device):
@@ -129,6 +143,7 @@ class ForwardPass:
         if self.neftune_alpha:
             self._lengths = _lengths_of_rows(on_device)
         loss = loss.with_values(on_device.target_values)
+        self._shows_images = bool(batch.images)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.precision.autocasting(self.ranks.device))
             if self.reference and not alone:
@@ -143,7 +158,8 @@ class ForwardPass:
             )
             if batch.calls_towers:
                 # Gathering is collective: a rank without images takes part if another one has some.
-                stack.enter_context(gathered(self.towers, is_used=bool(batch.images)))
+                towers = gathered(self.towers, self.tower_adapters, is_used=self._shows_images)
+                stack.enter_context(towers)
             losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, loss)
         return losses, on_device
 

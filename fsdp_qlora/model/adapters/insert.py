@@ -67,16 +67,42 @@ class LoraOptions:
 # --- choice of layers and parameters, by names, regular expressions and patterns as in PEFT ---
 
 
-def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
+def select_targets(
+    linears: Sequence[str],
+    requested: Sequence[str],
+    model_type: str,
+    towers: Mapping[str, Sequence[str]] = {},
+) -> list[str]:
     """Select the linear layers that get an adapter, named as in PEFT.
 
     Args:
         linears: paths of the linear layers of the decoder blocks.
         requested: "all", "default" (PEFT's choice for the model type), one regular expression for
-            whole paths, or names: the last components of layers' paths.
+            whole paths, or names: the last components of layers' paths; words of `towers` beside
+            them.
+        towers: word -> paths of the linear layers for images that it stands for. They are also
+            selected by their whole paths.
     Raises:
         UserError: a name matches none.
     """
+    in_towers = {path for paths in towers.values() for path in paths}
+    chosen = {name for name in requested if name in in_towers}
+    for word in set(requested).intersection(towers):
+        if not towers[word]:
+            raise UserError(
+                f"lora_target_modules: {word} stands for layers that compute images, and this "
+                "model has no such linear layer. Leave it out."
+            )
+        chosen.update(towers[word])
+    others = [name for name in requested if name not in chosen and name not in towers]
+    in_order = [path for paths in towers.values() for path in paths if path in chosen]
+    of_decoder = _select_in_decoder(linears, others, model_type) if others else []
+    return [*of_decoder, *in_order]
+
+
+def _select_in_decoder(
+    linears: Sequence[str], requested: Sequence[str], model_type: str
+) -> list[str]:
     leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
     if len(requested) == 1 and requested[0] in ALL:
         return list(linears)
