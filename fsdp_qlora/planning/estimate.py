@@ -26,6 +26,7 @@ from fsdp_qlora.planning.graph_memory import (
     have_graphs,
     next_shorter,
 )
+from fsdp_qlora.planning.image_memory import ImageBytes, image_bytes
 from fsdp_qlora.planning.memory import Memory, Sizes, Step
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
@@ -37,7 +38,6 @@ _CATEGORIES = {
     "frozen": "other frozen weights",
     "trainable": "trainable weights (fp32)",
 }
-_LAYERS = (nn.Conv2d, nn.Conv3d, nn.Linear)  # of which the first of a vision tower takes patches
 _GRADIENTS = "their gradients"
 _STATE = "optimizer state"
 _BUFFER = "loading buffer"
@@ -115,7 +115,7 @@ class _Estimate:
         self.graphs = graph_bytes(parts, blocks, step) if without else {}
         # Blocks before the first that trains have no backward pass, and keep nothing for one.
         self.first = next((i for i, count in enumerate(self.trained) if count), 0)
-        if self._trained_weights(parts.embedding):
+        if self._trained_weights(parts.embedding) or parts.tower_adapters:
             self.first = 0
         self.activations = Activations(
             [block.kept for block in blocks],
@@ -211,6 +211,7 @@ class _Estimate:
             if kind.in_adapter
         )
         adapters = {_GATHERED: self._as_gathered(in_adapters)}
+        images = self._kept_for_images()
         copies = adapters.copy() if self.copies_adapters else {}
         # The head is gathered to be compared with.
         trial = adapters | {"whole head": self._gathered(parts.head or parts.embedding)}
@@ -228,9 +229,9 @@ class _Estimate:
         at_loss, at_heads_backward = self._after_forward(before, adapters, in_blocks[0])
         phases = {
             "trial": [trial],
-            "loss": [at_loss],
-            "head's backward": [at_heads_backward],
-            "backward": in_blocks,
+            "loss": [at_loss | images],
+            "head's backward": [at_heads_backward | images],
+            "backward": [sizes | images for sizes in in_blocks],
             "optimizer": [of_optimizer | copies],
         }
         if self.without is not None:
@@ -239,7 +240,8 @@ class _Estimate:
             phases["capture"] = [before | adapters | sizes for sizes in captures]
         if step.image_values:
             first_block = {"gathered blocks": self.gathered_sizes[0]}
-            phases["images"] = [before | adapters | first_block | self._at_images()]
+            at_work = self._kept_for_images() | self._at_images()
+            phases["images"] = [before | adapters | first_block | at_work]
         return phases
 
     def _after_forward(
@@ -313,7 +315,8 @@ class _Estimate:
         step = self.step
         num_blocks = len(self.blocks)
         activations = self.activations
-        left = sum(self.trained)
+        # Those of towers come last.
+        left = sum(self.trained) + sum(map(self._trained_weights, self.parts.towers.values()))
         of_all = max(self._trained_weights(self.parts.model), 1)
         # FSDP2 keeps what it reduces until it reduces the next block's gradients.
         reducing = 0
@@ -385,25 +388,32 @@ class _Estimate:
             "logits and their gradients": max(logits, gathering),
         }
 
-    def _at_images(self) -> Sizes:
-        """Transient memory of the parts for images, which have no backward pass."""
-        # The most is at the MLP of a block: 4 hidden and 2 to 3 inner states. This is within 16% of
-        # what Siglip, Qwen2.5-VL's and Qwen3-VL's were measured to hold.
-        towers = self.parts.towers.values()
-        values = self.step.image_values
-        layers: list[Any] = [
-            module for tower in towers for module in tower.modules() if isinstance(module, _LAYERS)
-        ]
-        of_patch = layers[0].weight[0].numel()
-        hidden = len(layers[0].weight)
-        dtype = layers[0].weight.dtype
-        of_mlp = [len(layer.weight) for layer in layers if layer.weight.shape[1] == hidden]
-        inner = max(of_mlp, default=hidden)
+    def _kept_for_images(self) -> Sizes:
+        """Memory from the forward pass of towers with adapters until their backward pass."""
+        if not (self.step.image_values and self.parts.tower_adapters):
+            return {}
+        images = self._images()
         return {
-            "gathered parts for images": sum(map(self._gathered, towers)),
-            "pixels": 4 * values,
-            "images at work": int(values / of_patch * (4 * hidden + 2.5 * inner) * dtype.itemsize),
+            "gathered parts for images": sum(map(self._gathered, self.parts.towers.values())),
+            "pixels": images.pixels,
+            "activations of images": images.kept,
         }
+
+    def _at_images(self) -> Sizes:
+        """Transient memory of the parts for images, in their forward or backward pass."""
+        images = self._images()
+        return {
+            "gathered parts for images": sum(map(self._gathered, self.parts.towers.values())),
+            "pixels": images.pixels,
+            "images at work": max(images.at_work, images.backward),
+        }
+
+    def _images(self) -> ImageBytes:
+        step = self.step
+        keeps_inputs_only = bool(step.recomputing or step.on_host.blocks)
+        return image_bytes(
+            self.parts.towers.values(), step.image_values, keeps_inputs_only=keeps_inputs_only
+        )
 
     def _gathered_at_work(self) -> list[int]:
         """Bytes of unsharded weights while each block is at work: its own and the next, or all."""
