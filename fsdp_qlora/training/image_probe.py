@@ -20,7 +20,8 @@ from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.model.architecture.attention import attending
 from fsdp_qlora.model.architecture.decoder import find_blocks
-from fsdp_qlora.sharding.parallelize import gathered, reshard_all
+from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.towers import gathered, tower_adapters
 from fsdp_qlora.sharding.vocabulary import tokens_known
 from fsdp_qlora.training.probes import Probed, largest_of_ranks, relative_difference
 from fsdp_qlora.utils.text import first_line
@@ -103,7 +104,7 @@ def _hidden_states(probed: Probed, batch: MicroBatch, towers: Sequence[nn.Module
     try:
         with (
             probed.precision.autocasting(device),
-            gathered(towers, is_used=True),
+            gathered(towers, tower_adapters(model), is_used=True),
             tokens_known(
                 model, batch.tokens_of_ranks, first=batch.input_ids.numel(), has_images=True
             ),
