@@ -79,7 +79,7 @@ class TextPieces:
                 return draft.finish(before, _state(kind, reader))
 
     def _check_source(self) -> None:
-        """Raise SourceChanged if the content is not that of the key."""
+        """Raise SourceChanged if the dataset has another content than the key says."""
         source = self._source
         if source.fingerprint() != source.identity:
             raise SourceChanged(
@@ -102,8 +102,6 @@ class TextPieces:
             return piece
         num_read = num_kept(piece.after)
         total = max(num_read, num_read / share)
-        if self._samples is not None:
-            total = min(total, self._samples)
         log.info(
             "Tokenizing %s rows a second: about %s rows in all, %.0f more minutes, %s of cache.",
             f"{pace:,.0f}",

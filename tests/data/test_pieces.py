@@ -29,8 +29,6 @@ from fsdp_qlora.utils import verified_stamps
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import SharedWorker
 from tests.data.rows import TOKENIZER, write_jsonl
-from tests.helpers.rows import make_rows, write_rows
-from tests.helpers.short_runs import options_of, trained
 
 pytestmark = pytest.mark.quick
 
@@ -96,6 +94,13 @@ def weighted(count: int) -> Rows:
     return rows
 
 
+def taught(count: int) -> Rows:
+    return [
+        {"instruction": sentence(i), "output": sentence(i + 1), "teacher_prompt": sentence(i + 2)}
+        for i in range(count)
+    ]
+
+
 def folders_of(cache: Path) -> list[Path]:
     """The folders of datasets in pieces, and of joined ones."""
     return [path for path in (cache / "tokenized").iterdir() if path.is_dir()]
@@ -142,8 +147,9 @@ def assert_same(found: RunData, expected: RunData) -> None:
         (pairs, {"objective": "dpo"}),
         (labels, {"objective": "kto"}),
         (weighted, {"prompt_template": "chatml"}),
+        (taught, {"objective": "distill"}),
     ],
-    ids=["instructions", "samples", "cut", "pairs", "labels", "weighted"],
+    ids=["instructions", "samples", "cut", "pairs", "labels", "weighted", "taught"],
 )
 def test_pieces_have_the_rows_and_report_of_one_file(rows, options, read, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", rows(70))
@@ -367,38 +373,13 @@ def test_progress_goes_on_at_the_row_where_it_stopped(read, tmp_path, capsys, ca
     path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
     with caplog.at_level(logging.INFO, "fsdp_qlora"):
         read(path, objective="dpo")
-    assert "rows a second" in caplog.text
+    assert "rows a second" in caplog.text and "goes on behind" not in caplog.text
     folder = folder_of(tmp_path / "pieces")
     (folder / "index.json").unlink()
     (folder / "000003.safetensors").unlink()
     capsys.readouterr()
-    read(path, objective="dpo")
+    with caplog.at_level(logging.INFO, "fsdp_qlora"):
+        read(path, objective="dpo")
+    assert caplog.text.count("goes on behind the 60 rows that are kept") == 1
     said = capsys.readouterr().err
     assert "Tokenizing: 60 rows" in said and "Tokenizing: 70 rows" in said
-
-
-def train_rank(argv: list[str], in_pieces: bool) -> int:
-    """A run on two datasets whose rows are in one file each, or in pieces of five."""
-    import train
-
-    place = argv.index("--dataset") + 2
-    argv.insert(place, str(Path(argv[place - 1]).with_name("more.jsonl")))
-    os.environ["FSDP_QLORA_CACHE"] = f"{argv[argv.index('--output_dir') + 1]}_cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_reader, "ROWS_PER_BATCH", PER_BATCH)
-        if in_pieces:
-            patch.setattr(pieces, "MOST_ENTRIES", PER_BATCH)
-        return train.main(argv)
-
-
-def test_two_ranks_train_the_same_adapter_on_pieces(models, tmp_path):
-    options = options_of({"precision": "bf16"}, models, tmp_path, num_blocks=2)
-    write_rows(tmp_path / "more.jsonl", make_rows(9, seed=1))
-    results = {}
-    for in_pieces in (True, False):
-        losses, weights = trained(2, tmp_path / f"{in_pieces}", options, train_rank, in_pieces)
-        results[in_pieces] = (losses, {name: each.tolist() for name, each in weights.items()})
-        # Both datasets, and what is joined.
-        count = 3 if in_pieces else 1
-        assert len(folders_of(tmp_path / f"{in_pieces}_cache")) == count
-    assert results[True] == results[False] and len(results[True][0]) == 4

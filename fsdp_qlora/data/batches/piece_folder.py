@@ -101,6 +101,7 @@ class PieceFolder:
                 making = None
             else:
                 if making is None:
+                    self._say_kept(number, state)
                     making = self._make(state)
                 piece = self._next(making)
                 if number or piece.after is not None:
@@ -128,8 +129,9 @@ class PieceFolder:
         rows = join_rows(parts, copies_tokens=False)
         with _room_named(self._folder, report.num_rows):
             write_whole(self._folder, rows, report, digests)
-        for path in self._folder.iterdir():
-            if path.name not in (INDEX, ROWS, *digests):
+        # Pieces of a preparation that ended them at other rows.
+        for path in self._folder.glob("[0-9]*"):
+            if path.name not in digests:
                 path.unlink(missing_ok=True)
         # Each piece was verified when it was read or written.
         self._stamp(digests).write()
@@ -154,6 +156,13 @@ class PieceFolder:
             parts.append(piece.rows)
         return parts
 
+    def _say_kept(self, number: int, before: State) -> None:
+        """Say where tokenizing goes on, unless it begins, or a piece is made again."""
+        if number and not (self._folder / _name(number)).exists():
+            log.info(
+                "Tokenizing goes on behind the %s rows that are kept.", f"{num_kept(before):,}"
+            )
+
     def _next(self, making: Iterator[Piece]) -> Piece:
         try:
             return next(making)
@@ -173,8 +182,6 @@ class PieceFolder:
             )
             return None
         if piece is None:
-            if number:
-                log.info("Tokenizing goes on behind piece %d, which is kept.", number)
             return None
         is_new = is_of_this_start(path.stat().st_mtime)
         is_current = are_current(piece.rows, piece.report, are_of_this_start=is_new)
