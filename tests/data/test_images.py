@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora import api
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data import row_reader
+from fsdp_qlora.data.batches import pieces
 from fsdp_qlora.data.content import FOLDER
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.text import chats
@@ -343,3 +346,35 @@ def test_a_model_of_text_refuses_images_by_the_columns_name(prepare, tmp_path, m
     path.write_text(json.dumps({"messages": ask([{**PLACE, "image": "a.png"}])}) + "\n")
     with pytest.raises(UserError, match="images: only text can be trained on with this model"):
         prepare(path)
+
+
+def test_images_in_pieces_are_made_again_in_the_piece_that_lacked_one(
+    prepare, tmp_path, monkeypatch
+):
+    rows = [row_of(ask("hi"))] * 4 + [shows(name) for name in ("a.png", "cut.png", "a.png")] * 3
+    path = write_jsonl(tmp_path / "rows.jsonl", rows[:-2])
+    monkeypatch.setattr(row_reader, "ROWS_PER_BATCH", 2)
+
+    def read(cache: str, per_piece: int) -> RunData:
+        monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / cache))
+        monkeypatch.setattr(pieces, "MOST_ENTRIES", per_piece)
+        return prepare(path, max_bad_rows=0.5)
+
+    def pieces_of(cache: str) -> list[tuple[str, int]]:
+        found = sorted((tmp_path / cache).rglob("0*.safetensors"))
+        return [(file.name, file.stat().st_mtime_ns) for file in found]
+
+    expected = read("one", 1000).train
+    found = read("pieces", 4).train
+    assert found.digest == expected.digest and len(pieces_of("pieces")) == 3
+    assert found.images.sizes.tolist() == expected.images.sizes.tolist()
+    assert len(found.images) == 5 and not found.images.counts[:4].any()
+    before = pieces_of("pieces")
+    (tmp_path / "cut.png").write_bytes(png(picture(30, 20, seed=1)))
+    later = time.time() + 1
+    monkeypatch.setattr(verified_stamps.psutil.Process, "create_time", lambda self: later)
+    again = read("pieces", 4).train
+    assert again.digest == read("one", 1000).train.digest != found.digest
+    assert len(again.images) == 7
+    changed = [new != old for new, old in zip(pieces_of("pieces"), before, strict=True)]
+    assert changed == [False, True, True]  # both had a row with the image that could not be read
