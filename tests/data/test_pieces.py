@@ -245,6 +245,23 @@ def test_a_damaged_piece_is_made_again_alone(is_finished, read, tmp_path, lines)
         assert (file.stat().st_ino, file.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
 
 
+@pytest.mark.parametrize("name", ["index.json", "rows.safetensors"])
+def test_a_damaged_index_is_made_again_of_the_pieces(name, read, tmp_path, monkeypatch, lines):
+    path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
+    expected = read(path, objective="dpo").train.digest
+    folder = folder_of(tmp_path / "pieces")
+    before = hashes(folder)
+    content = bytearray((folder / name).read_bytes())
+    content[-9] ^= 1
+    (folder / name).unlink()
+    (folder / name).write_bytes(content)
+    lines.clear()
+    monkeypatch.setattr(tokenization, "tokenize_batch", lambda *_: pytest.fail("tokenized again"))
+    assert read(path, objective="dpo").train.digest == expected
+    assert len([line for line in lines if "is damaged" in line]) == 1
+    assert hashes(folder) == before
+
+
 def test_a_full_disk_is_said_and_a_later_start_goes_on(read, tmp_path):
     rows = instructions(70)
     for row in rows[40:]:
