@@ -19,6 +19,7 @@ from fsdp_qlora.data.sources.file_content import is_packed
 from fsdp_qlora.data.sources.file_hashes import hash_files
 from fsdp_qlora.data.sources.files import FILE_KINDS, FileKind, kind_of, look_into
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
+from fsdp_qlora.data.sources.hub_files import large_split
 from fsdp_qlora.data.sources.reading import (
     ChooseColumns,
     NeededRows,
@@ -302,6 +303,12 @@ def hub_source(
     import datasets  # slow to import and not needed for local files
 
     refusal = ask_hub(name, "dataset")
+    files = None
+    if not shuffled:
+        files = large_split(name, config, split, is_reachable=refusal is None)
+    if files is not None:
+        identity = files.identity
+        return Source(name, lambda: identity, files.parts())
     if refusal is not None:
         reason = hub_reason(refusal)
         if not (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():

@@ -37,7 +37,7 @@ def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns
 
     Parquet, tables and lines are read in blocks at evenly spaced places; a share of the bytes, so
     that each row is as likely as another. Files that are packed, .csv and .json are read from their
-    beginning.
+    beginning; of files that are downloaded, the first ones are.
 
     Args:
         limit: the rows of the source that count, from its first; None for all.
@@ -52,6 +52,8 @@ def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns
     known = rows_in_all(source.parts)
     in_all = known or source.estimate_rows()
     ends = [source.stop, None if limit is None else source.start + limit, in_all]
+    if any(part.is_remote for part in source.parts):
+        return Sample(first[:num_rows], max(in_all - source.start, num_rows + 1))
     stop = min(end for end in ends if end is not None)
     total = max(num_rows + 1, stop - source.start)
     blocks = _Blocks(source.parts, used, num_rows, in_all)
