@@ -351,8 +351,8 @@ def _choose_context_length(
 
     It is at most 4,096 and `longest`.
 
-    All rows decide; of a dataset of more than 10,000 about so many at even distances. The same rows
-    give the same number on every rank.
+    All rows decide; of a larger dataset about 10,000 at even distances. The same rows give the same
+    number on every rank.
     """
     reports = []
     for dataset, source in known_sources.items():

@@ -10,6 +10,7 @@ from fsdp_qlora.data.batches.pieces import Draft, Piece, SourceChanged, State, n
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.content import Content
 from fsdp_qlora.data.dataset_text import DatasetText
+from fsdp_qlora.data.disk_room import check_room
 from fsdp_qlora.data.row_reader import RowReader
 from fsdp_qlora.data.sources.reading import ChooseColumns
 from fsdp_qlora.data.sources.source import Place, Source
@@ -42,6 +43,8 @@ class TextPieces:
         Raises:
             UserError: the rows cannot be used, or SourceChanged before the last piece.
         """
+        if not before:
+            check_room(self._source, self._samples)
         kind = TextRows(self._text)
         reader = self._reader(kind, before)
         with tqdm(desc="Tokenizing", unit=" rows", initial=num_kept(before)) as bar:

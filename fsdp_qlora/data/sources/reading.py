@@ -73,6 +73,8 @@ class Part:
     """Gives the number of rows, if it is known without reading them."""
     read_ranges: Callable[[ChooseColumns, Ranges], NumberedRows] | None = None
     """The rows that begin in some ranges, if what is before these need not be read."""
+    is_file: bool = True
+    """Whether it is a file, so that its size is in bytes."""
     is_remote: bool = False
     """Whether reading downloads the file."""
 

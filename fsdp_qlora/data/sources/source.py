@@ -364,7 +364,7 @@ def _table_part(table: Any, name: str) -> Part:
         for start, stop in ranges:
             yield from rows_between(used, math.ceil(start), math.ceil(stop))
 
-    return Part(name, "row", read, len(table), lambda: len(table), read_ranges)
+    return Part(name, "row", read, len(table), lambda: len(table), read_ranges, is_file=False)
 
 
 def number_tables(

@@ -29,7 +29,7 @@ class Sample:
 
     entries: list[Entry]
     num_rows: int
-    """The rows of the source: as counted if all of them are in the sample, or about so many."""
+    """The rows of the source: counted if all of them are in the sample, else estimated."""
 
 
 def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns) -> Sample:
@@ -37,7 +37,7 @@ def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns
 
     Parquet, tables and lines are read in blocks at evenly spaced places; a share of the bytes, so
     that each row is as likely as another. Files that are packed, .csv and .json are read from their
-    beginning; of files that are downloaded, the first ones are.
+    beginning, and files that are downloaded one after another.
 
     Args:
         limit: the rows of the source that count, from its first; None for all.
@@ -123,7 +123,7 @@ class _Blocks:
             before = end
 
     def _read(self, part: Part, ranges: Ranges) -> NumberedRows:
-        """The rows of a part that begin in these ranges, or so many others."""
+        """The rows of a part that begin in these ranges, or as many from its beginning."""
         most = self._most * len(ranges)
         if part.read_ranges is not None:
             return islice(part.read_ranges(self._used, ranges), most)

@@ -1,0 +1,57 @@
+"""Compares the free disk with what the tokens of a dataset may take, before it is read."""
+
+import logging
+from pathlib import Path
+
+from fsdp_qlora.data.sources.file_content import is_packed
+from fsdp_qlora.data.sources.source import Source
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import cache_folder
+from fsdp_qlora.utils.machine import free_disk
+from fsdp_qlora.utils.text import format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+# Smaller datasets are not looked at.
+_LARGE = 2**30  # bytes
+# A token is about 4 bytes of text, and 5 bytes of the cache: its id, and whether it is learned.
+_CACHE_OF_TEXT = 5 / 4
+# Text is packed about this number of times.
+_PACKED = 4
+# Much of a file may be columns that are not used, so only a fraction is sure to be needed.
+_SURE = 0.05
+
+
+def check_room(source: Source, limit: int | None) -> None:
+    """Compare the free disk with the estimated size of a dataset's tokens.
+
+    A dataset of which a slice is read is not looked at, nor a table of `datasets`.
+
+    Args:
+        limit: the rows that are read, None for all.
+    Raises:
+        UserError: even a twentieth of the estimate does not fit. If only the estimate does not, a
+            warning says so.
+    """
+    if limit is not None or source.start or source.stop is not None:
+        return
+    text = 0
+    for part in source.parts:
+        if part.is_file:
+            is_compressed = is_packed(Path(part.name)) or part.name.endswith(".parquet")
+            text += part.size * (_PACKED if is_compressed else 1)
+    needed = text * _CACHE_OF_TEXT
+    free = free_disk(cache_folder())
+    if text <= _LARGE or needed <= free:
+        return
+    about = (
+        f"{source.origin}: its tokens may take about {format_bytes(needed)}, and the cache, "
+        f"{cache_folder()}, has {format_bytes(free)} free"
+    )
+    advice = (
+        "Free some space, set FSDP_QLORA_CACHE to a folder on a larger disk, or use fewer rows "
+        "with --dataset_samples"
+    )
+    if needed * _SURE > free:
+        raise UserError(f"{about}. {advice}.")
+    log.warning("%s. %s, if it gets full.", about, advice)
