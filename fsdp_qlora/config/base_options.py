@@ -123,6 +123,11 @@ class BaseOptions:
             "prompt_completion",
             "guanaco",
             "text",
+            "responses",
+            "items",
+            "request_response",
+            "atif",
+            "verifiers",
         ],
         OF_RESULT,
     ] = "auto"

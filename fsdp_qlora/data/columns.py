@@ -86,6 +86,7 @@ OTHER_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("preference", ("response_j", "response_k")),  # StackExchange's
     *(("rating", (name,)) for name in (*COLUMNS["rating"][1:], "completions")),
     ("text", ("response",)),  # ms-swift, for pretraining
+    ("items", ("input",)),  # OpenAI's responses
 )
 
 _WITH_OTHER_NAMES: tuple[Role, ...] = ("context", "system", "tools", "images")

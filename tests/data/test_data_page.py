@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.data.batches.tokenization import encode
+from fsdp_qlora.data.content import Chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import Renderer
@@ -23,9 +24,10 @@ EXAMPLES = re.findall(
     re.M | re.S,
 )
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == "
-    "'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt "
-    "%}<|assistant|>{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}{% for c in "
+    "m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -34,6 +36,18 @@ def test_every_format_of_texts_has_an_example():
         name for name in FORMATS if FORMATS[name].row_kind == TEXTS
     }
     assert all(f"`{name}`" in PAGE for name in (*FORMATS, *TEMPLATES))
+
+
+def test_the_agents_log_of_the_page_is_read():
+    section = PAGE.split("### Agents' logs")[1].split("\n### ")[0]
+    [example] = re.findall(r"^```json\n(.*?)^```\n", section, re.M | re.S)
+    chat = FORMATS["messages"].read(json.loads(example))
+    assert isinstance(chat, Chat) and chat.tools is not None
+    assert [message["role"] for message in chat.messages] == [
+        *("system", "user", "assistant", "tool", "assistant")
+    ]
+    for name in (name for name, _, learned in EXAMPLES if "<call>" in learned):
+        assert f"| `{name}` |" in section
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 They are checked before a template sees them.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,7 @@ def turns(value: object, column: str) -> list[dict[str, Any]]:
     """The turns in a column, as they are. Raises BadRow."""
     if isinstance(value, str):  # csv has no other way
         value = _json(value, column)
-    value = _parsed(value)
+    value = parsed(value)
     if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):
         raise BadRow(f"{column} is not a list of turns")
     if not value:
@@ -158,6 +159,31 @@ def _system(value: object) -> str:
     if len(filled) < len(texts):
         raise BadRow("a part of system is not text")
     return "\n\n".join(filled)
+
+
+def read_log(row: Row, turns: list[dict[str, Any]]) -> Chat:
+    """Read turns of an agent's log, with `tools`, `system` and `images`.
+
+    Results get the order of their calls and the names of the functions, and tools OpenAI's form.
+    Raises BadRow.
+    """
+    chat = read_chat(row, turns)
+    messages = linked_calls.with_names(linked_calls.in_order_of_calls(chat.messages))
+    tools, tool_notes = tool_forms.all_in_chat_form(chat.tools or [])
+    notes = [note for note in chat.notes if note != linked_calls.OTHER_ORDER]
+    return dataclasses.replace(
+        chat, messages=messages, tools=tools or None, notes=(*notes, *tool_notes)
+    )
+
+
+def only_read(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns in front of an answer, of which nothing is learned. Raises BadRow.
+
+    An answer that goes on from an assistant's turn would be learned as one of its own.
+    """
+    if turns and ROLES.get(str(_called(turns[-1])).lower()) == "assistant":
+        raise BadRow("the answer goes on from a turn of the assistant, which is cut there")
+    return [(turn | {"weight": 0}) for turn in turns]
 
 
 def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str, Any]:
@@ -267,7 +293,7 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
     tool_calls = []
     if isinstance(calls, str):
         calls = _json(calls, f"{where}: its tool calls")
-    listed: list[Any] = _parsed(calls if isinstance(calls, list) else [calls])
+    listed: list[Any] = parsed(calls if isinstance(calls, list) else [calls])
     for call in listed:
         function = call.get("function") or call if isinstance(call, dict) else None
         if (
@@ -304,7 +330,7 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
         return None
     if isinstance(tools, Mapping) and tools.keys() & {"name", "function"}:
         tools = [tools]
-    tools = plain_value(_parsed(tools))
+    tools = plain_value(parsed(tools))
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of objects")
     _check_unicode(tools, "tools")
@@ -330,7 +356,7 @@ def _check_unicode(value: object, where: str) -> None:
     unicode_of(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), where)
 
 
-def _parsed(values: object) -> Any:
+def parsed(values: object) -> Any:
     """A list whose objects may each be JSON text, as tables have objects of different kinds."""
     if not isinstance(values, list):
         return values
@@ -338,6 +364,11 @@ def _parsed(values: object) -> Any:
         _json(value, "") if isinstance(value, str) and value[:1] == "{" else value
         for value in values
     ]
+
+
+def parsed_text(value: object, where: str) -> Any:
+    """A value, or that in a text of JSON. A text of another kind stays as it is. Raises BadRow."""
+    return _json(value, where) if isinstance(value, str) and value[:1] in ("{", "[") else value
 
 
 def _json(text: object, where: str) -> Any:

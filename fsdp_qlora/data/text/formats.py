@@ -28,6 +28,10 @@ from fsdp_qlora.data.content import (
 )
 from fsdp_qlora.data.text import chats, preferences
 from fsdp_qlora.data.text import templates as prompts
+from fsdp_qlora.data.text.logs.atif import is_trajectory, read_trajectory
+from fsdp_qlora.data.text.logs.episodes import is_episode, read_episode
+from fsdp_qlora.data.text.logs.exchanges import is_exchange, read_exchange
+from fsdp_qlora.data.text.logs.responses import is_items, is_response, read_items, read_response
 
 # of timdettmers/openassistant-guanaco
 HUMAN = "### Human:"
@@ -238,6 +242,7 @@ _BESIDE = ("tools", "system", "images")
 _PROMPTED = (*COLUMNS["prompt"], "system", "tools")
 _ANSWERED = ("completion", "messages", *_PROMPTED)
 _IN_PROMPT = ("system", "tools", "images")
+_IN_RESPONSE = ("instructions", "tools", "images", "status", "error", "previous_response_id")
 _QUESTION = prompts.TEMPLATES["question_answer"]
 _read_alpaca = partial(read_fields, instruction="instruction", response="output", context="input")
 _read_dolly = partial(read_fields, instruction="instruction", response="response")
@@ -298,6 +303,18 @@ FORMATS: dict[str, Format] = {
     ),
     "guanaco": Format(("text",), (), read_guanaco, asks=("text",), recognizes=is_guanaco),
     "text": Format(("text",), (), read_text, asks=("text",)),
+    # Agents' logs, which have none of the columns above.
+    "responses": Format(
+        ("input", "output"), _IN_RESPONSE, read_response, Chat, ("input",), recognizes=is_response
+    ),
+    "items": Format(("items",), _IN_RESPONSE, read_items, Chat, ("items",), recognizes=is_items),
+    "request_response": Format(
+        ("request", "response"), (), read_exchange, Chat, ("request",), recognizes=is_exchange
+    ),
+    "atif": Format(
+        ("schema_version", "steps"), ("agent",), read_trajectory, Chat, recognizes=is_trajectory
+    ),
+    "verifiers": Format(("traces",), ("errors", "ok"), read_episode, Chat, recognizes=is_episode),
 }
 
 
