@@ -20,7 +20,7 @@ from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate
 from tests.data.conftest import WORKER
-from tests.data.rows import write_jsonl
+from tests.data.rows import write_jsonl, write_parquet
 from tests.rollouts.tool_templates import TEMPLATES as FAMILIES
 from tests.rollouts.tool_templates import tokenizer_of
 
@@ -169,6 +169,37 @@ def damage(value: Any, chance: random.Random) -> None:
             continue
         value[key] = chance.choice([None, [], {}, 7, "x", [None], [{}], {"type": "x"}, True])
         return
+
+
+def test_columns_of_other_formats_are_read_as_before():
+    said = GOOD["chat: one call"]["row"]["messages"]
+    logs = [GOOD[name]["row"] for name in ("items: a coding agent", "verifiers: an episode")]
+    beside = logs[0] | logs[1] | GOOD["ATIF: ends with a call"]["row"]
+    for name, row in (
+        ("messages", {"messages": said}),
+        ("prompt_completion", {"prompt": said[:2], "completion": said[2:]}),
+        ("text", {"text": "go on"}),
+        ("alpaca", {"instruction": "hi", "input": "so", "output": "go on"}),
+    ):
+        assert RequestedFormat().find([*row, *beside], [row | beside]).dataset_format == name
+    for row in ({"input": "hi", "output": "go on"}, {"input": ['{"type'], "output": "go on"}):
+        assert RequestedFormat().find([*row], [row]).dataset_format == "alpaca"
+
+
+def test_logs_of_tables_and_of_folders_are_those_of_lines(prepare, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["Qwen3.5"])
+    tokenizer.chat_template = FAMILIES["Qwen3.5"].text
+    for name in ("items: a coding agent", "ATIF: two calls in a step", "verifiers: an episode"):
+        [row] = [GOOD[name]["row"]]
+        folder = tmp_path / GOOD[name]["format"]
+        folder.mkdir()
+        (folder / "first.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
+        (folder / "second.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
+        options = {"tokenizer": tokenizer, "context_length": 9000}
+        lines, _ = prepare(write_jsonl(tmp_path / "a.jsonl", [row, row]), **options)
+        assert prepare(folder, **options)[0].digest == lines.digest
+        table = write_parquet(tmp_path / "a.parquet", [row, row])
+        assert prepare(table, **options)[0].digest == lines.digest
 
 
 def test_a_log_without_its_answer_is_a_prompt():
