@@ -60,6 +60,7 @@ THINKING: dict[str, dict[str, Any]] = {
 }
 ADDS = {"type": "tool_use", "name": "add", "input": {"a": 1}}
 FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+PATCH = {"name": "patch", "input": "-a\n+b"}
 # Messages in parts behind a question -> as OpenAI's chat API has them.
 SAME: dict[str, tuple[list[Any], list[Any]]] = {
     **{name: ([answer], [THINKS]) for name, answer in THINKING.items()},
@@ -95,6 +96,21 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
     "a call in a field too": (
         [says(text("so"), ADDS, tool_calls=[{"id": "c1", **CALL}])],
         [CALLS],
+    ),
+    "a custom tool": (
+        [{"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom", "custom": PATCH}]}],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "patch", "arguments": {"input": "-a\n+b"}},
+                    }
+                ],
+            }
+        ],
     ),
     "parameters": (
         [{"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}],

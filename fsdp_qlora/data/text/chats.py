@@ -295,7 +295,7 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
         calls = _json(calls, f"{where}: its tool calls")
     listed: list[Any] = parsed(calls if isinstance(calls, list) else [calls])
     for call in listed:
-        function = call.get("function") or call if isinstance(call, dict) else None
+        function = _function(call) if isinstance(call, dict) else None
         if (
             not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
@@ -313,6 +313,14 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
         tool_call["function"] = {"name": function["name"], "arguments": plain_value(arguments)}
         tool_calls.append(tool_call)
     return tool_calls
+
+
+def _function(call: dict[str, Any]) -> Any:
+    """What a call has of its function; of OpenAI's custom tools, the text that they take."""
+    custom = call.get("custom")
+    if isinstance(custom, Mapping) and isinstance(custom.get("input"), str):
+        return {"name": custom.get("name"), "arguments": {tool_forms.INPUT: custom["input"]}}
+    return call.get("function") or call
 
 
 def needs_template(row: Row) -> bool:
