@@ -12,10 +12,7 @@ TOOL_CALLS = "tool_calls"
 _PARTS = (REASONING, EMPTY_REASONING, TOOL_CALLS)
 _KEEPS_EMPTY = f"+{EMPTY_REASONING}"
 _KNOWN = {*TURNS, *(f"-{part}" for part in _PARTS), _KEEPS_EMPTY}
-_ALLOWED = (
-    f"one of {', '.join(TURNS)}, with or without {', '.join(f'-{part}' for part in _PARTS)} or "
-    f"{_KEEPS_EMPTY}"
-)
+_ALLOWED = "assistant, last, final or all, with -reasoning, -tool_calls, -empty_reasoning"
 
 
 class Learn(NamedTuple):

@@ -317,7 +317,7 @@ def test_words_of_learn_are_read_alike_from_all_places(tmp_path):
             ]
             assert {read_learn(config.learn).text for config in found} == {text}
     for wrong in ("assistant last", "banana", "-reasoning +empty_reasoning", "none"):
-        with pytest.raises(UserError, match="--learn must be one of assistant, last, all, final"):
+        with pytest.raises(UserError, match="--learn must be assistant, last, final or all, with"):
             parse_options(["--learn", *wrong.split()])
     with pytest.raises(UserError, match="own completions, all of them: leave out --learn"):
         parse_options(["--objective", "grpo", "--rewards", "exact_match", "--learn=-reasoning"])

@@ -86,7 +86,7 @@ def learned_rows(
 
 
 def _place(whole: Conversation, turn: int, *, apart: bool) -> tuple[str, Span, bool]:
-    """Choose the text that has the most of a turn, the whole conversation if all have as much.
+    """Choose the text with the most of a turn, the whole conversation if all have as much.
 
     Returns:
         The text, the turn's place in it, and whether a part of the turn is missing.
