@@ -212,6 +212,18 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "-tool_calls",
         [EXAMPLE, "<|im_end|>"],
     ),
+    "calls among the words": (
+        PLAIN,
+        says('so\n<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'),
+        "-tool_calls",
+        ["so\n", "<|im_end|>"],
+    ),
+    "marks of calls without a call": (
+        PLAIN,
+        says("Write <tool_call> and more."),
+        "-tool_calls",
+        ["Write <tool_call> and more.<|im_end|>"],
+    ),
     "an unknown form of calls": (
         CALLING,
         says("no ", "", **calls("find", "wind")),

@@ -56,6 +56,7 @@ class Form(NamedTuple):
 
 _NAME = r"(?P<name>[\w.:/-]+)"
 _FENCE = "```"
+BARE = "JSON alone"
 
 FORMS = [
     Form("harmony", re.compile(r"<\|channel\|>"), None, read_harmony),
@@ -82,7 +83,7 @@ FORMS = [
             in_lines=False,
         ).read,
     ),
-    Form("JSON alone", re.compile(r"\A\s*(?:\{|<\|python_tag\|>)"), bare_objects),
+    Form(BARE, re.compile(r"\A\s*(?:\{|<\|python_tag\|>)"), bare_objects),
     Form(
         "a list behind [TOOL_CALLS]",
         re.compile(r"\[TOOL_CALLS\]"),

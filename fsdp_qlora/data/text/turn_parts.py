@@ -5,6 +5,7 @@ that reads the message's own calls back. White space that a template writes arou
 the part.
 """
 
+import contextlib
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from fsdp_qlora.data.text.conversation import REASONING as FIELDS
 from fsdp_qlora.data.text.conversation import THOUGHTS, Conversation, Message, Span, squeezed
 from fsdp_qlora.data.text.harmony import harmony_spans
 from fsdp_qlora.data.text.loose_values import BadValue, skip_space
-from fsdp_qlora.data.text.tool_calls import FORMS, Form
+from fsdp_qlora.data.text.tool_calls import BARE, FORMS, Form
 
 MARKS = (*THOUGHTS, ("◁think▷", "◁/think▷"))
 # Tokens behind a turn with calls that readers of calls pass over. They are none of the calls.
@@ -69,8 +70,9 @@ def find_read_only(whole: Conversation, turn: Turn, parts: Collection[str]) -> R
         spans += [(block.start, block.end) for block in left_out]
         if REASONING in parts and _misses_reasoning(whole, turn, blocks):
             raise BadRow(_UNKNOWN.format(turn.number + 1, "reasoning", REASONING))
-    if TOOL_CALLS in parts and turn.message.get("tool_calls"):
-        spans += _calls(whole, turn)
+    if TOOL_CALLS in parts:
+        is_apart = turn.message.get("tool_calls")
+        spans += _calls(whole, turn) if is_apart else _calls_among_words(turn)
     start = turn.span[0]
     return ReadOnly([(first + start, end + start) for first, end in sorted(spans)], has_empty)
 
@@ -229,6 +231,36 @@ def _calls(whole: Conversation, turn: Turn) -> list[Span]:
     return [_with_space(whole, turn, found)]
 
 
+def _calls_among_words(turn: Turn) -> list[Span]:
+    """The places of calls that a message has as text, between marks."""
+    body = turn.body
+    blocks = _reasoning(turn)
+    start = blocks[-1].end if blocks else 0
+    spans: list[Span] = []
+    for form in FORMS:
+        # An object of JSON without marks is an answer.
+        if form.read is None or form.name == BARE:
+            continue
+        begins = form.begins.search(body, start)
+        while begins:
+            place = begins.end()
+            with contextlib.suppress(BadCall, BadValue, NoCall):
+                _, place = _read_from(body, begins.start(), form)
+                spans.append((begins.start(), _end_of_calls(body, place)))
+            begins = form.begins.search(body, place)
+        if spans:
+            break
+    return spans
+
+
+def _end_of_calls(text: str, end: int) -> int:
+    """The place behind calls without what readers pass over."""
+    calls = text[:end].rstrip()
+    for token in _BEHIND_CALLS:
+        calls = calls.removesuffix(token)
+    return len(calls)
+
+
 def _read_calls(whole: Conversation, turn: Turn, all_names: Collection[list[str]]) -> Span | None:
     """The place of calls with one of these lists of names, by the form that reads them."""
     body = turn.body
@@ -252,10 +284,7 @@ def _span_of_calls(text: str, form: Form, all_names: Collection[list[str]]) -> S
         except (BadCall, BadValue, NoCall):
             continue
         if found in all_names:
-            calls = text[:end].rstrip()
-            for token in _BEHIND_CALLS:
-                calls = calls.removesuffix(token)
-            return begins.start(), len(calls)
+            return begins.start(), _end_of_calls(text, end)
     return None
 
 
