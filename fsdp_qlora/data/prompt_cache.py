@@ -13,7 +13,7 @@ from fsdp_qlora.data.batches.rows import join_rows
 from fsdp_qlora.data.content import ENDED_WORKERS
 from fsdp_qlora.data.prompt_file import KeptPrompts, PromptFile, read_prompts
 from fsdp_qlora.data.prompt_texts import NotEncodable
-from fsdp_qlora.data.prompts import NO_PROMPTS, Prompt, Prompts, SideBySide
+from fsdp_qlora.data.prompts import NO_PROMPTS, JoinedTables, Prompt, Prompts
 from fsdp_qlora.distributed.ranks import derive_seed_of_list
 from fsdp_qlora.utils.files import cache_folder, staged_file
 from fsdp_qlora.utils.text import warn_from_any_rank
@@ -111,7 +111,7 @@ def join_prompts(parts: Sequence[Prompts], *, renumber: bool) -> Prompts:
     rows, _ = through_cache(key, lambda: (join_rows(tables, renumber=renumber), DataReport("")))
     digests = [part.digest for part in parts]
     digest = json.dumps([renumber, *digests]) if all(digests) else ""
-    return Prompts.whole(rows, SideBySide([part.beside for part in parts]), digest)
+    return Prompts.whole(rows, JoinedTables([part.beside for part in parts]), digest)
 
 
 def seed_of_columns(prompts: Prompts) -> int:

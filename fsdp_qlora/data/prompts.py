@@ -137,7 +137,7 @@ class Prompts(Sequence[Prompt]):
 NO_PROMPTS = Prompts.whole(NO_ROWS, ())
 
 
-class SideBySide:
+class JoinedTables:
     """Everything besides tokens of several tables, one table after the other."""
 
     def __init__(self, parts: Sequence[BesideTable]) -> None:

@@ -134,9 +134,11 @@ class RunRows:
     def planned(self) -> PlannedRows:
         """Sum up the rows."""
         schedule = self.schedule
-        of_epoch = epoch_order(
-            self.data.train_rows, seed=schedule.seed, epoch=0, mixture=schedule.mixture
-        )
+        of_epoch = self.data.train_rows
+        if self.data.mixture:
+            of_epoch = epoch_order(
+                of_epoch, seed=self.config.seed, epoch=0, mixture=self.data.mixture
+            )
         num_rows = min(
             schedule.num_epochs * schedule.num_rows,
             schedule.total_steps * schedule.global_batch_size,

@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
+from fsdp_qlora.data.batches.shared_tokens import RowTokens
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.planning.estimate import estimate_memory
@@ -121,12 +122,23 @@ def data_facts(data: RunData, schedule: Schedule, *, fills_up: bool = False) -> 
 
     fills_up: as for `Schedule.useful_shares`.
     """
-    lengths = data.lengths[data.train_rows]
+    lengths_of_all = data.lengths
+    lengths = lengths_of_all[data.train_rows]
     longest = int(lengths.max())
     # Of the first steps, whose rows are in random order, as all of them are.
-    steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
-    useful = [schedule.useful_shares(step, data.lengths, fills_up=fills_up)[0] for step in steps]
-    counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
+    steps = schedule.rounds_of_first_steps(data.train_rows, lengths_of_all)
+    computed = RowTokens(lengths_of_all, data.known_rows.row_numbers)
+    useful = [
+        schedule.useful_shares(step, lengths_of_all, computed, fills_up=fills_up)[0]
+        for step in steps
+    ]
+    # Of each length once: there are fewer than rows.
+    counts, edges = np.histogram(
+        np.arange(longest + 1),
+        bins=min(_MOST_BARS, longest),
+        range=(0, longest),
+        weights=np.bincount(lengths),
+    )
     return {
         "rows": len(data.train_rows),
         "held_out": len(data.eval_rows),

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.data.batches import largest
+from fsdp_qlora.data.batches import rows as rows_of_tables
 from fsdp_qlora.data.batches.largest import longest_micro_batch
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, Schedule
 from fsdp_qlora.data.batches.shared_tokens import RowTokens
+from fsdp_qlora.data.content import num_common
 
 pytestmark = pytest.mark.quick
 
@@ -152,3 +155,33 @@ def test_few_of_many_steps_are_split_to_find_the_largest(batching, monkeypatch):
     computed = RowTokens(lengths, np.arange(len(lengths)))
     found, _ = longest_micro_batch(schedule, np.arange(64_000), lengths, computed)
     assert 0 < len(split) < 10 and len(found)
+
+
+def test_common_beginnings_of_pairs_are_counted_exactly(monkeypatch):
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        monkeypatch.setattr(
+            rows_of_tables, "_TOKENS_COMPARED", int(generator.choice([1, 200, 10_000]))
+        )
+        texts = []
+        splits = []
+        for _ in range(int(generator.integers(1, 60))):
+            prompt = generator.integers(0, 3, generator.integers(0, 90))
+            first, second = (
+                np.concatenate([prompt, generator.integers(0, 3, generator.integers(0, 90))])
+                for _ in range(2)
+            )
+            if generator.integers(4) == 0:
+                second = first[: generator.integers(0, len(first) + 1)]
+            texts.append((first, second))
+            splits.append(len(first))
+        ids = [np.concatenate(pair) for pair in texts]
+        table = TokenizedRows(
+            np.concatenate(ids).astype(np.int32),
+            np.ones(sum(map(len, ids)), np.bool_),
+            np.cumsum([0, *map(len, ids)]),
+            np.arange(len(ids)),
+            np.array(splits),
+        )
+        expected = [num_common(first.tolist(), second.tolist()) for first, second in texts]
+        assert table.num_shared.tolist() == expected

@@ -85,7 +85,7 @@ def _steps_at_once(schedule: Schedule, train_rows: np.ndarray) -> Iterator[np.nd
 
 
 class _Bounds(NamedTuple):
-    """Of some steps.
+    """Bounds of some steps.
 
     tokens: at least as many as of each step's largest micro-batch, [steps]. num_rounds: at most
     the maximum rounds of a step, and these where the steps are not split one by one.

@@ -35,7 +35,7 @@ class RowImages:
     @cached_property
     def _firsts(self) -> np.ndarray:
         """The index of each row's first image, and the number of all, int64 [rows + 1]."""
-        return np.cumsum([0, *self.counts])
+        return np.concatenate([[0], np.cumsum(self.counts)])
 
     def of_row(self, row: int) -> "RowImages":
         """The images of one row."""

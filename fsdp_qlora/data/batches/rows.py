@@ -13,6 +13,7 @@ from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
 from fsdp_qlora.data.batches.shared_tokens import (
     RowTokens,
     SharedTokens,
+    num_equal,
     shared_in_groups,
     shared_in_pairs,
 )
@@ -27,6 +28,8 @@ measures something: the divergence from the reference, or what the teacher predi
 
 # Rows whose targets are counted at a time, so that the temporary arrays stay small.
 _ROWS_COUNTED = 4096
+# Tokens of rows whose documents are compared at a time.
+_TOKENS_COMPARED = 2**19
 
 
 class Column(NamedTuple):
@@ -169,6 +172,11 @@ class TokenizedRows:
         return self.document_targets.reshape(len(self), -1).sum(axis=1)
 
     @cached_property
+    def target_ends(self) -> np.ndarray:
+        """The number of targets up to the end of each row, int64 [rows]."""
+        return self.num_targets.cumsum()
+
+    @cached_property
     def document_targets(self) -> np.ndarray:
         """Learned tokens of each document that have a predecessor, int64 [documents]."""
         offsets_of_all = self.document_offsets
@@ -229,17 +237,25 @@ class TokenizedRows:
     @cached_property
     def num_shared(self) -> np.ndarray:
         """Length of the common prefix of each row's two documents, int64 [rows]."""
-        shared = []
-        # A loop, but one comparison of arrays for each row: the rows are mapped from a file.
-        for start, split, end in zip(self.offsets[:-1], self.splits, self.offsets[1:], strict=True):
-            length = min(split, end - start - split)
-            is_same = (
-                self.input_ids[start : start + length]
-                == self.input_ids[start + split : start + split + length]
-            )
-            # argmin of bool is the first false one
-            shared.append(length if is_same.all() else is_same.argmin())
-        return np.array(shared, dtype=np.int64)
+        shared = np.zeros(len(self), np.int64)
+        # In pieces: the rows are mapped from a file. A piece has one row at least.
+        first = 0
+        while first < len(self):
+            most = self.offsets[first] + _TOKENS_COMPARED
+            end = max(first + 1, int(np.searchsorted(self.offsets, most, side="right")) - 1)
+            offsets = self.offsets[first : end + 1]
+            ids = self.input_ids[offsets[0] : offsets[-1]]
+            starts = offsets[:-1] - offsets[0]
+            splits = self.splits[first:end]
+            lengths = np.minimum(splits, np.diff(offsets) - splits)
+            shared[first:end] = num_equal(ids, starts, starts + splits, lengths)
+            first = end
+        return shared
+
+    @cached_property
+    def _computed_of_pairs(self) -> np.ndarray:
+        """Tokens of each pair with its common prefix once, int64 [rows]."""
+        return self.lengths - self.num_shared
 
     def shared_tokens(self, rows: np.ndarray) -> SharedTokens | None:
         """The tokens that documents of some rows share with others of these rows.
@@ -267,7 +283,7 @@ class TokenizedRows:
         if not shares_prompts:
             return RowTokens(self.lengths, self.row_numbers)
         if len(self.splits):
-            return RowTokens(self.lengths - self.num_shared, self.row_numbers)
+            return RowTokens(self._computed_of_pairs, self.row_numbers)
         return RowTokens(self.lengths, self.row_numbers, self._prompt_tokens)
 
     def learned_from(self, *, shares_prompts: bool) -> RowTokens:

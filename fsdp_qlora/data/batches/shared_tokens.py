@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+# Tokens that are compared of each pair at first.
+_FEWEST_COMPARED = 16
+
 
 class SharedTokens(NamedTuple):
     """First tokens of documents of a micro-batch that the model computes for another one.
@@ -49,6 +52,42 @@ def shared_of_prompts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     lengths: tokens of each prompt.
     """
     return np.asarray(lengths, np.int64) - 1
+
+
+def num_equal(
+    ids: np.ndarray, firsts: np.ndarray, seconds: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """The number of tokens that two texts of each pair begin with in common, int64 [pairs].
+
+    Args:
+        ids: tokens of all texts, int32 [tokens].
+        firsts, seconds: where the two texts of each pair begin.
+        lengths: tokens of the shorter text of each pair, which are compared.
+    """
+    counts = np.zeros(len(lengths), np.int64)
+    left = np.flatnonzero(lengths)
+    width = _FEWEST_COMPARED
+    # As many tokens again as were compared before, of the pairs that do not differ yet.
+    while len(left):
+        done = counts[left]
+        # Behind the last text there are tokens, too, which no pair counts.
+        filled = np.concatenate([ids, np.zeros(width, ids.dtype)])
+        is_other = _tokens_from(filled, firsts[left] + done, width) != _tokens_from(
+            filled, seconds[left] + done, width
+        )
+        num_same = np.where(is_other.any(axis=1), is_other.argmax(axis=1), width)
+        counts[left] = np.minimum(done + num_same, lengths[left])
+        left = left[(num_same == width) & (counts[left] < lengths[left])]
+        width *= 2
+    return counts
+
+
+def _tokens_from(ids: np.ndarray, places: np.ndarray, width: int) -> np.ndarray:
+    """Copy `width` tokens from each of these places on, [places, width]."""
+    # A run of tokens as one value, which is copied at once.
+    run = np.dtype((np.void, width * ids.itemsize))
+    runs = np.ndarray(len(ids) - width + 1, run, ids, strides=(ids.itemsize,))
+    return runs[places].view(ids.dtype).reshape(len(places), width)
 
 
 class RowTokens(NamedTuple):

@@ -56,7 +56,7 @@ def number_targets(table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tenso
     """
     # Those of a row follow each other, so each row's first number and its count are enough.
     chosen = np.asarray(rows, np.int64)
-    ends = table.num_targets.cumsum()[chosen]
+    ends = table.target_ends[chosen]
     counts = table.num_targets[chosen]
     numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
     return {"numbers": torch.from_numpy(_at_least_one(numbers))}
