@@ -112,6 +112,11 @@ def _listed_cards() -> list[tuple[str, str]]:
     return [(name.strip(), driver.strip()) for name, _, driver in pairs]
 
 
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a GPU's memory is the host's, as of a GB10: what one takes the other lacks."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
+
+
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Copy the tensors among some values from the CPU to the device; other values stay.
 

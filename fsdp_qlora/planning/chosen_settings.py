@@ -93,7 +93,8 @@ def _search_settings(
     host = host_memory_free(machine.per_node) * machine.world_size
     if device.type == "cuda":
         gpu = gpu_of(torch.cuda.get_device_properties(device))
-        if config.auto and config.recompute == "auto":
+        can_pin = not gpu.shared
+        if can_pin and config.auto and config.recompute == "auto":
             # Slots differ, and by a slow one the trial at the start keeps nothing on the host.
             link = link_or_zero(device)
             release_cached_memory(device)

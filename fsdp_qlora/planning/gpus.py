@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import yaml
 
 from fsdp_qlora.distributed.layout import Layout
+from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB
 
 # Memory that torch's allocator never gets, until a card has measured it; sources are in
 # docs/memory.md. The context and the kernels that a run calls, GiB by compute capability: what
 # torch.OutOfMemoryError named beside torch in a process alone on its card, the most that was found.
-# Nobody named it for 75 and 100: as 86 and 90.
-_CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120: 0.58}
+# Nobody named it for 75, 100 and 121: as 86, 90 and 120.
+_CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120: 0.58, 121: 0.58}
 # NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL), sent and
 # received ones in pieces of 2 MiB. By NVLink: channels of a communicator, each with a ring and a
 # tree, and of two ranks that exchange tokens.
@@ -40,6 +41,7 @@ class Gpu(NamedTuple):
     capability: int = 86
     usable: float = 0.98
     to_host: float | None = None
+    shared: bool = False
 
     @property
     def host_link(self) -> float:
@@ -66,6 +68,10 @@ class Gpu(NamedTuple):
             "NCCL's buffers": channels * _NCCL_BYTES,
             "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
         }
+        if self.shared:
+            # What else is in the host's memory, of which a tenth is left to the system.
+            sizes_by_use["the system and cached files"] = int(0.1 * self.memory_gib * GIB)
+            sizes_by_use["the run's process"] = PROCESS
         return {name: count for name, count in sizes_by_use.items() if count}
 
 

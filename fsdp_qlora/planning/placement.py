@@ -20,6 +20,7 @@ from fsdp_qlora.config.objectives import Reference
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
 from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.distributed.device import shares_host_memory
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
@@ -218,6 +219,8 @@ def _open_offloads(config: TrainConfig, plan: ModelPlan) -> list[Offload]:
     # A paged optimizer moves its state between GPU and host itself, for weights on the GPU.
     if plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged:
         return [Offload()]
+    if shares_host_memory(plan.machine.ranks.device):
+        return [Offload()]
     return [Offload(), everything]
 
 
@@ -316,10 +319,13 @@ def check_memory(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         needed = sum(memory.resident.values())
+        is_one = shares_host_memory(device)
+        if is_one:
+            needed += sum(memory.host.values())
         if needed > free:
             advice = (
                 "--use_cpu_offload true keeps the frozen weights in host memory; "
-                if can_offload
+                if can_offload and not is_one
                 else ""
             )
             # Memory that other programs hold may be free when a supervisor starts the run again.

@@ -15,6 +15,7 @@ from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.held_out import PromptSets
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.device import shares_host_memory
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.planning.chosen_settings import choose_settings
@@ -172,6 +173,10 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
         held_out = plan.held_out
         log.info("%s", held_out.generation.describe_evaluation(held_out.most_prompts))
     log_plan(config, *PlanReport.of(placed).lines(), placed.reason)
+    if shares_host_memory(machine.ranks.device):
+        log.info(
+            "This GPU's memory is the host's: weights or activations on the host free none of it."
+        )
     for line in data.describe_left_out():
         log.warning("%s", line)
     num_nodes = machine.ranks.world_size // machine.ranks.local_world_size

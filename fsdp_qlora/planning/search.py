@@ -91,7 +91,9 @@ class PlannedRun(NamedTuple):
     @property
     def beside_torch(self) -> dict[str, int]:
         """Bytes of a GPU that torch's allocator does not get, by what they are."""
-        return self.gpus.gpu.beside_torch(self.placed.layout)
+        sizes = self.gpus.gpu.beside_torch(self.placed.layout)
+        host = sum(self.placed.memory.host.values())
+        return sizes | ({"on the host": host} if self.gpus.gpu.shared and host else {})
 
     @property
     def needed(self) -> int:

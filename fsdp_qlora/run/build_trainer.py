@@ -25,6 +25,7 @@ from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.longest_rows import longest_rows
 from fsdp_qlora.distributed.context import join_context
+from fsdp_qlora.distributed.device import shares_host_memory
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
@@ -428,10 +429,13 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         trainer.try_longest(longest)
     else:
         memory = plan.placed.memory
+        moved_bytes = memory.block + memory.block_input
+        if shares_host_memory(trainer.ranks.device):
+            moved_bytes = 0
         fit_on_gpu(
             trainer,
             longest,
             block_bytes=memory.block,
-            moved_bytes=memory.block + memory.block_input,
+            moved_bytes=moved_bytes,
             too_few=start.too_few,
         )

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.meta_model import build_meta_model
 from fsdp_qlora.planning.chosen_settings import choose_settings
-from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
+from fsdp_qlora.planning.gpus import GPUS, find_gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.offers.find_model import find_model, known_config
 from fsdp_qlora.planning.offers.planner import make_planner
 from fsdp_qlora.planning.program_speed import Parts, Program, expected_ways, this_program
@@ -29,7 +30,7 @@ from fsdp_qlora.planning.reading import earlier_run
 from fsdp_qlora.planning.search import GpuSet
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import format_count
+from fsdp_qlora.utils.text import GIB, format_count
 from tests.helpers.models import SIZES
 from tests.helpers.rows import write_rows
 from tests.helpers.run import ROOT, flags
@@ -217,6 +218,24 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(plan):
     assert max(map(len, lines)) <= 80
     [settings] = [line for line in said.splitlines() if "fsdp-qlora train" in line]
     assert "--use_cpu_offload true" in settings and "--nproc_per_node 2" in settings
+
+
+def test_memory_that_gpu_and_host_share_is_counted_once(plan, planned):
+    on_spark = ("--gpu", "DGX Spark", "--gradient_accumulation_steps", "4")
+    options = {"model_name": "llama-3.1-70b"}
+    kept, offloaded = (
+        planned(*on_spark, **options, use_cpu_offload=offload) for offload in (False, True)
+    )
+    assert kept["fits"] and offloaded["host_bytes"] > 30 * GIB
+    # The base on the host leaves no more room, and what is copied from there takes some.
+    assert offloaded["needed_bytes"] > kept["needed_bytes"]
+    assert offloaded["tokens_per_second"] < kept["tokens_per_second"]
+    _, said = plan(*on_spark, **options, use_cpu_offload=True)
+    assert "share it: --use_cpu_offload and --recompute host free none" in said
+    [chosen, *_] = planned(*on_spark, "--auto", **options)
+    assert "--use_cpu_offload false" in chosen["command"] and "host" not in chosen["command"]
+    assert find_gpu("gb10") == find_gpu("NVIDIA GB10")
+    assert gpu_of(SimpleNamespace(name="NVIDIA GB10", major=12, minor=1, total_memory=2**37)).shared
 
 
 def test_a_plan_shows_progress_beside_its_output(capsys, monkeypatch):

@@ -100,6 +100,8 @@ def _verdict_lines(run: PlannedRun) -> Iterator[str]:
     of_host = f" of {gpus.host_ram_gib:g}" if gpus.host_ram_gib else ""
     too_much = "" if run.fits_host else ", too much"
     yield f"host memory: {run.host_bytes / GIB:.1f}{of_host} GiB{too_much}"
+    if gpu.shared:
+        yield "GPU and host share it: --use_cpu_offload and --recompute host free none"
 
 
 def _generation_lines(run: PlannedRun) -> list[str]:
@@ -146,6 +148,8 @@ def _speed_line(run: PlannedRun, cost: float | None) -> str:
 def _host_lines(planner: Planner, run: PlannedRun) -> Iterator[str]:
     """How fast activations in host memory are beside recomputing, where one of them is planned."""
     config = run.config
+    if run.gpus.gpu.shared:
+        return
     moves = config.recompute == "host"
     if not moves and (config.recompute not in ("auto", "all") or not run.placed.memory.recomputing):
         return
