@@ -19,7 +19,16 @@ from fsdp_qlora.config.marks import (
 )
 
 LogTo = Literal[
-    "tqdm", "stdout", "wandb", "tensorboard", "jsonl", "project=", "name=", "group=", "entity="
+    "tqdm",
+    "stdout",
+    "wandb",
+    "trackio",
+    "tensorboard",
+    "jsonl",
+    "project=",
+    "name=",
+    "group=",
+    "entity=",
 ]
 
 
@@ -115,9 +124,9 @@ class RunOptions:
     """
     log_to: Annotated[tuple[LogTo, ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
     """Destinations of the metrics, besides metrics.jsonl and report.html in output_dir. tensorboard
-    writes to tensorboard/ in output_dir. wandb takes settings, as in wandb,project=mine,name=first:
-    project, name, group (for runs that belong together) and entity (the owner). Only jsonl leaves
-    the terminal silent.
+    writes to tensorboard/ in output_dir. wandb and trackio take settings, as in
+    wandb,project=mine,name=first: project, name, group (for runs that belong together) and, wandb
+    alone, entity (the owner). Only jsonl leaves the terminal silent.
     """
     eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Optimizer steps between two evaluations; 0 evaluates only before and after training."""

@@ -196,7 +196,7 @@ class TrainOptions(TypedDict, total=False):
     base_name: str | PathLike[str] | None
     "Name of the base model on the Hugging Face hub, OWNER/NAME, for the adapter's adapter_config.json and card; by default model_name, which others cannot find if it is a local folder."
     log_to: str | PathLike[str] | Sequence[Any]
-    "Destinations of the metrics, besides metrics.jsonl and report.html in output_dir. tensorboard writes to tensorboard/ in output_dir. wandb takes settings, as in wandb,project=mine,name=first: project, name, group (for runs that belong together) and entity (the owner). Only jsonl leaves the terminal silent."
+    "Destinations of the metrics, besides metrics.jsonl and report.html in output_dir. tensorboard writes to tensorboard/ in output_dir. wandb and trackio take settings, as in wandb,project=mine,name=first: project, name, group (for runs that belong together) and, wandb alone, entity (the owner). Only jsonl leaves the terminal silent."
     eval_steps: int
     "Optimizer steps between two evaluations; 0 evaluates only before and after training."
     eval_tasks: str | PathLike[str] | Sequence[Any]

@@ -22,7 +22,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_qlora.config.marks import save_times
-from fsdp_qlora.observability.sinks import Sink, SinkOptions, TensorBoardSink, WandbSink
+from fsdp_qlora.observability.sinks import (
+    Sink,
+    SinkOptions,
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_named, staged_file
 from fsdp_qlora.utils.records import Record, is_evaluation, numbers_in, parse_record, plain
@@ -368,8 +374,9 @@ SINKS: dict[str, type[Sink]] = {
     "tqdm": TqdmSink,
     "stdout": StdoutSink,
     "wandb": WandbSink,
+    "trackio": TrackioSink,
     "tensorboard": TensorBoardSink,
     "jsonl": JsonlSink,
 }
 
-ELSEWHERE = {"wandb", "tensorboard"}  # sinks that show nothing in the terminal
+ELSEWHERE = {"wandb", "trackio", "tensorboard"}  # sinks that show nothing in the terminal

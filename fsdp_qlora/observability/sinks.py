@@ -1,6 +1,6 @@
-"""The base classes of sinks, and TensorBoard's and wandb's.
+"""The base classes of sinks, and TensorBoard's, wandb's and Trackio's.
 
-Neither library can stop or stall training.
+None of these libraries can stop or stall training.
 """
 
 from __future__ import annotations
@@ -301,6 +301,36 @@ class WandbSink(QueuedSink):
         return _how_to_upload(self.client) if self.client is not None else ""
 
 
+class TrackioSink(QueuedSink):
+    """A Trackio run in its database on this machine, which every start of the run continues.
+
+    Steps that are repeated after a kill are there twice.
+    """
+
+    name = "trackio"
+
+    def open(self, options: SinkOptions) -> Any:
+        import trackio
+
+        named: dict[str, Any] = {"project": "fsdp_qlora", "name": options.run_id}
+        named |= _given_settings(options)
+        # It would start threads of its own; memory is in the records.
+        named |= {"auto_log_gpu": False, "auto_log_cpu": False}
+        config = plain(options.config)
+        return trackio.init(config=config, resume="allow", embed=False, **named)
+
+    def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return []  # those of starts with this sink are in the database
+
+    def send(self, record: Record) -> None:
+        numbers = named_numbers(record)
+        numbers.pop("step", None)  # a reserved name there
+        self.client.log(numbers, step=record["step"])
+
+    def finish(self, exit_code: int) -> None:
+        self.client.finish()
+
+
 def online_mode() -> Any:
     """The mode of WANDB_MODE and `wandb offline`.
 
@@ -316,12 +346,15 @@ def online_mode() -> Any:
     return mode
 
 
+def _given_settings(options: SinkOptions) -> dict[str, str]:
+    """Words of log_to such as project=NAME, which are arguments of the library's `init`."""
+    return dict(word.split("=", 1) for word in options.config["log_to"] if "=" in word)
+
+
 def _start(options: SinkOptions, *, finish_timeout: float, mode: Any) -> Any:
     import wandb
 
-    # Words of log_to such as project=NAME or entity=NAME are arguments of wandb.init.
-    given = dict(word.split("=", 1) for word in options.config["log_to"] if "=" in word)
-    named: dict[str, Any] = {"project": "fsdp_qlora", **given}
+    named: dict[str, Any] = {"project": "fsdp_qlora", **_given_settings(options)}
     settings = wandb.Settings(
         silent=True,  # we print the important line
         # capturing the terminal would break the progress bar and could upload secrets

@@ -268,6 +268,19 @@ def test_tensorboard_reads_what_metrics_jsonl_has(tmp_path):
     }
 
 
+def test_trackio_has_the_numbers_of_starts_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    run = {"run_id": "0123456789", "config": {"log_to": ("trackio", "project=mine"), "lr": 2e-4}}
+    for first in (1, 3):
+        with open_log(tmp_path, "trackio", "jsonl", **run) as log:
+            log.step(record(first))
+            log.step(record(first + 1))
+    rows = storage.get_logs("mine", "0123456789")
+    assert [(row["step"], row["loss"]) for row in rows] == [(n, 2.0 / n) for n in (1, 2, 3, 4)]
+    assert all(row["memory_gib/reserved/1"] == 2.5 for row in rows)
+
+
 def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, lines):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tensorboard").write_text("a file in the place of the folder")
