@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import write_rows
-from tests.helpers.run import train_ok
+from tests.helpers.run import all_slow_but, train_ok
 from tests.parity.test_images import OPTIONS, make_chats, save_tokenizer
 from tests.parity.test_multimodal import make_multimodal
 
@@ -21,6 +21,10 @@ if hasattr(AutoImageProcessor, "_backends"):
     pytest.skip(
         "images need torchvision with this release of transformers", allow_module_level=True
     )
+
+
+# Of each structure one family is trained in continuous integration.
+ALIKE = {"qwen3_vl", "glm4v", "internvl", "llava", "gemma3"}
 
 
 class Family(NamedTuple):
@@ -34,6 +38,7 @@ class Family(NamedTuple):
     image_token: str  # whose id is in config.json
     settings: Mapping[str, Any] = MappingProxyType({})
     model: str = ""  # in test_multimodal.py, if it has another name
+    text: Mapping[str, Any] = MappingProxyType({})  # of the text model's config.json
     sees_whole: bool = False  # tokens of an image see later ones of it
 
 
@@ -150,6 +155,14 @@ FAMILIES = {
         sees_whole=True,
     ),
     "gemma4": Family(gemma4_images, GEMMA4, "<|image|>", "<|image|>", sees_whole=True),
+    "gemma4 as E4B": Family(
+        gemma4_images,
+        GEMMA4,
+        "<|image|>",
+        "<|image|>",
+        model="gemma4",
+        text={"use_bidirectional_attention": None},
+    ),
 }
 
 
@@ -166,6 +179,7 @@ def make_family(folder: Path, family: str) -> Path:
     config = json.loads(path.read_text())
     number = tokenizer.convert_tokens_to_ids(row.image_token)
     config |= {name: number for name in ("image_token_id", "image_token_index") if name in config}
+    config["text_config"] |= row.text
     path.write_text(json.dumps(config))
     chats = make_chats(folder)[0]
     write_rows(folder / "rows.jsonl", chats)
@@ -182,7 +196,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", all_slow_but("qwen2_5_vl", FAMILIES, nightly=ALIKE))
 def test_concatenated_rows_with_images_train_as_padded_ones(family, folders, tmp_path):
     folder = folders(family)
     options = {
@@ -206,3 +220,20 @@ def test_concatenated_rows_with_images_train_as_padded_ones(family, folders, tmp
     useful = read_metrics(tmp_path / "free", "useful_of_computed")
     assert ("Rows are padded" in output) == FAMILIES[family].sees_whole
     assert (min(useful) > 0.97) != FAMILIES[family].sees_whole
+
+
+def test_rows_with_images_are_packed_as_they_fit(folders, tmp_path):
+    folder = folders("qwen2_5_vl")
+    options = {
+        **OPTIONS,
+        "model_name": folder,
+        "dataset": folder / "rows.jsonl",
+        "context_length": 128,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 8,
+    }
+    records = []
+    for batching in ("padding_free", "packed"):
+        train_ok(1, tmp_path / batching, batching=batching, **options)
+        records.append(read_metrics(tmp_path / batching))
+    assert records[1] == pytest.approx(records[0], rel=1e-5)
