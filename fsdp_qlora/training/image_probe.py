@@ -45,6 +45,8 @@ def probe_images(
     together = _batch(collator, table, rows)
     reason = None
     model = probed.model.eval()
+    if model.get_output_embeddings() is None:
+        return "it has no head"
     with _noting_masks(model) as masks:
         expected = _hidden_states(probed, alone, towers)
     if largest_of_ranks(torch.tensor(_see_later(masks), device=probed.ranks.device)):
