@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ from transformers import AutoImageProcessor
 
 from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import write_rows
-from tests.helpers.run import all_slow_but, train_ok
+from tests.helpers.run import all_slow_but, flags, on_ranks, train_ok
 from tests.parity.test_images import OPTIONS, make_chats, save_tokenizer
 from tests.parity.test_multimodal import make_multimodal
 
@@ -237,3 +238,19 @@ def test_rows_with_images_are_packed_as_they_fit(folders, tmp_path):
         train_ok(1, tmp_path / batching, batching=batching, **options)
         records.append(read_metrics(tmp_path / batching))
     assert records[1] == pytest.approx(records[0], rel=1e-5)
+
+
+def _train_with_plain_positions(argv: list[str]) -> int:
+    import train
+
+    with mock.patch("fsdp_qlora.run.build_trainer.positions_of_rows", lambda model: None):
+        return train.main(argv)
+
+
+def test_rows_are_padded_where_positions_of_images_are_wrong(folders, tmp_path):
+    folder = folders("qwen2_5_vl")
+    options = {**OPTIONS, "model_name": folder, "dataset": folder / "rows.jsonl", "max_steps": 1}
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="stdout", **options)
+    statuses, output = on_ranks(1, _train_with_plain_positions, (argv,), tmp_path / "logs")
+    assert statuses == [0], output
+    assert "Rows are padded with this model: a second row with images differs" in output
