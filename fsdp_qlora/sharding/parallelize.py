@@ -178,8 +178,7 @@ def _shard_towers(parts: ModelParts, groups: _Groups) -> None:
     """Make a group of each tower's frozen weights, and one of all towers' adapters."""
     adapters = parts.tower_adapters
     trained = {parameter for adapter in adapters for parameter in adapter.parameters()}
-    # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all groups
-    # for gradients to accumulate, and fails at one that was never gathered.
+    # Frozen. With a reduce_dtype, FSDP2 asks for gradients, and fails at what was never gathered.
     policy = dataclasses.replace(groups.cast, reduce_dtype=None)
     for tower in parts.towers.values():
         groups.shard(tower, reshard=not adapters, besides=trained, policy=policy)
@@ -282,14 +281,15 @@ def _skip_backward_gathers(parts: ModelParts) -> None:
 
     FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
-    towers = parts.towers.values()
+    # FSDP2 would gather a table earlier on ranks without images, and a gradient needs no weights.
+    skipped: list[nn.Module] = [*parts.towers.values(), parts.embedding] if parts.towers else []
     # Adapters in towers give all blocks a gradient.
-    blocks = () if parts.tower_adapters else parts.blocks
-    for module in (*towers, parts.embedding, *blocks):
-        # Towers with adapters are still gathered from the forward pass.
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        if trains and module not in towers:
-            return
+    if not parts.tower_adapters:
+        skipped += itertools.takewhile(
+            lambda module: not any(each.requires_grad for each in module.parameters()),
+            (parts.embedding, *parts.blocks),
+        )
+    for module in skipped:
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)
 

@@ -117,3 +117,26 @@ def test_16_bits_train_towers_with_rows_without_images(targets, folders, tmp_pat
     # bf16 has 8 bits
     for of_bf16 in losses[1:]:
         assert of_bf16 == pytest.approx(losses[0], rel=2e-2) and of_bf16 != losses[0]
+
+
+def test_all_of_a_decoder_trains_on_ranks_with_and_without_images(folders, tmp_path):
+    folder = folders("qwen3_vl")
+    options = {
+        **{name: value for name, value in OPTIONS.items() if "lora" not in name},
+        "model_name": folder,
+        "dataset": folder / "rows.jsonl",
+        "train_type": "full",
+        "lr": 1e-3,
+        "num_epochs": 2,
+    }
+    found = {}
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        train_ok(ranks, out, gradient_accumulation_steps=4 // ranks, batch_size=1, **options)
+        found[ranks] = read_metrics(out)
+        # The result is the whole model.
+        AutoModelForImageTextToText.from_pretrained(out)
+    assert found[2] == pytest.approx(found[1], rel=1e-5)
+    whole, base = (load_file(each / "model.safetensors") for each in (out, folder))
+    changed = {name for name in base if not whole[name].equal(base[name])}
+    assert changed and not any("visual" in name for name in changed)
