@@ -60,6 +60,7 @@ OTHER_FLAGS = {
     *("tasks", "limit", "num_fewshot"),  # evaluate
     *(
         "enable-lora",
+        "enable-tower-connector-lora",
         "max-logprobs",
         "max-lora-rank",
         "max-loras",
