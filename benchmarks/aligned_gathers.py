@@ -28,7 +28,8 @@ from fsdp_qlora.planning.known_models import KNOWN_MODELS
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.offers.find_model import known_config
 from fsdp_qlora.planning.plan import build_plan
-from fsdp_qlora.sharding.parallelize import fsdp_modules, shard_model
+from fsdp_qlora.sharding.groups import fsdp_modules
+from fsdp_qlora.sharding.parallelize import shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 
 ROOT = Path(__file__).resolve().parent.parent

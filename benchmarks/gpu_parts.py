@@ -42,8 +42,8 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.run.build_trainer import build_trainer
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.host_memory import split_arena
-from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import set_recompute
 
 BLOCKS = 8

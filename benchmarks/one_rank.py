@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.distributed.process_group import start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.sharding.parallelize import fsdp_modules
+from fsdp_qlora.sharding.groups import fsdp_modules
 
 
 def rank_0_of(world_size: int) -> Ranks:

@@ -27,7 +27,7 @@ from fsdp_qlora.planning.plan import plan_model
 from fsdp_qlora.run.base import PlannedBase, open_base
 from fsdp_qlora.run.session import Session
 from fsdp_qlora.run.ways import TriedKernels
-from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.sharding.groups import kept_gathered
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops

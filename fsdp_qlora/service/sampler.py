@@ -19,7 +19,7 @@ from fsdp_qlora.service.commands import Sample
 from fsdp_qlora.service.entries import AdapterSettings
 from fsdp_qlora.service.messages import PromptScores, encode_samples, rows_to_score
 from fsdp_qlora.service.sampling import Drawing, SampleRequest
-from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.sharding.groups import kept_gathered
 from fsdp_qlora.training.forward import token_logprobs, values_of_tokens
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
 from fsdp_qlora.training.generation.sampling import Completion, Stops

@@ -19,7 +19,7 @@ from fsdp_qlora.service.commands import (
 from fsdp_qlora.service.messages import Limits, rows_to_score
 from fsdp_qlora.service.sampler import RequestSampler
 from fsdp_qlora.service.training import RequestTrainer
-from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.training.forward import token_logprobs
 
 

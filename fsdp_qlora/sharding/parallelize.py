@@ -1,11 +1,10 @@
 """Distributes a model over the ranks: FSDP2 groups, and memory for the shards."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +18,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.shards import own_rows, padded_rows, shard_bounds, shard_size
 from fsdp_qlora.model.adapters.insert import adapter_modules, magnitudes
 from fsdp_qlora.model.adapters.token_rows import attach_token_rows
 from fsdp_qlora.model.adapters.weight_copies import WeightCopies
-from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.module_state import set_state, state_of
@@ -453,50 +450,3 @@ def check_gathered_as_bytes(parts: ModelParts) -> None:
         }
         # float32 is copied without a change, so codes in that storage may be alone.
         assert codes <= {torch.float32} or len(codes | statistics) > 1, (codes, statistics)
-
-
-def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
-    """Every module that FSDP2 has been applied to."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights: after a forward pass alone, `model.parameters()` are no shards."""
-    for module in fsdp_modules(model):
-        module.reshard()
-
-
-@contextlib.contextmanager
-def kept_gathered(model: PreTrainedModel) -> Iterator[None]:
-    """Keep gathered weights between forward passes, for many passes without gradients.
-
-    For strategies that free a block's weights after its forward pass.
-    """
-    groups = [
-        module
-        for module in (*find_blocks(model), model.get_input_embeddings())
-        if isinstance(module, FSDPModule)
-    ]
-    for module in groups:
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in groups:
-            module.set_reshard_after_forward(True, recurse=False)
-        reshard_all(model)
-
-
-def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
-    """Set whether the next backward pass reduces gradients over ranks or accumulates them locally.
-
-    While it accumulates them, adapters stay gathered for the next micro-batch. All of them are
-    gathered when a backward pass begins, where memory has its peak.
-    """
-    root: Any = model
-    root.set_requires_gradient_sync(enabled)
-    for block in find_blocks(model):
-        for module in (*adapter_owners(block), *magnitudes(block)):
-            # They are no group on one rank.
-            if isinstance(module, FSDPModule):
-                module.set_reshard_after_backward(enabled, recurse=False)

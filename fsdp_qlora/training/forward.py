@@ -26,7 +26,7 @@ from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.model.architecture.attention import attending
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.towers import gathered, tower_adapters
 from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known

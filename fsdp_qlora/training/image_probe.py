@@ -20,7 +20,7 @@ from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.model.architecture.attention import attending
 from fsdp_qlora.model.architecture.decoder import find_blocks
-from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.towers import gathered, tower_adapters
 from fsdp_qlora.sharding.vocabulary import tokens_known
 from fsdp_qlora.training.probes import Probed, largest_of_ranks, relative_difference

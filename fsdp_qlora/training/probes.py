@@ -23,7 +23,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.model.architecture.attention import attending, packing_blocker
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.attach_loss import HeadLoss, attach_head_loss, free_head_before_backward

@@ -22,8 +22,8 @@ from fsdp_qlora.data.longest_rows import LongestRows
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.distributed.supervision.stops import NUM_FLAGS, Control
+from fsdp_qlora.sharding.groups import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
-from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.recompute import has_graphs
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.loss_scale import LossScale

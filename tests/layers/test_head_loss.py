@@ -278,7 +278,8 @@ def _compare(folders: dict[str, str]) -> int:
     from fsdp_qlora.distributed.shards import build_mesh
     from fsdp_qlora.model.architecture.precision import PRECISIONS
     from fsdp_qlora.model.model_parts import ModelParts
-    from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
+    from fsdp_qlora.sharding.groups import reshard_all
+    from fsdp_qlora.sharding.parallelize import shard_model
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 
     ranks = read_ranks()

@@ -214,7 +214,7 @@ def _shards(folder: Path) -> int:
     from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.distributed.shards import build_mesh, local_part
     from fsdp_qlora.model.architecture.config import load_config
-    from fsdp_qlora.sharding import parallelize
+    from fsdp_qlora.sharding import groups, parallelize
 
     ranks = read_ranks()
     start_process_group(ranks)
@@ -245,7 +245,7 @@ def _shards(folder: Path) -> int:
         )
         assert padded <= shards[0].untyped_storage().nbytes() < padded + 64 * len(spans)
         # FSDP2 gathers from the arena: what was written above
-        for module in parallelize.fsdp_modules(meta.model):
+        for module in groups.fsdp_modules(meta.model):
             module.unshard()
         named = meta.model.named_parameters()
         assert all((local_part(each) == 1).all() for name, each in named if "lora_" not in name)

@@ -316,7 +316,7 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
 
 
 def _function(call: dict[str, Any]) -> Any:
-    """What a call has of its function; of OpenAI's custom tools, the text that they take."""
+    """The function of a call; of OpenAI's custom tools, one that takes their text."""
     custom = call.get("custom")
     if isinstance(custom, Mapping) and isinstance(custom.get("input"), str):
         return {"name": custom.get("name"), "arguments": {tool_forms.INPUT: custom["input"]}}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.sharding.groups import kept_gathered
 from fsdp_qlora.training.generation.generator import TextGenerator
 from fsdp_qlora.training.generation.sampling import Completion
 

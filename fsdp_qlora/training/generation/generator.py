@@ -18,7 +18,7 @@ from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.decoded_once import decoded_once
-from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.training.generation.model_cache import shares_prompts
 from fsdp_qlora.training.generation.passes import Batch, Passes

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import is_special
 from fsdp_qlora.utils.text import first_line

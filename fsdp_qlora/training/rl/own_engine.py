@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.sharding.groups import kept_gathered
 from fsdp_qlora.training.episodes.played_episode import Episode
 from fsdp_qlora.training.episodes.rounds import Request, Rounds
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
