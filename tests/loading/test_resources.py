@@ -127,6 +127,7 @@ def test_estimated_memory_is_shards_plus_training_overhead():
 
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(placement, "shares_host_memory", lambda device: False)
     needs = partial(replace, _memory("qlora"), phases={"optimizer": {}})
     placement.check_memory(
         needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True
