@@ -15,9 +15,11 @@ from fsdp_qlora.data.prompt_file import KeptPrompts, PromptFile, read_prompts
 from fsdp_qlora.data.prompt_texts import NotEncodable
 from fsdp_qlora.data.prompts import NO_PROMPTS, JoinedTables, Prompt, Prompts
 from fsdp_qlora.distributed.ranks import derive_seed_of_list
+from fsdp_qlora.utils.descriptions import read_description, write_description
 from fsdp_qlora.utils.files import cache_folder, staged_file
+from fsdp_qlora.utils.locks import locked
 from fsdp_qlora.utils.text import warn_from_any_rank
-from fsdp_qlora.utils.verified_files import Damaged, locked, read_description, write_description
+from fsdp_qlora.utils.verified_files import Damaged
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from fsdp_qlora.distributed.layout import Layout
-from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB
 
+# Host memory of a rank's process without tensors, resident in a tiny model's run: Python, torch,
+# transformers; 438 MiB on a CPU, 457 on the stand-in for CUDA, of which 114 and 139 are pages of
+# files that the ranks share.
+PROCESS = 450 * 2**20
 # Memory that torch's allocator never gets, until a card has measured it; sources are in
 # docs/memory.md. The context and the kernels that a run calls, GiB by compute capability: what
 # torch.OutOfMemoryError named beside torch in a process alone on its card, the most that was found.

@@ -8,11 +8,6 @@ from fsdp_qlora.planning.activations import ON_DEVICE, OnHost
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.workspaces import WORKSPACE
 
-# Host memory of a rank's process without tensors, resident in a tiny model's run: Python, torch,
-# transformers; 438 MiB on a CPU, 457 on the stand-in for CUDA, of which 114 and 139 are pages of
-# files that the ranks share.
-PROCESS = 450 * 2**20
-
 Sizes = dict[str, int]  # what it is -> bytes
 
 

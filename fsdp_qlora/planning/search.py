@@ -17,10 +17,9 @@ from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import first_that_fits, with_margin
 from fsdp_qlora.planning.fit_host import OF_FREE, WORTH
-from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.gpus import PROCESS, Gpu
 from fsdp_qlora.planning.long_attention import keeping_attention
 from fsdp_qlora.planning.machine import Machine
-from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, place
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.planning.program_speed import Parts, expected_ways

@@ -31,10 +31,11 @@ from fsdp_qlora.run import answer_trials, decoding_trials, graph_trials, kernel_
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.sharding import block_graphs, graphed, replayed, static_memory
 from fsdp_qlora.training.generation import model_cache, token_graphs
+from fsdp_qlora.utils.descriptions import read_description, write_description
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.files import cache_folder, fingerprint_files, staged_file
+from fsdp_qlora.utils.locks import locked
 from fsdp_qlora.utils.processes import end_with_parent
-from fsdp_qlora.utils.verified_files import locked, read_description, write_description
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -5,30 +5,18 @@ each chunk of a tensor has a checksum, so that parts can be read and verified al
 beside the files, which verifies itself, has these.
 """
 
-import contextlib
-import hashlib
-import json
-import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import (
-    check_is_file,
-    read_named,
-    staged_file,
-    write_hashed_json,
-)
-
-log = logging.getLogger("fsdp_qlora")
+from fsdp_qlora.utils.files import check_is_file, staged_file
 
 Arrays = Mapping[str, np.ndarray]
 Metadata = Mapping[str, str]
@@ -156,62 +144,3 @@ class ChunkChecksums(NamedTuple):
                 at = place * self.chunk
                 last = min(at + self.chunk, begin + len(content))
                 raise Damaged(f"{file}: bytes {at} to {last} of {name} have changed")
-
-
-def write_description(path: Path, description: Mapping[str, Any]) -> None:
-    """Write and flush JSON with its own hash."""
-    write_hashed_json(path, {**description, "sha256": description_hash(description)})
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """Read such a file. Raises ValueError or OSError if it has changed since it was written."""
-    description = json.loads(read_named(path))
-    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(
-        description
-    ):
-        raise ValueError(f"{path} has changed")
-    return description
-
-
-def description_hash(description: Mapping[str, Any]) -> str:
-    """The hash that verifies a description, whose checksums verify the tensors."""
-    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
-
-
-# --- locks of their writers ---
-# The system frees a lock when its holder dies, however it does.
-
-
-@contextlib.contextmanager
-def locked(path: Path, waiting: str) -> Iterator[bool]:
-    """Hold the lock of a file, after another holder.
-
-    Where no lock can be had, as in a folder that may only be read, each process works for itself.
-    Gives whether the lock is held.
-
-    Args:
-        waiting: what is logged if another process has it.
-    """
-    lock = FileLock(f"{path}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.debug("%s", waiting)
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        log.debug("No lock on %s: %s", path, error)
-    try:
-        yield lock.is_locked
-    finally:
-        lock.release()
-
-
-def try_lock(path: Path) -> FileLock | None:
-    """Lock a file or folder. Returns None if another process has the lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{path}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return None
-    return lock

@@ -135,7 +135,7 @@ OTHERWISE = {
         utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
         utils.safetensors_files:write_tensors service.adapter_store:AdapterStore._read
         service.adapter_store:AdapterStore.load export.save_results:copy_for_server
-        service.access:_draw_key service.records:_make_private
+        service.access:_draw_key service.records:_make_private data.prompt_file:PromptFile.__init__
     """,
     "the user's own token, where the hub's client reads it": "utils.redact:_secrets",
 }

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fsdp_qlora.data.batches import tokenization
-from fsdp_qlora.utils import verified_files
+from fsdp_qlora.utils import locks
 from tests.data.rows import ROWS, make_tokenizer, write_jsonl
 
 pytestmark = pytest.mark.quick
@@ -126,7 +126,7 @@ def test_read_only_token_cache_is_used(prepare, tmp_path, monkeypatch, caplog):
         raise OSError(errno.EROFS, "Read-only file system")
 
     expected = prepare("alpaca_demo", context_length=4096)[0].digest
-    monkeypatch.setattr(verified_files.FileLock, "acquire", refuse)
+    monkeypatch.setattr(locks.FileLock, "acquire", refuse)
     caplog.clear()
     assert prepare("alpaca_demo", context_length=4096)[0].digest == expected
     assert not [record for record in caplog.records if record.levelno > logging.INFO]

@@ -87,7 +87,10 @@ def _candidates(
         use_cpu_offload=offload,
         gradient_accumulation_steps=accumulation,
     )
-    machine = SimpleNamespace(device=torch.device(device), world_size=ranks, per_node=min(ranks, 2))
+    here = SimpleNamespace(device=torch.device("cpu"))
+    machine = SimpleNamespace(
+        device=torch.device(device), world_size=ranks, per_node=min(ranks, 2), ranks=here
+    )
     meta = SimpleNamespace(parts=SimpleNamespace(blocks=[None] * BLOCKS))
     plan: Any = SimpleNamespace(
         machine=machine, meta=meta, **{"trains_whole_modules": False, **about_model}

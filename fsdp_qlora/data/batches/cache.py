@@ -29,15 +29,9 @@ from fsdp_qlora.data.content import ENDED_WORKERS
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.files import cache_folder
+from fsdp_qlora.utils.locks import locked
 from fsdp_qlora.utils.text import warn_from_any_rank
-from fsdp_qlora.utils.verified_files import (
-    Arrays,
-    Damaged,
-    Metadata,
-    locked,
-    read_verified,
-    write_verified,
-)
+from fsdp_qlora.utils.verified_files import Arrays, Damaged, Metadata, read_verified, write_verified
 from fsdp_qlora.utils.verified_stamps import Stamp, is_of_this_start
 
 log = logging.getLogger("fsdp_qlora")

@@ -16,13 +16,7 @@ import numpy as np
 import torch
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.utils.verified_files import (
-    Arrays,
-    Damaged,
-    Metadata,
-    read_verified,
-    write_verified,
-)
+from fsdp_qlora.utils.verified_files import Arrays, Damaged, Metadata, read_verified, write_verified
 
 # The folder of a teacher's files within the cache, as earlier versions called it: computing them
 # again takes as long as the teacher's pass.

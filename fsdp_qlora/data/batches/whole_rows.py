@@ -15,16 +15,9 @@ from fsdp_qlora.data.batches.pieces import report_as_json, report_of_json
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.side_by_side import FlatArray, SideBySide
+from fsdp_qlora.utils.descriptions import read_description, write_description
 from fsdp_qlora.utils.files import staged_file
-from fsdp_qlora.utils.verified_files import (
-    Arrays,
-    Damaged,
-    Metadata,
-    read_description,
-    read_verified,
-    write_description,
-    write_verified,
-)
+from fsdp_qlora.utils.verified_files import Arrays, Damaged, Metadata, read_verified, write_verified
 
 INDEX = "index.json"
 ROWS = "rows.safetensors"

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from fsdp_qlora.utils.descriptions import read_description, write_description
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import cache_folder, record_of, staged_file
-from fsdp_qlora.utils.verified_files import locked, read_description, write_description
+from fsdp_qlora.utils.locks import locked
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -20,12 +20,13 @@ from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 from fsdp_qlora.data.sources.files import FILE_KINDS, kind_of
 from fsdp_qlora.data.sources.reading import NeededRows, Part, Reading
+from fsdp_qlora.utils.descriptions import read_description, write_description
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import cache_folder, staged_file
 from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS
+from fsdp_qlora.utils.locks import try_lock
 from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.text import first_line, format_bytes
-from fsdp_qlora.utils.verified_files import read_description, try_lock, write_description
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -31,22 +31,18 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import shard_rank, shard_size
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
+from fsdp_qlora.utils.descriptions import read_description, write_description
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import (
     cache_folder,
     file_identity,
     publish_folder,
 )
+from fsdp_qlora.utils.locks import try_lock
 from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.safetensors_files import PackedFiles
 from fsdp_qlora.utils.text import format_bytes
-from fsdp_qlora.utils.verified_files import (
-    ChunkChecksums,
-    Damaged,
-    read_description,
-    try_lock,
-    write_description,
-)
+from fsdp_qlora.utils.verified_files import ChunkChecksums, Damaged
 
 log = logging.getLogger("fsdp_qlora")
 
