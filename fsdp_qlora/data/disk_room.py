@@ -1,6 +1,7 @@
-"""Compares the free disk with what the tokens of a dataset may take, before it is read."""
+"""Looks at the disk of the cache before much of a dataset is read: its free bytes, its folder."""
 
 import logging
+import tempfile
 from pathlib import Path
 
 from fsdp_qlora.data.sources.file_content import is_packed
@@ -20,6 +21,8 @@ _CACHE_OF_TEXT = 5 / 4
 _PACKED = 4
 # Much of a file may be columns that are not used, so only a fraction is sure to be needed.
 _SURE = 0.05
+# Rows that are estimated to fill so many pieces are sure to fill several.
+_SURELY_SEVERAL = 4
 
 
 def check_room(source: Source, limit: int | None) -> None:
@@ -55,3 +58,26 @@ def check_room(source: Source, limit: int | None) -> None:
     if needed * _SURE > free:
         raise UserError(f"{about}. {advice}.")
     log.warning("%s. %s, if it gets full.", about, advice)
+
+
+def check_folder(num_pieces: float) -> None:
+    """Refuse a cache that cannot be written, for rows that are sure to need it.
+
+    Args:
+        num_pieces: that the rows fill, by the first ones of them.
+    Raises:
+        UserError: they are several, which would not fit in memory, and cannot be kept.
+    """
+    if num_pieces < _SURELY_SEVERAL:
+        return
+    folder = cache_folder() / "tokenized"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"Tokenized rows cannot be written to {folder} ({error}), and these are too many for "
+            f"memory: they fill about {num_pieces:,.0f} pieces. Name another folder with the "
+            "environment variable FSDP_QLORA_CACHE, or use fewer rows with --dataset_samples."
+        ) from error

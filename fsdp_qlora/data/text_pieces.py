@@ -10,7 +10,8 @@ from fsdp_qlora.data.batches.pieces import Draft, Piece, SourceChanged, State, n
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.content import Content
 from fsdp_qlora.data.dataset_text import DatasetText
-from fsdp_qlora.data.disk_room import check_room
+from fsdp_qlora.data.disk_room import check_folder, check_room
+from fsdp_qlora.data.host_room import warn_of_little_memory
 from fsdp_qlora.data.row_reader import RowReader
 from fsdp_qlora.data.sources.reading import ChooseColumns
 from fsdp_qlora.data.sources.source import Place, Source
@@ -45,6 +46,8 @@ class TextPieces:
         """
         if not before:
             check_room(self._source, self._samples)
+        workers = self._text.workers if self._text.chat_template.source else ()
+        warn_of_little_memory(len(workers))
         kind = TextRows(self._text)
         reader = self._reader(kind, before)
         with tqdm(desc="Tokenizing", unit=" rows", initial=num_kept(before)) as bar:
@@ -69,6 +72,7 @@ class TextPieces:
         report = DataReport(self._source.origin)
         kind.describe(report)
         draft = Draft(report)
+        is_first_batch = not before
         while True:
             contents = reader.next_batch(report)
             if contents:
@@ -77,6 +81,9 @@ class TextPieces:
             if reader.is_at_end:
                 self._check_source()
                 return draft.finish(before, None)
+            if is_first_batch:
+                check_folder(draft.fill / (self._source.share_read() or 1.0))
+                is_first_batch = False
             # Until a row has columns there is nothing to go on with.
             if draft.is_full and reader.columns:
                 return draft.finish(before, _state(kind, reader))

@@ -112,8 +112,13 @@ class Draft:
         self._lengths.update(lengths)
 
     @property
+    def fill(self) -> float:
+        """The share of a piece that is made, by its rows or its tokens."""
+        return max(self.report.num_rows / MOST_ENTRIES, self._num_tokens / MOST_TOKENS)
+
+    @property
     def is_full(self) -> bool:
-        return self.report.num_rows >= MOST_ENTRIES or self._num_tokens >= MOST_TOKENS
+        return self.fill >= 1
 
     def finish(self, before: State, after: State | None) -> Piece:
         """The piece of all that was added."""
