@@ -1,12 +1,13 @@
 """Turns the rows of one dataset into tokens or prompts, and reports on rows that are left out."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from fsdp_qlora.data.batches.cache import through_cache, through_pieces
+from fsdp_qlora.data.batches.cache import describe_pieces, through_cache, through_pieces
 from fsdp_qlora.data.batches.pieces import Draft
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
@@ -35,6 +36,8 @@ class DatasetRows(NamedTuple):
     report: DataReport
     prompts: Prompts = NO_PROMPTS
     """The prompts, instead of rows, of a run that makes these."""
+    described: str = ""
+    """A line on what the cache has of them, if they are large."""
 
 
 class DatasetPipeline:
@@ -61,9 +64,12 @@ class DatasetPipeline:
         if self._makes_rows:
             return self._prompts(self._key, lambda entries: entries)
         pieces = TextPieces(self._source, self._text, self._samples, self._used)
-        rows, report = through_pieces(self._key, pieces.make)
+        key = self._key
+        begun = time.time()
+        rows, report = through_pieces(key, pieces.make)
         # The same content may be at another path now.
-        return DatasetRows(rows, dataclasses.replace(report, origin=self._source.origin))
+        report = dataclasses.replace(report, origin=self._source.origin)
+        return DatasetRows(rows, report, described=describe_pieces(key, rows, begun))
 
     def prompts_of(self, row_numbers: Collection[int]) -> DatasetRows:
         """The prompts of the rows with these numbers."""

@@ -434,6 +434,8 @@ def read_dataset(
     check_report(
         dataset_rows.report, allowed=options.max_bad_rows, context_length=options.longest_row
     )
+    if dataset_rows.described:
+        log.info("%s", dataset_rows.described)
     samples = options.dataset_samples
     num_rows = dataset_rows.report.num_rows
     if samples is not None and num_rows < samples and chosen_prompts is None:

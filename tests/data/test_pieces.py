@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import row_reader
@@ -384,6 +386,31 @@ def test_a_dataset_that_changes_while_it_is_read_leaves_no_pieces(read, tmp_path
     with pytest.raises(UserError, match="was changed while it was read"):
         read(path, objective="dpo", max_bad_rows=0.2)
     assert not [*(tmp_path / "pieces").rglob("0*.safetensors")]
+
+
+def test_the_bytes_of_pieces_and_the_rows_made_in_this_start_are_said(read, tmp_path, caplog):
+    path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
+
+    def said(dataset: object = path) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "fsdp_qlora"):
+            read(dataset, objective="dpo")
+        return " ".join(line for line in caplog.messages if line.startswith("Tokens:"))
+
+    made = said()
+    assert "70 rows prepared in" in made and "rows a second" in made
+    folder = folder_of(tmp_path / "pieces")
+    arrays = [load_file(file) for file in folder.glob("0*.safetensors")]
+    num_bytes = sum(
+        array.nbytes for piece in arrays for name, array in piece.items() if name != "facts"
+    )
+    size = re.match(r"Tokens: ([\d.]+) KiB in the cache", made)
+    assert size and float(size[1]) * 1024 == pytest.approx(num_bytes, rel=0.1)
+    assert said() == size[0]
+    (folder / "index.json").unlink()
+    (folder / "000003.safetensors").unlink()
+    assert f"{size[0]}, 10 rows prepared in" in said()
+    assert said(f"{path}[:15]") == ""
 
 
 def test_progress_goes_on_at_the_row_where_it_stopped(read, tmp_path, capsys, caplog):

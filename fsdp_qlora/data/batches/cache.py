@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.batches.piece_folder import MakePieces, PieceFolder
-from fsdp_qlora.data.batches.pieces import are_current, report_as_json, report_of_json
+from fsdp_qlora.data.batches.pieces import Piece, State, are_current, report_as_json, report_of_json
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.side_by_side import SideBySide
 from fsdp_qlora.data.batches.whole_rows import (
     INDEX,
     ROWS,
@@ -30,7 +32,7 @@ from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.files import cache_folder
 from fsdp_qlora.utils.locks import locked
-from fsdp_qlora.utils.text import warn_from_any_rank
+from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 from fsdp_qlora.utils.verified_files import Arrays, Damaged, Metadata, read_verified, write_verified
 from fsdp_qlora.utils.verified_stamps import Stamp, is_of_this_start
 
@@ -107,6 +109,33 @@ def through_pieces(key: Sequence[object], make: MakePieces) -> tuple[TokenizedRo
             return found
         first.report.set_length_of_99_percent(first.lengths)
         return _kept(path, first.rows, first.report)
+
+
+def describe_pieces(key: Sequence[object], rows: TokenizedRows, since: float) -> str:
+    """One line on rows of `through_pieces`: their bytes, and how fast they were made, if they were.
+
+    It is empty for rows that are not in several pieces.
+
+    Args:
+        key: as of `through_pieces`.
+        since: when that was called, as of `time.time`.
+    """
+    if not isinstance(rows.input_ids, SideBySide):
+        return ""
+    seconds = time.time() - since
+    num_bytes = sum(array.nbytes for array in rows.arrays.values())
+    line = f"Tokens: {format_bytes(num_bytes)} in the cache"
+    num_made = PieceFolder(_path_of(key).with_suffix(""), _makes_none).num_made(since)
+    if num_made:
+        line += (
+            f", {num_made:,} rows prepared in {seconds:,.0f} s, "
+            f"{num_made / seconds:,.0f} rows a second"
+        )
+    return line
+
+
+def _makes_none(_: State) -> Iterator[Piece]:
+    yield from ()
 
 
 def _read_current(path: Path) -> tuple[TokenizedRows, DataReport] | None:

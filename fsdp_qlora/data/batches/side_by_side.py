@@ -29,6 +29,11 @@ class SideBySide:
         return int(self._ends[-1])
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays as they are."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    @property
     def shape(self) -> tuple[int]:
         return (len(self),)
 
