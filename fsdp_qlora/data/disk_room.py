@@ -1,13 +1,12 @@
 """Looks at the disk of the cache before much of a dataset is read: its free bytes, its folder."""
 
 import logging
-import tempfile
 from pathlib import Path
 
 from fsdp_qlora.data.sources.file_content import is_packed
 from fsdp_qlora.data.sources.source import Source
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import cache_folder
+from fsdp_qlora.utils.files import cache_folder, why_not_writable
 from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.text import format_bytes
 
@@ -71,13 +70,10 @@ def check_folder(num_pieces: float) -> None:
     if num_pieces < _SURELY_SEVERAL:
         return
     folder = cache_folder() / "tokenized"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+    reason = why_not_writable(folder)
+    if reason:
         raise UserError(
-            f"Tokenized rows cannot be written to {folder} ({error}), and these are too many for "
+            f"Tokenized rows cannot be written to {folder} ({reason}), and these are too many for "
             f"memory: they fill about {num_pieces:,.0f} pieces. Name another folder with the "
             "environment variable FSDP_QLORA_CACHE, or use fewer rows with --dataset_samples."
-        ) from error
+        )
