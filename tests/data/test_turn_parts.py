@@ -170,6 +170,8 @@ JSON_CALLS = PLAIN.replace(
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}",
 )
 EXAMPLE = '<tool_call>{"name": "find", "arguments": {}}</tool_call> is a call.'
+CALL = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+FUNCTION_CALL = "<tool_call>\n<function=find>\n</function>\n</tool_call>"
 HM = says("<think>hm</think>\n\nno")
 # what a case is about -> the template, the turn of the assistant, the words, what is learned
 UNUSUAL: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
@@ -218,11 +220,11 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "-tool_calls",
         ["so\n", "<|im_end|>"],
     ),
-    "marks of calls without a call": (
+    "calls of several forms": (
         PLAIN,
-        says("Write <tool_call> and more."),
+        says(f"so {CALL}\n{CALL} and {FUNCTION_CALL} no"),
         "-tool_calls",
-        ["Write <tool_call> and more.<|im_end|>"],
+        ["so ", " and ", " no<|im_end|>"],
     ),
     "an unknown form of calls": (
         CALLING,
@@ -238,6 +240,17 @@ def learned_of(template: str, row: dict[str, Any], learn: str) -> list[list[str]
     """The learned stretches of each row, with the tokens of another template."""
     tokenizer = tokenizer_of("qwen3", has_marks=True)
     return [runs_of(found, tokenizer) for found in encoded(tokenizer, template, row, learn)]
+
+
+def learned_segments(
+    row: dict[str, Any], learn: str, format_name: str = "prompt_completion"
+) -> list[list[str]]:
+    """The learned texts of each row of a format without a chat template."""
+    tokenizer = tokenizer_of("qwen3", has_marks=True)
+    row_format = FORMATS[format_name]
+    renderer = Renderer(tokenizer, ChosenTemplate(), learn, row_format.template, [WORKER])
+    rendered = renderer.render(row_format.read(row))
+    return [[segment.text for segment in row.segments if segment.learned] for row in rendered]
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
@@ -257,6 +270,34 @@ def test_a_part_that_cannot_be_found_makes_its_row_a_bad_one():
         learned_of(around, row, "-tool_calls")
     with pytest.raises(BadRow, match="no assistant turn behind the last result of a tool"):
         learned("qwen3", CHATS["tools"][:-1], "final")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>{'name': 'find', 'arguments': {}}</tool_call>",
+        '<tool_call>{"name": "find", "arguments": {"text": "a "b" c"}}</tool_call>',
+        '<tool_call>{"name": "find", "arguments": {',
+        f"{CALL}<tool_call>{{'name': 'find'}}</tool_call>",
+        "Write <tool_call> and more.",
+    ],
+)
+def test_calls_in_texts_that_cannot_be_read_make_bad_rows(call):
+    with pytest.raises(BadRow, match=r"^turn 2: a tool call in its text cannot be read \("):
+        learned_of(PLAIN, {"messages": [asks("go"), says(call)]}, "-tool_calls")
+    with pytest.raises(BadRow, match=r"^a tool call in its text cannot be read \("):
+        learned_segments({"prompt": "go", "completion": call}, "assistant -tool_calls")
+
+
+def test_calls_in_responses_of_texts_are_left_out():
+    row = {"prompt": f"go {CALL}", "completion": f"<think>{CALL}</think>so {CALL}\n{CALL} no"}
+    learned = ["<think>" + CALL + "</think>so ", " no"]
+    assert learned_segments(row, "assistant -tool_calls") == [learned]
+    assert learned_segments(row, "last -reasoning -tool_calls") == [["so ", " no"]]
+    assert learned_segments(row, "all -tool_calls") == [[row["prompt"], *learned]]
+    row = {"instruction": "go", "output": f"so {CALL}"}
+    [segments] = learned_segments(row, "assistant -tool_calls", "alpaca")
+    assert "".join(segments).strip() == "so"
 
 
 def test_parts_have_no_weight_and_turns_keep_theirs():
@@ -286,11 +327,7 @@ def test_empty_blocks_that_a_template_writes_are_read_and_noted():
 
 def test_reasoning_of_texts_is_left_out_where_responses_begin():
     def of_text(completion: str, learn: str, prompt: str = "go: ") -> list[list[str]]:
-        tokenizer = tokenizer_of("qwen3", has_marks=True)
-        row_format = FORMATS["prompt_completion"]
-        renderer = Renderer(tokenizer, ChosenTemplate(), learn, row_format.template, [WORKER])
-        rendered = renderer.render(row_format.read({"prompt": prompt, "completion": completion}))
-        return [[segment.text for segment in row.segments if segment.learned] for row in rendered]
+        return learned_segments({"prompt": prompt, "completion": completion}, learn)
 
     assert of_text("<think>hm</think>\nno", "assistant -reasoning") == [["no"]]
     assert of_text("hm</think>\nno", "last -reasoning", "go<think>\n") == [["no"]]

@@ -32,7 +32,11 @@ from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning, leading_block
+from fsdp_qlora.data.text.turn_parts import (
+    calls_in_text,
+    has_end_of_reasoning,
+    leading_block,
+)
 
 # kinds of records
 TEMPLATE = "template"
@@ -198,6 +202,8 @@ class Renderer:
                 dataclasses.replace(segment, learned=i in learned)
                 for i, segment in enumerate(segments)
             ]
+        if TOOL_CALLS in self._learn.read_only:
+            segments = _without_calls(segments, [bool(each.learned) for each in row.segments])
         if self._learn.read_only:
             segments = self._without_reasoning(segments)
         return dataclasses.replace(row, segments=segments)
@@ -223,6 +229,26 @@ class Renderer:
                 )
             pieces.append(segment)
         return pieces
+
+
+def _without_calls(segments: Sequence[Segment], are_responses: Sequence[bool]) -> list[Segment]:
+    """Segments of which the calls of tools in responses are only read. Raises BadRow."""
+    pieces: list[Segment] = []
+    before = ""
+    for segment, is_response in zip(segments, are_responses, strict=True):
+        text = segment.text
+        place = 0
+        if segment.learned and is_response:
+            block = leading_block(text, before)
+            for first, last in calls_in_text(text, block[0] if block else 0):
+                pieces += [
+                    Segment(text[place:first], segment.learned),
+                    Segment(text[first:last], learned=False),
+                ]
+                place = last
+        pieces.append(dataclasses.replace(segment, text=text[place:]))
+        before = text
+    return pieces
 
 
 def _is_learned(segment: Segment) -> bool:

@@ -5,7 +5,6 @@ that reads the message's own calls back. White space that a template writes arou
 the part.
 """
 
-import contextlib
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +26,11 @@ _UNKNOWN = (
     "turn {}: where its {} begins and ends in what the chat template writes is unknown, so "
     "--learn -{} cannot leave it out"
 )
+
+_UNREAD = "a tool call in its text cannot be read{}, so --learn -{} cannot leave it out"
+# An object of JSON without marks is an answer.
+_MARKED = [form for form in FORMS if form.read and form.name != BARE]
+_BEGINS_CALL = re.compile("|".join(f"(?:{form.begins.pattern})" for form in _MARKED))
 
 
 class ReadOnly(NamedTuple):
@@ -232,25 +236,48 @@ def _calls(whole: Conversation, turn: Turn) -> list[Span]:
 
 
 def _calls_among_words(turn: Turn) -> list[Span]:
-    """The places of calls that a message has as text, between marks."""
-    body = turn.body
+    """The places of calls that a message has as text, between marks. Raises BadRow."""
     blocks = _reasoning(turn)
-    start = blocks[-1].end if blocks else 0
+    try:
+        return calls_in_text(turn.body, blocks[-1].end if blocks else 0)
+    except BadRow as error:
+        raise BadRow(f"turn {turn.number + 1}: {error}") from None
+
+
+def calls_in_text(text: str, start: int = 0) -> list[Span]:
+    """The places of calls that a text has between marks, from a place on.
+
+    Raises:
+        BadRow: the marks of a call are there, but what they begin cannot be read.
+    """
+    messages = [message.span for message in harmony_spans(text) if message.function]
+    if messages:
+        return messages
     spans: list[Span] = []
-    for form in FORMS:
-        # An object of JSON without marks is an answer.
-        if form.read is None or form.name == BARE:
+    place = start
+    begins = _BEGINS_CALL.search(text, place)
+    while begins:
+        place = _end_of_call(text, begins.start())
+        is_next = spans and not text[spans[-1][1] : begins.start()].strip()
+        # White space between two calls belongs to them.
+        first = spans.pop()[0] if is_next else begins.start()
+        spans.append((first, place))
+        begins = _BEGINS_CALL.search(text, place)
+    return [(first, _end_of_calls(text, last)) for first, last in spans]
+
+
+def _end_of_call(text: str, place: int) -> int:
+    """Where the call ends that begins at a place, in the first form that reads it. Raises BadRow."""
+    reasons: list[str] = []
+    for form in _MARKED:
+        if not form.begins.match(text, place):
             continue
-        begins = form.begins.search(body, start)
-        while begins:
-            place = begins.end()
-            with contextlib.suppress(BadCall, BadValue, NoCall):
-                _, place = _read_from(body, begins.start(), form)
-                spans.append((begins.start(), _end_of_calls(body, place)))
-            begins = form.begins.search(body, place)
-        if spans:
-            break
-    return spans
+        assert form.read is not None
+        try:
+            return form.read(text, place, _NO_TYPES)[1]
+        except (BadCall, BadValue) as error:
+            reasons.append(f" ({error})")
+    raise BadRow(_UNREAD.format("".join(reasons[:1]), TOOL_CALLS))
 
 
 def _end_of_calls(text: str, end: int) -> int:
