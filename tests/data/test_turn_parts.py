@@ -40,10 +40,10 @@ MARKS += ["<|start|>", "<|message|>", "<|tool_calls_section_end|>", "<｜tool▁
 MARKS += ["<|tool_calls_section_begin|>", "<｜tool▁calls▁end｜>", "<|im_start|>", '<|"|>']
 
 
-def calls(*names: str) -> dict[str, Any]:
+def calls(*names: str, city: str = "Rome") -> dict[str, Any]:
     made = [{"type": "function", "function": {"name": name}} for name in names]
     for call in made:
-        call["function"] |= {"arguments": {"city": "Rome"}}  # type: ignore[operator]
+        call["function"] |= {"arguments": {"city": city}}  # type: ignore[operator]
     return {"tool_calls": made}
 
 
@@ -169,6 +169,13 @@ JSON_CALLS = PLAIN.replace(
     "<bot>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}",
 )
+RAW_CALLS = PLAIN.replace(
+    "{{ m.content }}<|im_end|>",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>",
+)
 EXAMPLE = '<tool_call>{"name": "find", "arguments": {}}</tool_call> is a call.'
 CALL = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
 FUNCTION_CALL = "<tool_call>\n<function=find>\n</function>\n</tool_call>"
@@ -213,6 +220,12 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         says(EXAMPLE, "", **calls("find")),
         "-tool_calls",
         [EXAMPLE, "<|im_end|>"],
+    ),
+    "a call in an argument": (
+        RAW_CALLS,
+        says("so ", "", **calls("find", city=EXAMPLE)),
+        "-tool_calls",
+        ["so ", "<|im_end|>"],
     ),
     "calls among the words": (
         PLAIN,

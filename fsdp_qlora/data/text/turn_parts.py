@@ -267,7 +267,11 @@ def calls_in_text(text: str, start: int = 0) -> list[Span]:
 
 
 def _end_of_call(text: str, place: int) -> int:
-    """Where the call ends that begins at a place, in the first form that reads it. Raises BadRow."""
+    """Where the call ends that begins at a place, in the first form that reads it.
+
+    Raises:
+        BadRow: none does.
+    """
     reasons: list[str] = []
     for form in _MARKED:
         if not form.begins.match(text, place):
@@ -294,23 +298,31 @@ def _read_calls(whole: Conversation, turn: Turn, all_names: Collection[list[str]
     blocks = _reasoning(turn)
     start = blocks[-1].end if blocks else 0
     # A form may want to end where the turn does, before its end token.
-    for text in (body[start:], whole.without_end(body)[start:]):
+    within = whole.without_end(body)
+    end_token = squeezed(body[len(within) :]) if within else ""
+    # Some templates write the words of a turn behind its calls.
+    words = squeezed("".join(texts_of(turn.message)))
+    rests = ("", end_token, words, words + end_token)
+    for text in (body[start:], within[start:]):
         for form in FORMS:
-            span = _span_of_calls(text, form, all_names)
+            span = _span_of_calls(text, form, all_names, rests)
             if span:
                 first, last = span
                 return first + start, last + start
     return None
 
 
-def _span_of_calls(text: str, form: Form, all_names: Collection[list[str]]) -> Span | None:
-    # The last one: words before the calls may have some as an example.
-    for begins in reversed([*form.begins.finditer(text)] if form.read else []):
+def _span_of_calls(
+    text: str, form: Form, all_names: Collection[list[str]], rests: Collection[str]
+) -> Span | None:
+    """The place of the first calls with one of these rests of the text behind them."""
+    # Words before the calls, and arguments, may have some as an example.
+    for begins in form.begins.finditer(text) if form.read else ():
         try:
             found, end = _read_from(text, begins.start(), form)
         except (BadCall, BadValue, NoCall):
             continue
-        if found in all_names:
+        if found in all_names and squeezed(text[end:]) in rests:
             return begins.start(), _end_of_calls(text, end)
     return None
 
