@@ -164,6 +164,9 @@ CALLING = PLAIN.replace(
     "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<|im_end|>",
 )
 THINKING = PLAIN.replace("<bot>{{", "<bot>Thought: {{ m.thinking }}; {{")
+OPENING = PLAIN.replace("%}<bot>{% endif %}", "%}<bot><think>{% endif %}").replace(
+    "<bot>{{", "<bot><think>{{"
+)
 JSON_CALLS = PLAIN.replace(
     "<bot>{{ m.content }}",
     "<bot>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
@@ -183,7 +186,19 @@ HM = says("<think>hm</think>\n\nno")
 # what a case is about -> the template, the turn of the assistant, the words, what is learned
 UNUSUAL: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "reasoning in the content": (PLAIN, HM, "-reasoning", ["no<|im_end|>"]),
-    "no first mark": (PLAIN, says("hm</think>no"), "-reasoning", ["no<|im_end|>"]),
+    "no first mark": (OPENING, says("hm</think>no"), "-reasoning", ["no<|im_end|>"]),
+    "two blocks": (
+        PLAIN,
+        says("<think>hm</think>\n<think></think>\n<think>so</think>no"),
+        "-reasoning",
+        ["no<|im_end|>"],
+    ),
+    "two ways to have reasoning": (
+        JSON_CALLS,
+        says("<think>so</think>no", thinking="hm"),
+        "-reasoning",
+        ["no<|im_end|>"],
+    ),
     "Kimi's marks": (PLAIN, says("◁think▷hm◁/think▷no"), "-reasoning", ["no<|im_end|>"]),
     "an empty block of the row": (
         PLAIN,
@@ -313,6 +328,23 @@ def test_calls_in_responses_of_texts_are_left_out():
     assert "".join(segments).strip() == "so"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Write </think> behind it.",
+        "<think>hm</think>no </think>",
+        "<think>hm",
+        "so <think>hm</think>no",
+        "<think>hm</think>so <think>hm</think>no",
+    ],
+)
+def test_marks_of_reasoning_that_would_stay_learned_make_bad_rows(content):
+    with pytest.raises(BadRow, match="turn 2: it has marks of reasoning that are not of blocks"):
+        learned_of(PLAIN, {"messages": [asks("go"), says(content)]}, "-reasoning")
+    with pytest.raises(BadRow, match="neither in messages nor at the beginning"):
+        learned_segments({"prompt": "go", "completion": content}, "assistant -reasoning")
+
+
 def test_parts_have_no_weight_and_turns_keep_theirs():
     tokenizer = tokenizer_of("qwen3", has_marks=True)
     messages = [asks("go"), says("no", "hm", weight=0.5)]
@@ -346,6 +378,9 @@ def test_reasoning_of_texts_is_left_out_where_responses_begin():
     assert of_text("hm</think>\nno", "last -reasoning", "go<think>\n") == [["no"]]
     assert of_text("<think>hm</think>no", "assistant -empty_reasoning")[0][0][:7] == "<think>"
     assert of_text("no", "assistant -reasoning -tool_calls") == [["no"]]
+    empty = "<think></think>no"
+    assert of_text(empty, "assistant -tool_calls") == [[empty]]
+    assert of_text(empty, "assistant -empty_reasoning -tool_calls") == [["no"]]
     with pytest.raises(BadRow, match="neither in messages nor at the beginning of a response"):
         of_text("so <think>hm</think>no", "assistant -reasoning")
     tokens = FORMATS["pretokenized"]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.learn import REASONING, TOOL_CALLS, read_learn
+from fsdp_qlora.config.learn import EMPTY_REASONING, REASONING, TOOL_CALLS, read_learn
 from fsdp_qlora.data.content import (
     NO_TARGET,
     TOO_DEEP,
@@ -34,7 +34,7 @@ from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 from fsdp_qlora.data.text.turn_parts import (
     calls_in_text,
-    has_end_of_reasoning,
+    has_reasoning,
     leading_block,
 )
 
@@ -215,14 +215,15 @@ class Renderer:
         """
         pieces: list[Segment] = []
         leaves_all = REASONING in self._learn.read_only
+        leaves_empty = EMPTY_REASONING in self._learn.read_only
         for segment in segments:
             before = pieces[-1].text if pieces else ""
             block = leading_block(segment.text, before) if segment.learned else None
-            if block and (leaves_all or not block[1]):
+            if block and (leaves_all or (leaves_empty and not block[1])):
                 end = block[0]
                 pieces.append(Segment(segment.text[:end], learned=False))
                 segment = dataclasses.replace(segment, text=segment.text[end:])
-            if leaves_all and segment.learned and has_end_of_reasoning(segment.text):
+            if leaves_all and segment.learned and has_reasoning(segment.text):
                 raise BadRow(
                     "its reasoning is neither in messages nor at the beginning of a response, so "
                     "--learn -reasoning cannot leave it out"

@@ -19,6 +19,7 @@ from fsdp_qlora.data.text.loose_values import BadValue, skip_space
 from fsdp_qlora.data.text.tool_calls import BARE, FORMS, Form
 
 MARKS = (*THOUGHTS, ("◁think▷", "◁/think▷"))
+_BEGINS_REASONING = re.compile("(?:" + "|".join(re.escape(mark) for mark, _ in MARKS) + r")\s*\S")
 # Tokens behind a turn with calls that readers of calls pass over. They are none of the calls.
 _BEHIND_CALLS = ("<|eot_id|>", "<|eom_id|>", "<|tool_response>")
 _NO_TYPES = Types()
@@ -27,6 +28,10 @@ _UNKNOWN = (
     "--learn -{} cannot leave it out"
 )
 
+_MORE = (
+    "turn {}: it has marks of reasoning that are not of blocks where it begins, so --learn -{} "
+    "cannot leave its reasoning out"
+)
 _UNREAD = "a tool call in its text cannot be read{}, so --learn -{} cannot leave it out"
 # An object of JSON without marks is an answer.
 _MARKED = [form for form in FORMS if form.read and form.name != BARE]
@@ -77,8 +82,20 @@ def find_read_only(whole: Conversation, turn: Turn, parts: Collection[str]) -> R
     if TOOL_CALLS in parts:
         is_apart = turn.message.get("tool_calls")
         spans += _calls(whole, turn) if is_apart else _calls_among_words(turn)
+    if REASONING in parts and has_reasoning(_without(turn.body, spans)):
+        raise BadRow(_MORE.format(turn.number + 1, REASONING))
     start = turn.span[0]
     return ReadOnly([(first + start, end + start) for first, end in sorted(spans)], has_empty)
+
+
+def _without(text: str, spans: Sequence[Span]) -> str:
+    """A text without its parts."""
+    pieces = []
+    place = 0
+    for first, last in sorted(spans):
+        pieces.append(text[place:first])
+        place = max(place, last)
+    return "\n".join([*pieces, text[place:]])
 
 
 # --- reasoning ---
@@ -104,6 +121,11 @@ def has_end_of_reasoning(text: str) -> bool:
     return any(ends in text for _, ends in MARKS)
 
 
+def has_reasoning(text: str) -> bool:
+    """Whether a text has a mark that ends reasoning, or one that begins it and words behind."""
+    return has_end_of_reasoning(text) or _BEGINS_REASONING.search(text) is not None
+
+
 class _Block(NamedTuple):
     """A block of reasoning: its place in a turn's own text, and the words between its marks."""
 
@@ -126,9 +148,11 @@ def _reasoning(turn: Turn) -> list[_Block]:
         block = _block(body, thought, marks, is_opened=before.endswith(marks[0]))
         while block:
             blocks.append(block._replace(end=_behind_space(body, block.end, turn.message)))
-            # A template may write an empty block in front of one that the message's content has.
+            end = blocks[-1].end
+            # A template may write a block in front of one that the message's content has.
             is_other = not block.words and thought
-            block = _block(body, thought, marks, blocks[-1].end) if is_other else None
+            is_next = is_other or body.startswith(marks[0], skip_space(body, end))
+            block = _block(body, thought, marks, end) if is_next else None
         if blocks:
             break
     return blocks
@@ -144,7 +168,8 @@ def _thought_of(message: Message) -> str:
         return "".join(str(part["thinking"]) for part in content if "thinking" in part).strip()
     for begins, ends in MARKS:
         head, found, _ = content.partition(ends)
-        if found:
+        # Without the first mark it is the answer that speaks of the last one.
+        if found and head.lstrip().startswith(begins):
             return head.strip().removeprefix(begins).strip()
     return ""
 
