@@ -71,6 +71,8 @@ class Segment:
     """
     ends: bool = False
     """Whether an end-of-sequence token follows. One always follows the last segment."""
+    is_left_out: bool = False
+    """Whether it is only read as a part of an answer that is learned."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,14 @@ class Rendered:
     """The tokens that stand for images; any model's own, whether the row has images or not."""
     num_image_ids: int = 0
     """How many of these tokens its images are: one more is in its text."""
+
+    def before_part(self) -> "Rendered | None":
+        """The text before an answer that begins with a part that is left out; None if none does."""
+        of_answer = [i for i, each in enumerate(self.segments) if each.learned or each.is_left_out]
+        first = of_answer[0] if of_answer else 0
+        if first == 0 or self.segments[first].learned:
+            return None
+        return dataclasses.replace(self, segments=self.segments[:first], desired=None)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fsdp_qlora.data.content import BadRow
 from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.learned_turns import EMPTY
+from fsdp_qlora.data.text.preferences import with_mismatched_answers
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning
@@ -119,6 +120,7 @@ def encoded(
     """The rows that a row of a dataset becomes."""
     resolved = read_learn(learn).resolved(writes_blocks=has_end_of_reasoning(template)).text
     format_name = "messages" if "messages" in row else "alpaca"
+    format_name = "label" if "label" in row else format_name
     row_format = FORMATS[format_name]
     chosen = ChosenTemplate("chat", chat=template)
     renderer = Renderer(tokenizer, chosen, resolved, row_format.template, [WORKER])
@@ -368,6 +370,34 @@ def test_empty_blocks_that_a_template_writes_are_read_and_noted():
     ):
         [found] = encoded(tokenizer, source_of("qwen3"), row, learn)
         assert (runs_of(found, tokenizer), found.notes) == (runs, notes)
+
+
+def test_mismatched_answers_begin_with_the_parts_that_are_left_out():
+    tokenizer = tokenizer_of("qwen3", has_marks=True)
+    rows = [
+        {"prompt": [asks("Weather?")], "completion": [says("Sunny.")], "label": True},
+        {"prompt": [asks("Where?")], "completion": [says("Rome.", "hm")], "label": True},
+    ]
+    block = "<think>\n\n</think>\n\n"
+    thought = "<think>\nhm\n</think>\n\n"
+    for learn, sunny, rome in (
+        ("assistant", "Sunny.", f"{thought}Rome."),
+        ("+empty_reasoning", f"{block}Sunny.", f"{thought}Rome."),
+        ("-reasoning", "Sunny.", "Rome."),
+    ):
+        found = [encoded(tokenizer, source_of("qwen3"), row, learn)[0] for row in rows]
+        found = [row._replace(row_number=number) for number, row in enumerate(found)]
+        others = [
+            row._replace(ids=row.ids[row.split :], learned=row.learned[row.split :])
+            for row in with_mismatched_answers(found, 1000)
+        ]
+        asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
+        assert [tokenizer.decode(row.ids).strip() for row in others] == [
+            asked.format("Weather?", f"{thought}Rome."),
+            asked.format("Where?", f"{block}Sunny."),
+        ]
+        runs = [runs_of(row, tokenizer) for row in others]
+        assert runs == [[f"{rome}<|im_end|>"], [f"{sunny}<|im_end|>"]]
 
 
 def test_reasoning_of_texts_is_left_out_where_responses_begin():

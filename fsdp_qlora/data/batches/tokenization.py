@@ -20,6 +20,7 @@ from fsdp_qlora.data.content import (
     Rendered,
     Segment,
     SourceFile,
+    num_common,
 )
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
@@ -56,6 +57,8 @@ class EncodedRow(NamedTuple):
     """The index of the second answer's first token."""
     desired: bool | None = None
     """The label of a row that has one."""
+    start: int | None = None
+    """The index of the first token of an answer that begins with a part that is left out."""
     images: tuple[bytes, ...] = ()
     """The names of the row's images, from `image_store.keep`."""
     image_values: int = 0
@@ -327,6 +330,8 @@ def encode(
             reason = IMAGE_TOKEN if of_image.sum() != row.num_image_ids else ""
             if reason or (num_cut and of_image[context_length:].any()):
                 learned[:] = False  # a part of an image says nothing
+        prompt = None if row.desired is None else row.before_part()
+        before = encode_prompt(prompt, tokenizer) if prompt else []
         for start in starts:
             window = slice(start, start + context_length)
             yield EncodedRow(
@@ -336,6 +341,7 @@ def encode(
                 num_cut,
                 notes=() if start else row.notes + notes,
                 desired=row.desired,
+                start=num_common(before, ids) if prompt else None,
                 images=row.images,
                 image_values=row.image_values,
                 reason=reason,

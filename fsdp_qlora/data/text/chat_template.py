@@ -203,7 +203,10 @@ def _read_only(segments: Iterable[Segment], spans: Iterable[Sequence[int]]) -> l
             if start < stop:
                 before = segment.text[place - begin : start - begin]
                 inside = segment.text[start - begin : stop - begin]
-                pieces += [Segment(before, segment.learned), Segment(inside, learned=False)]
+                pieces += [
+                    Segment(before, segment.learned),
+                    Segment(inside, learned=False, is_left_out=True),
+                ]
                 place = stop
         pieces.append(Segment(segment.text[place - begin :], segment.learned))
         begin = end

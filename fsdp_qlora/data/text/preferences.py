@@ -298,7 +298,7 @@ def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[An
 
     KTO measures the divergence from the reference on these (Ethayarajh et al. 2024).
     """
-    starts = [int(row.learned.argmax()) for row in rows]
+    starts = [int(row.learned.argmax()) if row.start is None else row.start for row in rows]
     # A row may have several answers, which are beside each other: as far back as no two of a row
     # are.
     back = max(Counter(row.row_number for row in rows).values(), default=1)

@@ -221,7 +221,7 @@ class Renderer:
             block = leading_block(segment.text, before) if segment.learned else None
             if block and (leaves_all or (leaves_empty and not block[1])):
                 end = block[0]
-                pieces.append(Segment(segment.text[:end], learned=False))
+                pieces.append(Segment(segment.text[:end], learned=False, is_left_out=True))
                 segment = dataclasses.replace(segment, text=segment.text[end:])
             if leaves_all and segment.learned and has_reasoning(segment.text):
                 raise BadRow(
@@ -244,7 +244,7 @@ def _without_calls(segments: Sequence[Segment], are_responses: Sequence[bool]) -
             for first, last in calls_in_text(text, block[0] if block else 0):
                 pieces += [
                     Segment(text[place:first], segment.learned),
-                    Segment(text[first:last], learned=False),
+                    Segment(text[first:last], learned=False, is_left_out=True),
                 ]
                 place = last
         pieces.append(dataclasses.replace(segment, text=text[place:]))
