@@ -232,6 +232,14 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "-reasoning",
         [" no<|im_end|>"],
     ),
+    "a template that takes the space of an answer": (
+        JSON_CALLS.replace(
+            "</think>{% endif %}{{ m.content", "</think>\n\n{% endif %}{{ m.content | trim"
+        ),
+        says("\n\nno", "hm"),
+        "-reasoning",
+        ["no<|im_end|>"],
+    ),
     "a call as an example": (
         JSON_CALLS,
         says(EXAMPLE, "", **calls("find")),

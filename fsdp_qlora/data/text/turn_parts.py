@@ -73,7 +73,7 @@ def find_read_only(whole: Conversation, turn: Turn, parts: Collection[str]) -> R
     spans: list[Span] = []
     has_empty = False
     if REASONING in parts or EMPTY_REASONING in parts:
-        blocks = _reasoning(turn)
+        blocks = _reasoning(whole, turn)
         has_empty = EMPTY_REASONING in parts and not all(block.words for block in blocks)
         left_out = [block for block in blocks if REASONING in parts or not block.words]
         spans += [(block.start, block.end) for block in left_out]
@@ -81,7 +81,7 @@ def find_read_only(whole: Conversation, turn: Turn, parts: Collection[str]) -> R
             raise BadRow(_UNKNOWN.format(turn.number + 1, "reasoning", REASONING))
     if TOOL_CALLS in parts:
         is_apart = turn.message.get("tool_calls")
-        spans += _calls(whole, turn) if is_apart else _calls_among_words(turn)
+        spans += _calls(whole, turn) if is_apart else _calls_among_words(whole, turn)
     if REASONING in parts and has_reasoning(_without(turn.body, spans)):
         raise BadRow(_MORE.format(turn.number + 1, REASONING))
     start = turn.span[0]
@@ -134,7 +134,7 @@ class _Block(NamedTuple):
     words: str
 
 
-def _reasoning(turn: Turn) -> list[_Block]:
+def _reasoning(whole: Conversation, turn: Turn) -> list[_Block]:
     """The blocks of reasoning in a turn."""
     body = turn.body
     messages = harmony_spans(body)
@@ -147,7 +147,7 @@ def _reasoning(turn: Turn) -> list[_Block]:
     for marks in MARKS:
         block = _block(body, thought, marks, is_opened=before.endswith(marks[0]))
         while block:
-            blocks.append(block._replace(end=_behind_space(body, block.end, turn.message)))
+            blocks.append(block._replace(end=_behind_space(whole, turn, block.end)))
             end = blocks[-1].end
             # A template may write a block in front of one that the message's content has.
             is_other = not block.words and thought
@@ -207,14 +207,24 @@ def _block(
     return _Block(start, last + len(ends), body[inner:last].strip())
 
 
-def _behind_space(body: str, place: int, message: Message) -> int:
+def _behind_space(whole: Conversation, turn: Turn, place: int) -> int:
     """The place behind the white space that the template writes after a block."""
-    content = "".join(texts_of(message))
-    is_apart = not has_end_of_reasoning(content)
-    # White space with which the answer itself begins is the answer's.
-    own = content[: len(content) - len(content.lstrip())] if is_apart else ""
-    space = body[place : skip_space(body, place)]
+    texts = texts_of(turn.message)
+    space = turn.body[place : skip_space(turn.body, place)]
+    if not space or has_end_of_reasoning("".join(texts)):
+        return place + len(space)
+    # White space with which the answer itself begins is the answer's, if the template keeps it.
+    first = texts[0] if texts else ""
+    own = first[: len(first) - len(first.lstrip())]
+    if own and not _is_kept(whole, turn, first):
+        own = ""
     return place + len(space.removesuffix(own))
+
+
+def _is_kept(whole: Conversation, turn: Turn, text: str) -> bool:
+    """Whether the template writes the white space with which a text of the turn begins."""
+    content = _replaced(turn.message["content"], text, text.lstrip())
+    return whole.is_changed(turn.text, turn.number, turn.message | {"content": content})
 
 
 def _misses_reasoning(whole: Conversation, turn: Turn, blocks: Sequence[_Block]) -> bool:
@@ -260,9 +270,9 @@ def _calls(whole: Conversation, turn: Turn) -> list[Span]:
     return [_with_space(whole, turn, found)]
 
 
-def _calls_among_words(turn: Turn) -> list[Span]:
+def _calls_among_words(whole: Conversation, turn: Turn) -> list[Span]:
     """The places of calls that a message has as text, between marks. Raises BadRow."""
-    blocks = _reasoning(turn)
+    blocks = _reasoning(whole, turn)
     try:
         return calls_in_text(turn.body, blocks[-1].end if blocks else 0)
     except BadRow as error:
@@ -320,7 +330,7 @@ def _end_of_calls(text: str, end: int) -> int:
 def _read_calls(whole: Conversation, turn: Turn, all_names: Collection[list[str]]) -> Span | None:
     """The place of calls with one of these lists of names, by the form that reads them."""
     body = turn.body
-    blocks = _reasoning(turn)
+    blocks = _reasoning(whole, turn)
     start = blocks[-1].end if blocks else 0
     # A form may want to end where the turn does, before its end token.
     within = whole.without_end(body)
