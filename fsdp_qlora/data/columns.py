@@ -67,6 +67,8 @@ COLUMNS: dict[Role, tuple[str, ...]] = {
 
 # Well-known sets that call the columns of a format otherwise: the format, and their names in the
 # order of `Format.columns`. They are tried in this order where the columns are of no format.
+# Formats of logs are among them, with no other names: datasets with other columns, too, are of
+# those.
 OTHER_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("question_answer", ("question", "response")),  # OpenOrca
     ("question_answer", ("question", "solution")),  # s1K
@@ -75,6 +77,7 @@ OTHER_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("alpaca", ("query", "answer")),  # CodeFeedback
     ("alpaca", ("problem", "solution")),  # Magicoder
     ("alpaca", ("prompt", "response")),  # HelpSteer
+    ("responses", ()),  # where input or output hold items
     ("alpaca", ("input", "output")),
     ("alpaca", ("inputs", "targets")),  # FLAN
     ("alpaca", ("source", "target")),
@@ -86,6 +89,10 @@ OTHER_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("preference", ("response_j", "response_k")),  # StackExchange's
     *(("rating", (name,)) for name in (*COLUMNS["rating"][1:], "completions")),
     ("text", ("response",)),  # ms-swift, for pretraining
+    ("items", ()),
+    ("request_response", ()),
+    ("atif", ()),
+    ("verifiers", ()),
     ("items", ("input",)),  # OpenAI's responses
 )
 

@@ -186,6 +186,47 @@ def test_columns_of_other_formats_are_read_as_before():
         assert RequestedFormat().find([*row], [row]).dataset_format == "alpaca"
 
 
+# Columns of datasets that may have those of logs beside them -> the format.
+OF_OTHER_FORMATS = {
+    "instruction output": "alpaca",
+    "input_ids": "pretokenized",
+    "chosen rejected": "preference",
+    "messages": "messages",
+    "conversations": "sharegpt",
+    "instruction response": "dolly",
+    "question answer": "question_answer",
+    "prompt completion": "prompt_completion",
+    "text": "text",
+    "question response": "question_answer",
+    "question solution": "question_answer",
+    "question answers": "question_answer",
+    "query response": "alpaca",
+    "query answer": "alpaca",
+    "problem solution": "alpaca",
+    "prompt response": "alpaca",
+    "inputs targets": "alpaca",
+    "source target": "alpaca",
+    "user assistant": "alpaca",
+    "conversation": "sharegpt",
+    "contents": "messages",
+    "chosen_messages rejected_messages": "preference",
+    "chosen_response rejected_response": "preference",
+    "response_j response_k": "preference",
+}
+
+
+@pytest.mark.parametrize("columns", OF_OTHER_FORMATS)
+def test_columns_of_logs_beside_others_do_not_make_a_log(columns):
+    names = ("items: a coding agent", "verifiers: an episode", "ATIF: ends with a call")
+    beside = {"request": GOOD["exchange: Anthropic"]["row"]["request"]}
+    for name in names:
+        beside |= GOOD[name]["row"]
+    row = beside | dict.fromkeys(columns.split(), "go on")
+    assert RequestedFormat().find([*row], [row]).dataset_format == OF_OTHER_FORMATS[columns]
+    reading = RequestedFormat().find_prompt({"prompt": "hi", "response": "so"} | beside)
+    assert reading.dataset_format == "prompt_completion"
+
+
 def test_logs_of_tables_and_of_folders_are_those_of_lines(prepare, tmp_path):
     tokenizer = tokenizer_of(FAMILIES["Qwen3.5"])
     tokenizer.chat_template = FAMILIES["Qwen3.5"].text

@@ -303,7 +303,7 @@ FORMATS: dict[str, Format] = {
     ),
     "guanaco": Format(("text",), (), read_guanaco, asks=("text",), recognizes=is_guanaco),
     "text": Format(("text",), (), read_text, asks=("text",)),
-    # Agents' logs, which have none of the columns above.
+    # Agents' logs, which are tried behind the other names of the formats above.
     "responses": Format(
         ("input", "output"), _IN_RESPONSE, read_response, Chat, ("input",), recognizes=is_response
     ),
@@ -323,9 +323,11 @@ Alias = tuple[str, dict[str, str]]
 
 
 def _own_names(dataset_format: str, names: Sequence[str]) -> dict[str, str]:
-    return dict(zip(names, FORMATS[dataset_format].columns, strict=True))
+    return dict(zip(names, FORMATS[dataset_format].columns, strict=True)) if names else {}
 
 
+TRIED_LAST = {name for name, names in OTHER_NAMES if not names}
+"""Formats that are tried among `ALIASES`, not before them."""
 ALIASES: tuple[Alias, ...] = tuple((name, _own_names(name, names)) for name, names in OTHER_NAMES)
 # The same for prompts, some of which need no answer.
 PROMPT_ALIASES: tuple[Alias, ...] = tuple(

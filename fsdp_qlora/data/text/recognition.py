@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fsdp_qlora.data.columns import COLUMNS, MEDIA, NOT_ASKED, WATCHED
 from fsdp_qlora.data.content import BadRow, Chat, PromptContent, Row
 from fsdp_qlora.data.text import preferences
-from fsdp_qlora.data.text.formats import ALIASES, FORMATS, PROMPT_ALIASES, Alias
+from fsdp_qlora.data.text.formats import ALIASES, FORMATS, PROMPT_ALIASES, TRIED_LAST, Alias
 from fsdp_qlora.utils.errors import UserError
 
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
@@ -239,7 +239,7 @@ def _fitting(
         for name in columns
         if name in renames or name not in renames.values()
     }
-    shapes: list[Alias] = [(name, {}) for name in FORMATS]
+    shapes: list[Alias] = [(name, {}) for name in FORMATS if name not in TRIED_LAST]
     for name, alias in (*shapes, *aliases):
         if requested not in ("auto", name) or not alias.keys() <= set(renamed.values()):
             continue
