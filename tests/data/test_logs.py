@@ -276,3 +276,32 @@ def test_rows_with_ids_on_one_side_alone_are_read_as_before():
     chat = FORMATS["messages"].read({"messages": messages})
     assert isinstance(chat, Chat) and chat.messages[2]["tool_call_id"] == "another"
     assert linked_calls.in_order_of_calls(chat.messages) == chat.messages
+
+
+def parallel(ids: list[Any], result_ids: list[Any], **more: Any) -> dict[str, Any]:
+    calls = [
+        {"function": {"name": name, "arguments": {}}} | ({} if each is None else {"id": each})
+        for name, each in zip(("ls", "pwd"), ids, strict=True)
+    ]
+    results = [
+        {"role": "tool", "content": "so"} | ({} if each is None else {"tool_call_id": each}) | more
+        for each in result_ids
+    ]
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}, *results]
+    return {"request": {"messages": said}, "response": "Done."}
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (parallel([None, None], [None, None]), ["ls", "pwd"]),
+        (parallel([None, None], [None]), [None]),
+        (parallel(["", ""], ["", ""]), ["ls", "pwd"]),
+        (parallel([0, 1], [1, 0]), ["ls", "pwd"]),
+        (parallel([None, None], [None], tool_name="pwd"), ["pwd"]),
+    ],
+)
+def test_results_without_ids_get_names_by_their_places(row, names):
+    chat = FORMATS["request_response"].read(row)
+    assert isinstance(chat, Chat)
+    assert [each.get("name") for each in chat.messages if each["role"] == "tool"] == names

@@ -37,6 +37,7 @@ ROLES = (
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
 KEPT = ("name", "tool_call_id")  # what chat templates know besides
+TOOL_NAME = "tool_name"  # Ollama's, of a result
 # How much a turn is learned, as OpenAI, axolotl, ms-swift and LLaMA-Factory call it.
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
@@ -51,6 +52,7 @@ _USED = {
     "tool_calls",
     "function_call",
     *KEPT,
+    TOOL_NAME,
     *REASONING,
     *WEIGHTS,
 }
@@ -213,13 +215,27 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
     if message["role"] == "user":
         for text in texts_of(message):
             refuse_media(text, where)
-    message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)} | thoughts
+    message |= _kept(turn, message["role"]) | thoughts
     is_empty = not any(
         str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT, *REASONING)
     )
     if is_answer and is_empty and _weight(turn, turn_number) != 0:
         raise BadRow(f"{where}: the assistant says nothing")
     return message
+
+
+def _kept(turn: Mapping[str, Any], role: str) -> dict[str, str]:
+    kept = {name: turn.get(name) for name in KEPT}
+    if kept["name"] is None and role == "tool":
+        kept["name"] = turn.get(TOOL_NAME)
+    kept["tool_call_id"] = _id(kept["tool_call_id"])
+    return {name: value for name, value in kept.items() if isinstance(value, str)}
+
+
+def _id(value: object) -> object:
+    """An id, which some logs have as a number, as text."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number else value
 
 
 def _thoughts(turn: Mapping[str, Any], content_parts: parts.Said, where: str) -> dict[str, str]:
@@ -307,7 +323,8 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
             arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}: the arguments of {function['name']} are not an object")
-        ids = [call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)]
+        all_ids = [_id(call.get(name)) for name in ("id", "call_id")]
+        ids = [each for each in all_ids if isinstance(each, str)]
         tool_call: dict[str, Any] = {"id": ids[0]} if ids else {}
         tool_call["type"] = "function"
         tool_call["function"] = {"name": function["name"], "arguments": plain_value(arguments)}

@@ -53,8 +53,8 @@ def _have_ids(messages: Sequence[Message]) -> bool:
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     return (
         bool(results)
-        and all("id" in call for call in calls)
-        and all("tool_call_id" in result for result in results)
+        and all(call.get("id") for call in calls)
+        and all(result.get("tool_call_id") for result in results)
     )
 
 
@@ -89,13 +89,28 @@ def in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which each result has the name of its call's function."""
+    """Messages in which each result has the name of its call's function.
+
+    Results without ids have the names of the calls before them, in their order, where there are as
+    many of both.
+    """
     named: list[Message] = []
     names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or []:
-            names[call.get("id", "")] = call["function"]["name"]
-        name = names.get(message.get("tool_call_id", ""))
-        is_result = message["role"] == "tool" and name is not None
-        named.append(({"name": name} | message) if is_result else message)
+    calls: list[Message] = []
+    for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        some = [*group]
+        if not is_result:
+            calls = some[-1].get("tool_calls") or []
+            for message in some:
+                for call in message.get("tool_calls") or []:
+                    names[call.get("id", "")] = call["function"]["name"]
+            named += some
+            continue
+        places = [call["function"]["name"] for call in calls] if len(calls) == len(some) else []
+        for place, result in enumerate(some):
+            call_id = result.get("tool_call_id")
+            name = names.get(call_id) if call_id else None
+            if name is None and places and not call_id:
+                name = places[place]
+            named.append(result if name is None else {"name": name} | result)
     return named
