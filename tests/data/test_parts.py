@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_qlora.api import _in_file
 from fsdp_qlora.data.content import BadRow, Chat, PreferenceRow
-from fsdp_qlora.data.text import linked_calls
+from fsdp_qlora.data.text import chats, linked_calls
 from fsdp_qlora.data.text.chats import HIDDEN
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
@@ -190,15 +190,25 @@ def test_results_must_be_of_calls_where_both_have_ids():
         ([CALLS, second], "turn 3: its tool_call_id 'c2' is of no call"),
         ([RESULT, CALLS], "turn 2: its tool_call_id 'c1' is of no call"),
         ([CALLS, RESULT, RESULT], "turn 4: a second result of the call 'c1'"),
-        ([twice, RESULT, THINKS], "turn 4: the call 'c2' of add has no result"),
-        ([CALLS, RESULT, CALLS, ASK], "turn 5: the call 'c1' of add has no result"),
+        ([CALLS, ASK, RESULT, RESULT], "turn 5: a second result of the call 'c1'"),
     ):
         with pytest.raises(BadRow, match=reason):
             read([ASK, *messages])
     for messages in (
+        [twice, RESULT, THINKS],
+        [CALLS, RESULT, CALLS, ASK, THINKS],
+        [CALLS, ASK, RESULT, THINKS],
+        [CALLS, THINKS, RESULT, THINKS],
+    ):
+        assert read([ASK, *messages]).notes == (linked_calls.ABANDONED,)
+        with pytest.raises(BadRow, match="has no result before it"):
+            chats.read_log({}, [ASK, *messages])
+    for messages in (
         [CALLS, RESULT, twice],
         [CALLS, THINKS],
         [{**CALLS, "tool_calls": [CALL]}, second],
+        [{**CALLS, "tool_calls": [{**CALL, "id": "fc_1", "call_id": "c2"}]}, second],
+        [{**CALLS, "tool_calls": [{**CALL, "id": ""}]}, {**RESULT, "tool_call_id": ""}],
     ):
         assert read([ASK, *messages]).notes == ()
 

@@ -119,15 +119,18 @@ def _called(turn: Mapping[str, Any]) -> Any:
     return turn.get("role") if turn.get("role") is not None else turn.get("from")
 
 
-def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
-    """The turns as messages, with what else the row has for a chat. Raises BadRow."""
+def read_chat(row: Row, turns: list[dict[str, Any]], *, is_log: bool = False) -> Chat:
+    """The turns as messages, with what else the row has for a chat.
+
+    is_log: whether each call must have its result before others speak. Raises BadRow.
+    """
     images = Images(row)
     messages = [
         _message(turn, turn_number, images) for turn_number, turn in enumerate(turns, start=1)
     ]
     for turn_number, message in enumerate(messages, start=1):
         _check_unicode(message, f"turn {turn_number}")
-    notes = linked_calls.check(messages)
+    notes = linked_calls.check(messages, is_log=is_log)
     if any(map(parts.hide_reasoning, turns)):
         notes.append(HIDDEN)
     weights = [_weight(turn, turn_number) for turn_number, turn in enumerate(turns, start=1)]
@@ -169,7 +172,7 @@ def read_log(row: Row, turns: list[dict[str, Any]]) -> Chat:
     Results get the order of their calls and the names of the functions, and tools OpenAI's form.
     Raises BadRow.
     """
-    chat = read_chat(row, turns)
+    chat = read_chat(row, turns, is_log=True)
     messages = linked_calls.with_names(linked_calls.in_order_of_calls(chat.messages))
     tools, tool_notes = tool_forms.all_in_chat_form(chat.tools or [])
     notes = [note for note in chat.notes if note != linked_calls.OTHER_ORDER]
@@ -323,7 +326,8 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
             arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}: the arguments of {function['name']} are not an object")
-        all_ids = [_id(call.get(name)) for name in ("id", "call_id")]
+        # An item of OpenAI's responses has an id of its own, too, of which no result is.
+        all_ids = [_id(call.get(name)) for name in ("call_id", "id")]
         ids = [each for each in all_ids if isinstance(each, str)]
         tool_call: dict[str, Any] = {"id": ids[0]} if ids else {}
         tool_call["type"] = "function"

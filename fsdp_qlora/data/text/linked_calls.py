@@ -11,12 +11,17 @@ Message = dict[str, Any]
 OTHER_ORDER = "results of tools are in another order than their calls"
 
 
-def check(messages: Sequence[Message]) -> list[str]:
-    """Check that each result is of a call, and that each call is answered before others speak.
+ABANDONED = "calls have no result before others speak, as where a user interrupts"
+
+
+def check(messages: Sequence[Message], *, is_log: bool = False) -> list[str]:
+    """Check that each result is of a call before it.
 
     The calls at the end may have no results. Messages whose calls or results have no ids are not
     checked.
 
+    Args:
+        is_log: whether each call must be answered before others speak.
     Returns:
         Notes.
     Raises:
@@ -25,8 +30,9 @@ def check(messages: Sequence[Message]) -> list[str]:
     """
     if not _have_ids(messages):
         return []
-    is_in_order = True
+    notes: list[str] = []
     waiting: dict[str, str] = {}
+    abandoned: dict[str, str] = {}
     answered: set[str] = set()
     for turn_number, message in enumerate(messages, start=1):
         where = f"turn {turn_number}"
@@ -34,17 +40,21 @@ def check(messages: Sequence[Message]) -> list[str]:
             call_id = message["tool_call_id"]
             if call_id in answered:
                 raise BadRow(f"{where}: a second result of the call {call_id!r}")
-            if call_id not in waiting:
+            if call_id not in {**waiting, **abandoned}:
                 raise BadRow(f"{where}: its tool_call_id {call_id!r} is of no call before it")
-            is_in_order &= call_id == next(iter(waiting))
-            waiting.pop(call_id)
+            if call_id in waiting and call_id != next(iter(waiting)):
+                notes.append(OTHER_ORDER)
+            (waiting if call_id in waiting else abandoned).pop(call_id)
             answered.add(call_id)
         elif message["role"] in ("user", "assistant"):
             for call_id, name in waiting.items():
-                raise BadRow(f"{where}: the call {call_id!r} of {name} has no result before it")
+                if is_log:
+                    raise BadRow(f"{where}: the call {call_id!r} of {name} has no result before it")
+                notes.append(ABANDONED)
+            abandoned |= waiting
             waiting = _calls_by_id(message, where)
             answered = set()
-    return [] if is_in_order else [OTHER_ORDER]
+    return list(dict.fromkeys(notes))
 
 
 def _have_ids(messages: Sequence[Message]) -> bool:
