@@ -305,3 +305,29 @@ def test_results_without_ids_get_names_by_their_places(row, names):
     chat = FORMATS["request_response"].read(row)
     assert isinstance(chat, Chat)
     assert [each.get("name") for each in chat.messages if each["role"] == "tool"] == names
+
+
+ASKED = {"messages": [{"role": "user", "content": "hi"}]}
+CHOICES = {"choices": [{"message": {"role": "assistant", "content": "so"}}]}
+
+
+@pytest.mark.parametrize(
+    ("response", "content"),
+    [
+        ('{"city": "Paris"}', '{"city": "Paris"}'),
+        ("[Note] hi", "[Note] hi"),
+        ('{"error": "none"}', '{"error": "none"}'),
+        ("[1, 2]", "[1, 2]"),
+        ('{"output": 3, "role": "king"}', '{"output": 3, "role": "king"}'),
+        (json.dumps(CHOICES), "so"),
+        ('{"role": "assistant", "content": "so"}', "so"),
+    ],
+)
+def test_a_text_is_a_response_only_where_it_is_one_in_json(response, content):
+    chat = FORMATS["request_response"].read({"request": ASKED, "response": response})
+    assert isinstance(chat, Chat) and chat.messages[-1]["content"] == content
+    if content == response:
+        items = {"request": {"input": "[hi] there"}, "response": response}
+        chat = FORMATS["request_response"].read(items)
+        assert isinstance(chat, Chat)
+        assert [message["content"] for message in chat.messages] == ["[hi] there", content]

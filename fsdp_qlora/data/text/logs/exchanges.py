@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_qlora.data.content import FOLDER, BadRow, Chat, Row, text_of
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.conversation import REASONING
-from fsdp_qlora.data.text.logs.responses import read_response
+from fsdp_qlora.data.text.logs.responses import are_items, read_response
 
 Body = Mapping[str, Any]
 _ANSWER = ("content", "tool_calls", "function_call", "refusal", *REASONING)
@@ -20,7 +20,7 @@ def read_exchange(row: Row) -> Chat:
     Raises BadRow.
     """
     request = _body(row.get("request"), "request")
-    response = chats.parsed_text(row.get("response"), "response")
+    response = _response(row.get("response"))
     _refuse_errors(response)
     if "messages" not in request:
         body = response if isinstance(response, Mapping) else {"output": response}
@@ -37,6 +37,25 @@ def is_exchange(row: Row) -> bool:
     except BadRow:
         return False
     return isinstance(request.get("messages"), list) or "input" in request
+
+
+def _response(value: object) -> object:
+    """A response, also in a text of JSON; a text of anything else is the answer itself."""
+    try:
+        body = chats.parsed_text(value, "response")
+    except BadRow:
+        return value
+    is_body = are_items(body) or (isinstance(body, Mapping) and _is_known(body))
+    return body if is_body or not isinstance(value, str) else value
+
+
+def _is_known(body: Body) -> bool:
+    return (
+        isinstance(body.get("choices"), list)
+        or body.get("role") == "assistant"
+        or are_items(body.get("output"))
+        or (body.get("type") == "error" and "error" in body)
+    )
 
 
 def _body(value: object, column: str) -> Body:

@@ -30,20 +30,21 @@ def read_items(row: Row) -> Chat:
 
 def is_response(row: Row) -> bool:
     """Whether the columns of `read_response` hold items."""
-    return _are_items(row.get("output")) or (
-        isinstance(row.get("output"), str | None) and _are_items(row.get("input"))
+    return are_items(row.get("output")) or (
+        isinstance(row.get("output"), str | None) and are_items(row.get("input"))
     )
 
 
 def is_items(row: Row) -> bool:
     """Whether the column of `read_items` holds items, one of which is no message."""
     items = row.get("items")
-    return _are_items(items) and any(
+    return are_items(items) and any(
         str(item.get("type")) in _READERS for item in chats.parsed(items)
     )
 
 
-def _are_items(value: object) -> bool:
+def are_items(value: object) -> bool:
+    """Whether a value is a list of items, which have a role or a known type."""
     try:
         items = chats.parsed(value)
     except BadRow:
