@@ -331,3 +331,28 @@ def test_a_text_is_a_response_only_where_it_is_one_in_json(response, content):
         chat = FORMATS["request_response"].read(items)
         assert isinstance(chat, Chat)
         assert [message["content"] for message in chat.messages] == ["[hi] there", content]
+
+
+def test_nulls_of_tables_count_as_missing():
+    said = {"role": "assistant", "content": "so", "type": "message"}
+    request = {"messages": None, "input": "hi", "status": None}
+    row = {"request": request, "response": {"output": [said], "status": "completed"}}
+    chat = FORMATS["request_response"].read(row)
+    assert isinstance(chat, Chat) and len(chat.messages) == 2
+    row["response"]["status"] = "incomplete"
+    with pytest.raises(BadRow, match="its status is 'incomplete'"):
+        FORMATS["request_response"].read(row)
+    text = {"type": "text", "text": "hi", "source": {"path": None}}
+    steps = [
+        {"source": "user", "message": [text], "observation": None},
+        {"source": "agent", "message": "so", "observation": {"results": None}},
+    ]
+    chat = FORMATS["atif"].read({"schema_version": "ATIF-v1.7", "steps": steps})
+    assert isinstance(chat, Chat)
+    assert [message["content"] for message in chat.messages] == ["hi", "so"]
+
+
+def test_an_answer_that_is_cut_without_choices_is_refused():
+    response = {"role": "assistant", "content": "so", "finish_reason": "length"}
+    with pytest.raises(BadRow, match="the response ends with 'length'"):
+        FORMATS["request_response"].read({"request": ASKED, "response": response})

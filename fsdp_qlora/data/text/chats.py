@@ -395,6 +395,11 @@ def parsed(values: object) -> Any:
     ]
 
 
+def filled(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An object without its nulls, which tables write for keys that it has not."""
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
 def parsed_text(value: object, where: str) -> Any:
     """A value, or that in a text of JSON. A text of another kind stays as it is. Raises BadRow."""
     return _json(value, where) if isinstance(value, str) and value[:1] in ("{", "[") else value

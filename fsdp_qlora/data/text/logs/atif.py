@@ -88,12 +88,15 @@ def _content(message: object) -> object:
 def _part(part: object) -> object:
     if not isinstance(part, Mapping) or not isinstance(part.get("source"), Mapping):
         return part
-    return {"type": part.get("type"), "path": part["source"].get("path")}
+    if part["source"].get("path") is None:
+        return part
+    return {"type": part.get("type"), "path": part["source"]["path"]}
 
 
 def _results(step: Step, where: str) -> list[Mapping[str, Any]]:
     observation = step.get("observation")
-    if observation is None:
+    is_empty = isinstance(observation, Mapping) and not chats.filled(observation)
+    if observation is None or is_empty:
         return []
     results = observation.get("results") if isinstance(observation, Mapping) else None
     if not isinstance(results, list) or not all(isinstance(each, Mapping) for each in results):

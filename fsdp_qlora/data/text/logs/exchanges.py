@@ -23,9 +23,9 @@ def read_exchange(row: Row) -> Chat:
     response = _response(row.get("response"))
     _refuse_errors(response)
     if "messages" not in request:
-        body = response if isinstance(response, Mapping) else {"output": response}
+        body = chats.filled(response) if isinstance(response, Mapping) else {"output": response}
         others = {"output": body.get("output"), FOLDER: row.get(FOLDER)}
-        return read_response(dict(body) | dict(request) | others)
+        return read_response(body | dict(request) | others)
     asked = chats.only_read(chats.turns(request["messages"], "messages"))
     beside = {name: request.get(name) for name in ("system", "tools")}
     return chats.read_log(beside | {FOLDER: row.get(FOLDER)}, [*asked, _answer(response)])
@@ -62,7 +62,7 @@ def _body(value: object, column: str) -> Body:
     body = chats.parsed_text(value, column)
     if not isinstance(body, Mapping):
         raise BadRow(f"{column} is not an object")
-    return body
+    return chats.filled(body)
 
 
 def _refuse_errors(response: object) -> None:
@@ -80,7 +80,7 @@ def _answer(response: object) -> dict[str, Any]:
     if not isinstance(response, Mapping):
         raise BadRow("response is neither an object nor text")
     message: Any = response
-    reason = response.get("stop_reason")
+    reason = response.get("stop_reason") or response.get("finish_reason")
     if response.get("choices") is not None:
         choices = response["choices"]
         if (
