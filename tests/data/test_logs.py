@@ -356,3 +356,16 @@ def test_an_answer_that_is_cut_without_choices_is_refused():
     response = {"role": "assistant", "content": "so", "finish_reason": "length"}
     with pytest.raises(BadRow, match="the response ends with 'length'"):
         FORMATS["request_response"].read({"request": ASKED, "response": response})
+
+
+@pytest.mark.parametrize("name", ["items", "atif", "verifiers", "responses"])
+def test_logs_with_columns_of_json_text_are_the_same(name):
+    for log in GOOD.values():
+        row = {
+            column: json.dumps(value)
+            if isinstance(value, dict | list) and column not in ("output", "images")
+            else value
+            for column, value in log["row"].items()
+        }
+        if log["format"] == name and not ("input" in row and "output" not in row):
+            assert read(log | {"row": row}) == read(log), log["name"]

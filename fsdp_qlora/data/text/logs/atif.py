@@ -21,7 +21,7 @@ def read_trajectory(row: Row) -> Chat:
     """
     if not is_trajectory(row):
         raise BadRow(f"schema_version is {str(row.get('schema_version'))[:40]!r}, not {_VERSION}.N")
-    steps = chats.parsed(row.get("steps"))
+    steps = chats.parsed(chats.parsed_text(row.get("steps"), "steps"))
     if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
         raise BadRow("steps is not a list of objects")
     if not steps:
@@ -32,7 +32,7 @@ def read_trajectory(row: Row) -> Chat:
         for step_number, step in enumerate(steps, start=1)
         for turn in _turns(step, f"step {step_number}")
     ]
-    agent = row.get("agent")
+    agent = chats.parsed_text(row.get("agent"), "agent")
     tools = agent.get("tool_definitions") if isinstance(agent, Mapping) else None
     return chats.read_log({"tools": tools, FOLDER: row.get(FOLDER)}, turns)
 

@@ -26,7 +26,10 @@ def read_episode(row: Row) -> Chat:
 
 
 def is_episode(row: Row) -> bool:
-    traces = row.get("traces")
+    try:
+        traces = chats.parsed(chats.parsed_text(row.get("traces"), "traces"))
+    except BadRow:
+        return False
     return (
         isinstance(traces, list)
         and bool(traces)
@@ -35,7 +38,7 @@ def is_episode(row: Row) -> bool:
 
 
 def _objects(value: object, name: str) -> list[Mapping[str, Any]]:
-    values = chats.parsed(value)
+    values = chats.parsed(chats.parsed_text(value, name))
     if not isinstance(values, list) or not all(isinstance(each, Mapping) for each in values):
         raise BadRow(f"{name} is not a list of objects")
     return values

@@ -37,10 +37,19 @@ def is_response(row: Row) -> bool:
 
 def is_items(row: Row) -> bool:
     """Whether the column of `read_items` holds items, one of which is no message."""
-    items = row.get("items")
+    items = _listed(row.get("items"))
     return are_items(items) and any(
         str(item.get("type")) in _READERS for item in chats.parsed(items)
     )
+
+
+def _listed(value: object) -> object:
+    """A list of items, also in a text of JSON; other values as they are."""
+    try:
+        items = chats.parsed_text(value, "")
+    except BadRow:
+        return value
+    return items if are_items(items) else value
 
 
 def are_items(value: object) -> bool:
@@ -80,6 +89,8 @@ def _instructions(row: Row) -> list[Turn]:
 
 def _turns(value: object, column: str, role: str) -> list[Turn]:
     """The turns of a list of items, or of a text that `role` says. Raises BadRow."""
+    if role != "assistant":  # an answer may be JSON
+        value = _listed(value)
     if isinstance(value, str):
         return [{"role": role, "content": text_of({column: value}, column)}]
     items = chats.parsed(value)
