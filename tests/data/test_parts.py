@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_qlora.api import _in_file
 from fsdp_qlora.data.content import BadRow, Chat, PreferenceRow
-from fsdp_qlora.data.text import chats, linked_calls
+from fsdp_qlora.data.text import chats, linked_calls, tool_forms
 from fsdp_qlora.data.text.chats import HIDDEN
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
@@ -178,6 +178,22 @@ def test_tools_of_anthropic_become_those_of_chats():
     expected = {"name": "add", "description": "Adds", "parameters": {"type": "object"}}
     assert read([ASK, THINKS], tools=[tool]).tools == [{"type": "function", "function": expected}]
     assert read([ASK, THINKS], tools=[expected]).tools == [expected]  # as it is
+
+
+def test_tools_of_other_apis_keep_their_schemas_in_logs():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    expected = {"name": "add", "description": "Adds", "parameters": schema}
+    plain = {"name": "add", "description": "Adds"}
+    for tool in (
+        {**plain, "inputSchema": schema},
+        {**plain, "parametersJsonSchema": schema},
+        {"functionDeclarations": [expected]},
+        {"function_declarations": [expected]},
+    ):
+        chat = chats.read_log({"tools": [tool]}, [ASK, THINKS])
+        assert chat.tools == [{"type": "function", "function": expected}] and chat.notes == ()
+    chat = chats.read_log({"tools": [{"googleSearch": {}}]}, [ASK, THINKS])
+    assert chat.tools is None and chat.notes == (tool_forms.LEFT_OUT,)
 
 
 def test_results_must_be_of_calls_where_both_have_ids():
