@@ -168,6 +168,7 @@ def test_a_system_prompt_may_be_in_parts():
     system = [{**text("be kind"), "cache_control": {"type": "ephemeral"}}, text("and brief")]
     expected = {"role": "system", "content": "be kind\n\nand brief"}
     assert read([ASK, THINKS], system=system).messages == [expected, ASK, THINKS]
+    assert read([ASK, THINKS], system=["be kind", "and brief"]).messages[0] == expected
     assert read([ASK, THINKS], system=[]).messages == [ASK, THINKS]
     with pytest.raises(BadRow, match="a part of system is not text"):
         read([ASK, THINKS], system=[{"type": "image"}])

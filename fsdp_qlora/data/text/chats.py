@@ -159,11 +159,15 @@ def _system(value: object) -> str:
     """The text of a system prompt, which Anthropic's API has in parts, too. Raises BadRow."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else ""
-    texts = [part.get("text") if parts.kind_of(part) == "text" else None for part in value]
-    filled = [text for text in texts if isinstance(text, str)]
-    if len(filled) < len(texts):
-        raise BadRow("a part of system is not text")
-    return "\n\n".join(filled)
+    texts = []
+    for part in value:
+        text = part
+        if not isinstance(part, str):
+            text = part.get("text") if parts.kind_of(part) == "text" else None
+        if not isinstance(text, str):
+            raise BadRow("a part of system is not text")
+        texts.append(text)
+    return "\n\n".join(texts)
 
 
 def read_log(row: Row, turns: list[dict[str, Any]]) -> Chat:
