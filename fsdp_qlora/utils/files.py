@@ -164,11 +164,8 @@ def staged_file(path: Path) -> Iterator[Path]:
     processes write the same file, each has its own partial file, and the last one wins.
     """
     # Killed processes leave partial files: a later writer deletes those older than an hour.
-    oldest = time.time() - _STALE_SECONDS
     with contextlib.suppress(OSError):
-        for entry in path.parent.iterdir():
-            if is_partial(entry.name, path.name) and entry.stat().st_mtime < oldest:
-                entry.unlink(missing_ok=True)
+        remove_stale(entry for entry in path.parent.iterdir() if is_partial(entry.name, path.name))
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
@@ -178,6 +175,14 @@ def staged_file(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def remove_stale(partial_files: Iterable[Path]) -> None:
+    """Delete those of partial files that nobody has written to for an hour. Raises OSError."""
+    oldest = time.time() - _STALE_SECONDS
+    for path in partial_files:
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -115,11 +115,11 @@ def folder_of(cache: Path) -> Path:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """The content of each file; not of the stamp, which has the time."""
+    """The content of each file; not of the stamp, which has the time, nor of partial files."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
-        if path.name != "verified.json"
+        if path.name != "verified.json" and not path.name.startswith(".")
     }
 
 
@@ -222,6 +222,23 @@ def test_a_preparation_killed_at_any_moment_goes_on_to_the_same_bytes(read, tmp_
         assert all((folder / name).stat().st_mtime_ns == time for name, time in states.items())
         found.add(len(states))
     assert len(found) > 3  # moments within the preparation
+
+
+def test_partial_files_are_removed_when_they_are_an_hour_old(read, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
+    read(path, objective="dpo")
+    folder = folder_of(tmp_path / "pieces")
+    (folder / "index.json").unlink()
+    names = [".000001.safetensors.0123456789abcdef.partial", ".tmpzvoDBl"]
+    for name in names:
+        (folder / name).touch()
+    read(path, objective="dpo")
+    assert {path.name for path in folder.glob(".*")} == {*names}  # of another machine, maybe
+    (folder / "index.json").unlink()
+    for name in names:
+        os.utime(folder / name, (time.time() - 4000,) * 2)
+    read(path, objective="dpo")
+    assert not [*folder.glob(".*")]
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

@@ -93,13 +93,12 @@ def through_pieces(key: Sequence[object], make: MakePieces) -> tuple[TokenizedRo
     """
     path = _path_of(key)
     folder = PieceFolder(path.with_suffix(""), make)
-    with locked(path, waiting=_WAITING) as is_alone:
+    with locked(path, waiting=_WAITING):
         cached = _read_current(path) or folder.read()
         if cached is not None:
             log.debug("Tokenized rows are read from %s", path.parent)
             return cached
-        if is_alone:
-            folder.remove_partial_files()
+        folder.remove_partial_files()
         pieces = folder.pieces()
         first = next(pieces)
         if first.after is not None:

@@ -28,13 +28,16 @@ from fsdp_qlora.data.batches.whole_rows import (
     write_whole,
 )
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import PARTIAL
+from fsdp_qlora.utils.files import PARTIAL, remove_stale
 from fsdp_qlora.utils.machine import free_disk
 from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 from fsdp_qlora.utils.verified_files import Damaged, read_verified, write_verified
 from fsdp_qlora.utils.verified_stamps import Stamp, is_of_this_start
 
 log = logging.getLogger("fsdp_qlora")
+
+# The library writes to a file of such a name beside the one that it is given, and renames it.
+_OF_SAFETENSORS = ".tmp*"
 
 MakePieces = Callable[[State], Iterator[Piece]]
 """Where the reading of a dataset stands -> the pieces that follow."""
@@ -80,9 +83,13 @@ class PieceFolder:
         return found if is_current else None
 
     def remove_partial_files(self) -> None:
-        """Remove what killed processes have left. The caller has the lock of the folder."""
-        for path in self._folder.glob(f".*{PARTIAL}"):
-            path.unlink(missing_ok=True)
+        """Remove what killed processes have left, once it is an hour old.
+
+        A younger file may be of a process on another machine, whose lock is not seen here.
+        """
+        with contextlib.suppress(OSError):
+            for pattern in (f".*{PARTIAL}", _OF_SAFETENSORS):
+                remove_stale(self._folder.glob(pattern))
 
     def num_made(self, since: float) -> int:
         """The rows of a finished folder that were read since a moment, as of `time.time`.
