@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -42,8 +43,10 @@ class TextPieces:
         """Yield the pieces behind a state that another one has had at its end, as if undisturbed.
 
         Raises:
-            UserError: the rows cannot be used, or SourceChanged before the last piece.
+            UserError: the rows cannot be used, or SourceChanged: none of the pieces may be kept.
         """
+        # Where this process has waited for another one, which may have refused the change.
+        self._refuse_touched()
         if not before:
             check_room(self._source, self._samples)
         workers = self._text.workers if self._text.chat_template.source else ()
@@ -79,6 +82,7 @@ class TextPieces:
                 draft.add(*kind.tokenize(contents, report))
             bar.update(reader.place.num_entries - bar.n)
             if reader.is_at_end:
+                self._refuse_touched()
                 self._check_source()
                 return draft.finish(before, None)
             if is_first_batch:
@@ -86,15 +90,23 @@ class TextPieces:
                 is_first_batch = False
             # Until a row has columns there is nothing to go on with.
             if draft.is_full and reader.columns:
+                self._refuse_touched()
                 return draft.finish(before, _state(kind, reader))
+
+    def _refuse_touched(self) -> None:
+        """Raise SourceChanged if a file was written: its former content may come back."""
+        if self._source.is_touched:
+            self._refuse_change()
 
     def _check_source(self) -> None:
         """Raise SourceChanged if the dataset has another content than the key says."""
-        source = self._source
-        if source.fingerprint() != source.identity:
-            raise SourceChanged(
-                f"{source.origin} was changed while it was read. Start again when it is complete."
-            )
+        if self._source.fingerprint() != self._source.identity:
+            self._refuse_change()
+
+    def _refuse_change(self) -> NoReturn:
+        raise SourceChanged(
+            f"{self._source.origin} was changed while it was read. Start again when it is complete."
+        )
 
     def _say_pace(self, start: float, piece: Piece) -> Piece:
         """Say how long all pieces take and how large they are, as far as the first one tells.

@@ -1,5 +1,6 @@
 """Rows that are kept piece by piece are those of one file, whatever interrupts their making."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -11,7 +12,7 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,39 @@ def test_a_dataset_that_changes_while_it_is_read_leaves_no_pieces(read, tmp_path
     with pytest.raises(UserError, match="was changed while it was read"):
         read(path, objective="dpo", max_bad_rows=0.2)
     assert not [*(tmp_path / "pieces").rglob("0*.safetensors")]
+
+
+@pytest.mark.parametrize("moment", [0, 41, 69])
+def test_content_that_is_replaced_and_comes_back_is_refused(moment, read, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
+    content = path.read_bytes()
+    status = path.stat()
+    tokenize = tokenization.tokenize_batch
+    made = []
+
+    def swap() -> None:
+        path.write_bytes(content.replace(b"w0", b"w1"))
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def change(rows: Any, *arguments: Any) -> Any:
+        made.append(rows[0][0])
+        if any(row[0] == moment for row in rows):
+            swap()
+        return tokenize(rows, *arguments)
+
+    @contextlib.contextmanager
+    def wait(path: Path, waiting: str) -> Iterator[bool]:
+        swap()  # before the lock is had
+        yield True
+
+    if not moment:
+        monkeypatch.setattr("fsdp_qlora.data.batches.cache.locked", wait)
+    monkeypatch.setattr(tokenization, "tokenize_batch", change)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        read(path, objective="dpo")
+    assert not [*(tmp_path / "pieces").rglob("0*.safetensors")]
+    assert bool(made) == bool(moment)
 
 
 def test_the_bytes_of_pieces_and_the_rows_made_in_this_start_are_said(read, tmp_path, caplog):

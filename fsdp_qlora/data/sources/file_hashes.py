@@ -31,6 +31,20 @@ def hash_files(folder: Path, files: Iterable[Path]) -> str:
     return identity.hexdigest()
 
 
+def states_of(files: Iterable[Path]) -> list[list[int]]:
+    """The sizes, inodes and times of files: one that is written or replaced has others."""
+    states = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            states.append([])
+            continue
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        states.append([status.st_size, status.st_ino, *times])
+    return states
+
+
 def hash_file(path: Path) -> str:
     """SHA-256 of the content.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fsdp_qlora.data.content import BadRow, Row, SourceFile
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.file_content import is_packed
-from fsdp_qlora.data.sources.file_hashes import hash_files
+from fsdp_qlora.data.sources.file_hashes import hash_files, states_of
 from fsdp_qlora.data.sources.files import FILE_KINDS, FileKind, kind_of, look_into
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.sources.hub_files import large_split
@@ -112,12 +112,25 @@ class Source:
     start: int = 0
     """The rows from this one on are used, up to `stop`."""
     stop: int | None = None
+    file_states: Callable[[], list[list[int]]] = list
+    """The sizes, inodes and times of the local files as they are now."""
     _progress: Progress = field(default_factory=Progress, init=False, compare=False, repr=False)
 
-    @cached_property
+    @property
     def identity(self) -> str:
         """A hash of the content as it was when this was first asked."""
-        return self.fingerprint()
+        return self._identified[0]
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a local file was written or replaced since `identity` was first asked."""
+        return self.file_states() != self._identified[1]
+
+    @cached_property
+    def _identified(self) -> tuple[str, list[list[int]]]:
+        """The hash of the content, and the states of the files before they were hashed."""
+        states = self.file_states()
+        return self.fingerprint(), states
 
     def slice(self, start: int, stop: int | None) -> "Source":
         """These of its rows, counted from its first."""
@@ -238,7 +251,8 @@ def local_source(path: Path, split: str | None = None) -> Source:
             files[file] = kind
     folder = path if path.is_dir() else path.parent
     parts = [_file_part(file, kind, folder) for file, kind in files.items()]
-    return Source(str(path), partial(hash_files, folder, files), parts)
+    fingerprint = partial(hash_files, folder, files)
+    return Source(str(path), fingerprint, parts, file_states=partial(states_of, files))
 
 
 def _file_part(file: Path, kind: FileKind, folder: Path) -> Part:
@@ -284,8 +298,13 @@ def saved_source(path: Path, split: str | None) -> Source:
         raise UserError(
             f"dataset: {path} cannot be read as a saved dataset ({first_line(error)})."
         ) from error
-    fingerprint = partial(hash_files, path, sorted(path.glob("*.arrow")))
-    return Source(str(path), fingerprint, [_table_part(table, str(path))])
+    files = sorted(path.glob("*.arrow"))
+    return Source(
+        str(path),
+        partial(hash_files, path, files),
+        [_table_part(table, str(path))],
+        file_states=partial(states_of, files),
+    )
 
 
 def hub_source(
