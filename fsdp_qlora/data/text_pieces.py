@@ -119,7 +119,7 @@ class TextPieces:
         num_rows = piece.report.num_rows
         pace = num_rows / (time.monotonic() - start)
         share = self._source.share_read()
-        if share is None:
+        if not share:
             log.info("Tokenizing %s rows a second, piece by piece.", f"{pace:,.0f}")
             return piece
         num_read = num_kept(piece.after)

@@ -27,6 +27,7 @@ from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.side_by_side import SideBySide
 from fsdp_qlora.data.run_data import RunData, read_rows
+from fsdp_qlora.data.sources.source import Source
 from fsdp_qlora.planning.reading import pick_data
 from fsdp_qlora.utils import verified_stamps
 from fsdp_qlora.utils.errors import UserError
@@ -462,6 +463,14 @@ def test_the_bytes_of_pieces_and_the_rows_made_in_this_start_are_said(read, tmp_
     (folder / "000003.safetensors").unlink()
     assert f"{size[0]}, 10 rows prepared in" in said()
     assert said(f"{path}[:15]") == ""
+
+
+def test_pace_is_said_where_the_share_that_was_read_is_unknown(read, tmp_path, monkeypatch, caplog):
+    path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
+    monkeypatch.setattr(Source, "share_read", lambda self: 0.0)
+    with caplog.at_level(logging.INFO, "fsdp_qlora"):
+        read(path, objective="dpo")
+    assert "rows a second, piece by piece" in caplog.text
 
 
 def test_progress_goes_on_at_the_row_where_it_stopped(read, tmp_path, capsys, caplog):
