@@ -1,5 +1,6 @@
 """A large dataset of the hub is read file by file, each of which is on the disk for its time."""
 
+import errno
 import gzip
 import io
 import json
@@ -11,6 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from fsdp_qlora.data.sources import hub_files
+from fsdp_qlora.data.sources.reading import Reading
+from fsdp_qlora.utils.errors import UserError
 from tests.loading.test_hub import COMMIT, Hub, output_of
 
 NAME = "owner/set"
@@ -139,6 +143,27 @@ def test_files_give_the_rows_of_the_whole_dataset_one_at_a_time(kind, hub, tmp_p
     # What `datasets` has prepared is used.
     [again], _ = read(hub, tmp_path / "b", 10, NAME)
     assert again[2] == prepared[2]
+
+
+def test_only_a_file_that_is_downloaded_needs_room(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub_files, "free_disk", lambda folder: 5)
+    (tmp_path / "kept.jsonl").write_bytes(in_lines(ROWS))
+    kept = {"kept.jsonl": str(tmp_path / "kept.jsonl")}
+    monkeypatch.setattr(
+        hub_files, "try_to_load_from_cache", lambda _, name, **given: kept.get(name)
+    )
+
+    def fill(*_: Any, **given: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub_files, "hf_hub_download", fill)
+    sizes = {"kept.jsonl": 9, "large.jsonl": 9, "small.jsonl": 4}
+    first, large, small = hub_files.HubFiles(NAME, "train", COMMIT, sizes).parts()
+    assert len([*first.read(Reading())]) == 1 + len(ROWS)
+    for part in (large, small):  # the disk has less than it says: another program fills it
+        with pytest.raises(UserError, match=f"{part.name} has . B, and .* has 5 B free. Free some"):
+            next(iter(part.read(Reading())))
 
 
 def test_reading_goes_on_without_the_files_before(hub, tmp_path):

@@ -6,6 +6,7 @@
 import atexit
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
@@ -67,8 +68,6 @@ def large_split(
 
     Args:
         is_reachable: whether the hub is; if not, what it said last is used.
-    Raises:
-        UserError: the disk has no room for the largest of them.
     """
     key = hashlib.sha256(json.dumps([name, config, split]).encode()).hexdigest()[:40]
     record = cache_folder() / "hub_files" / f"{key}.json"
@@ -108,7 +107,6 @@ def _ask_for_files(name: str, config: str | None, split: str) -> HubFiles | None
     total = sum(chosen.values())
     if len(files) < len(urls) or len(commits) != 1 or not is_readable or total <= LARGE:
         return None
-    _check_disk(name, chosen)
     log.info(
         "%s is read file by file: %d files of the split %s, %s in all.",
         name,
@@ -139,15 +137,12 @@ def _repository_file(url: str, name: str) -> tuple[str, str] | None:
     return commit, path
 
 
-def _check_disk(name: str, sizes: dict[str, int]) -> None:
-    needed = max(sizes.values())
-    free = free_disk(cache_folder())
-    if needed > free:
-        raise UserError(
-            f"dataset {name}: its largest file has {format_bytes(needed)}, and {cache_folder()} "
-            f"has {format_bytes(free)} free. Free some space, or set FSDP_QLORA_CACHE to a folder "
-            "on a larger disk."
-        )
+def _no_room(dataset: str, name: str, needed: int) -> UserError:
+    return UserError(
+        f"dataset {dataset}: {name} has {format_bytes(needed)}, and {cache_folder()} has "
+        f"{format_bytes(free_disk(cache_folder()))} free. Free some space, or set FSDP_QLORA_CACHE "
+        "to a folder on a larger disk."
+    )
 
 
 class _Downloads:
@@ -175,7 +170,7 @@ class _Downloads:
     def _fetch(self, name: str) -> Path:
         """The path of a file, downloaded if need be. The one before is deleted.
 
-        Raises UserError.
+        Raises UserError: it cannot be downloaded, or the disk has no room for it.
         """
         if self._current and self._current[0] == name and self._current[1].exists():
             return self._current[1]
@@ -184,6 +179,9 @@ class _Downloads:
         kept = try_to_load_from_cache(files.name, name, revision=files.commit, repo_type="dataset")
         if isinstance(kept, str):
             return Path(kept)
+        size = files.sizes[name]
+        if size > free_disk(cache_folder()):
+            raise _no_room(files.name, name, size)
         try:
             path = hf_hub_download(
                 files.name,
@@ -193,6 +191,8 @@ class _Downloads:
                 local_dir=self._own_folder(),
             )
         except Exception as error:  # the hub's client or its HTTP library
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _no_room(files.name, name, size) from error
             raise UserError(
                 f"dataset {files.name}: {name} cannot be downloaded ({first_line(error)}). Start "
                 "again when the hub can be reached."
