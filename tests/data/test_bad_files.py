@@ -16,6 +16,7 @@ import pytest
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.files import FILE_KINDS
 from fsdp_qlora.data.sources.reading import Reading
 from fsdp_qlora.data.sources.tables import read_parquet
 from fsdp_qlora.utils.errors import UserError
@@ -194,6 +195,17 @@ def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
         prepare(tmp_path / name)
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.1")
     assert prepare(tmp_path / name)[1].num_used > 0
+
+
+def test_a_block_that_begins_within_a_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "long.txt").write_bytes(b"a" * (32 << 20))
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
+    read_ranges = FILE_KINDS[".txt"].read_ranges
+    assert read_ranges is not None
+    with counting_memory() as most:
+        with pytest.raises(UserError, match=r"long.txt at byte 5.*longer than 1 MiB"):
+            next(read_ranges(tmp_path / "long.txt", tuple, [(5.0, 9.0)]))
+        assert most() < 16 << 20
 
 
 def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(tmp_path):

@@ -72,7 +72,10 @@ def read_lines_between(
             if at:
                 # The rest of a line that begins before, or the end of that line.
                 file.seek(at - 1)
-                at += len(file.readline()) - 1
+                rest = file.readline(most + 1)
+                if len(rest) > most:
+                    raise too_long(f"{path} at byte {at}")
+                at += len(rest) - 1
             while at < stop:
                 line = file.readline(most + 1)
                 if not line:
