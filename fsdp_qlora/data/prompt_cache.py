@@ -16,6 +16,7 @@ from fsdp_qlora.data.prompt_texts import NotEncodable
 from fsdp_qlora.data.prompts import NO_PROMPTS, JoinedTables, Prompt, Prompts
 from fsdp_qlora.distributed.ranks import derive_seed_of_list
 from fsdp_qlora.utils.descriptions import read_description, write_description
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import cache_folder, staged_file
 from fsdp_qlora.utils.locks import locked
 from fsdp_qlora.utils.text import warn_from_any_rank
@@ -32,6 +33,10 @@ Keep = Callable[[Sequence[Prompt]], None]
 
 class _NotKept(Exception):
     """Prompts that may not be kept. The message is the reason."""
+
+
+class _NotWritten(Exception):
+    """A file of prompts that cannot be written. The message is the reason."""
 
 
 def prompts_through_cache(
@@ -80,14 +85,14 @@ def _make(path: Path, read: Callable[[Keep], DataReport]) -> KeptPrompts | None:
     """Read a dataset into a file; None if that cannot be kept."""
     try:
         with staged_file(path) as partial, PromptFile(partial) as file:
-            report = read(file.add)
+            report = _read_into(file, read)
             if any(reason.startswith(ENDED_WORKERS) for reason in report.rejected):
                 raise _NotKept("another start may be able to use rows that this one has left out")
             file.finish(report)
     except (NotEncodable, _NotKept) as reason:
         log.debug("The prompts are in memory, and not in the cache: %s", reason)
         return None
-    except OSError as error:
+    except (OSError, _NotWritten) as error:
         log.warning(
             "Prompts are not kept for the next start: %s cannot be written (%s). The environment "
             "variable FSDP_QLORA_CACHE names another folder.",
@@ -97,6 +102,26 @@ def _make(path: Path, read: Callable[[Keep], DataReport]) -> KeptPrompts | None:
         return None
     # The mapped file is shared by all ranks of the machine.
     return _read(path)
+
+
+def _read_into(file: PromptFile, read: Callable[[Keep], DataReport]) -> DataReport:
+    """Read a dataset into a file.
+
+    Raises:
+        UserError: the dataset cannot be read.
+        _NotWritten: the file cannot be written.
+    """
+
+    def keep(prompts: Sequence[Prompt]) -> None:
+        try:
+            file.add(prompts)
+        except OSError as error:
+            raise _NotWritten(str(error)) from error
+
+    try:
+        return read(keep)
+    except OSError as error:
+        raise UserError(f"dataset: its rows cannot be read ({error}).") from error
 
 
 def join_prompts(parts: Sequence[Prompts], *, renumber: bool) -> Prompts:

@@ -18,12 +18,14 @@ from fsdp_qlora.data import prompt_cache
 from fsdp_qlora.data.batches.rows import join_completions
 from fsdp_qlora.data.content import ENDED_WORKERS, Chat
 from fsdp_qlora.data.held_out import held_out_prompts
+from fsdp_qlora.data.prompt_file import PromptFile
 from fsdp_qlora.data.prompt_rows import PromptRows
 from fsdp_qlora.data.prompt_texts import NotEncodable, decode, encode
 from fsdp_qlora.data.prompts import Beside
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.planning.reading import pick_data
+from fsdp_qlora.utils.errors import UserError
 from tests.helpers.run import on_ranks
 from tests.helpers.tokenizers import make_tokenizer
 from tests.rollouts.test_prompts import ASKED, CHATML, TOOLS
@@ -210,6 +212,22 @@ def test_values_that_no_text_keeps_stay_in_memory(folder, caplog):
     assert data.prompts[0].columns == {"deep": deep} and not files(folder)
     assert "nested too deeply" in caplog.text
     assert data.identity[-1] == derive_seed([{"deep": deep}])
+
+
+def test_errors_of_the_dataset_are_not_said_to_be_of_the_cache(folder, monkeypatch, caplog):
+    dataset = write(folder / "rows.jsonl", [{"prompt": "sort"}])
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptRows, "read", fail)
+        with pytest.raises(UserError, match=r"dataset: its rows cannot be read .*Input/output"):
+            read(folder, dataset, context_length=64)
+    assert "not kept" not in caplog.text
+    monkeypatch.setattr(PromptFile, "_append", fail)
+    assert len(read(folder, dataset, context_length=64).prompts) == 1
+    assert "not kept for the next start" in caplog.text and not files(folder)
 
 
 def test_rows_left_out_for_ended_workers_are_tried_again(folder, monkeypatch):
