@@ -37,10 +37,13 @@ class Stamp:
     def is_valid(self) -> bool:
         """Whether the files have been verified since this process has begun."""
         noted = read_json(self._path)
+        moment = noted.get("time")
         return (
             noted.get("files") == self._states
             and noted.get("machine") == platform.node()
-            and is_of_this_start(noted.get("time", 0.0))
+            and isinstance(moment, float)
+            and is_of_this_start(moment)
+            and moment <= time.time()  # a clock that was wrong
         )
 
     def write(self) -> None:

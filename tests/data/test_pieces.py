@@ -358,6 +358,18 @@ def test_one_process_of_a_start_hashes_the_files(read, tmp_path, monkeypatch):
     assert read(path, objective="dpo").train.digest == expected
 
 
+@pytest.mark.parametrize("moment", ["today", None, [], 1e12])
+def test_a_stamp_of_no_moment_until_now_does_not_count(moment, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    stamp = verified_stamps.Stamp(tmp_path / "stamp", [file])
+    stamp.write()
+    assert stamp.is_valid
+    noted = json.loads((tmp_path / "stamp").read_text())
+    (tmp_path / "stamp").write_text(json.dumps(noted | {"time": moment}))
+    assert not stamp.is_valid
+
+
 def test_rows_of_ended_processes_are_tried_again_in_another_start(read, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "rows.jsonl", instructions(70))
     expected = read(path, cache="one", max_bad_rows=0.2)
