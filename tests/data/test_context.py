@@ -16,6 +16,7 @@ from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import pipeline
 from fsdp_qlora.data.run_data import RunData, read_rows
+from fsdp_qlora.data.sources import spread
 from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.data.sources.spread import sample
 from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_rows
@@ -152,6 +153,24 @@ def test_a_sample_of_a_dataset_has_rows_of_each_length_by_their_number(name, tmp
         assert abs(counts[length] / len(found.entries) - count / len(lengths)) < 0.03
     every = [entry.row for entry in source.entries()]
     assert sample(source, len(every), None, tuple).entries[-1].row == every[-1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("large", [0, 100, 1900])
+def test_a_sample_has_no_more_bytes_than_fit_in_memory(large, tmp_path, monkeypatch):
+    lengths = [5] * 2000
+    lengths[large : large + 60] = [500] * 60
+    path = write_rows(tmp_path / "a.jsonl", answers(*lengths))
+    monkeypatch.setattr(spread, "_MOST_BYTES", 30_000)
+    found = sample(find_source(str(path)), 1000, None, tuple)
+    sizes = [len(entry.row["completion"]) for entry in found.entries]
+    assert 10 < len(sizes) < 1000 and sum(sizes) < 32_000
+    assert found.num_rows > 1000
+    # A single row that is larger, and a dataset that fits.
+    monkeypatch.setattr(spread, "_MOST_BYTES", 0)
+    assert sample(find_source(str(path)), 1000, None, tuple).entries
+    monkeypatch.setattr(spread, "_MOST_BYTES", 2**20)
+    assert len(sample(find_source(str(path)), 2000, None, tuple).entries) == 2000
 
 
 @pytest.mark.quick

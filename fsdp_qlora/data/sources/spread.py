@@ -1,7 +1,7 @@
 """A sample of a large source: blocks of rows at evenly spaced places, the rest is not read."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,6 +21,10 @@ NUM_BLOCKS = 100
 _MOST_OF_A_BLOCK = 10
 # Attempts to find enough rows, where the first ones of a file are shorter than the others.
 _ATTEMPTS = 3
+# Bytes of texts and images in a sample: it has fewer rows if they are large.
+_MOST_BYTES = 2**28
+# The part of a sample that is tried next if it has more of them.
+_FEWER = 8
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Sample:
 def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns) -> Sample:
     """All rows of a source, or about `num_rows` if it has more. The same each time.
 
+    It has fewer if they are more than 256 MiB.
+
     Parquet, tables and lines are read in blocks at evenly spaced places; a share of the bytes, so
     that each row is as likely as another. Files that are packed, .csv and .json are read from their
     beginning, and files that are downloaded one after another.
@@ -45,28 +51,85 @@ def sample(source: Source, num_rows: int, limit: int | None, used: ChooseColumns
     Raises:
         UserError: a file cannot be read at all.
     """
-    reading = source.entries(limit, used=used)
-    first = list(islice(reading, num_rows + 1))
-    if len(first) <= num_rows:
-        return Sample(first, len(first))
+    reading = source.entries(limit, used=used)  # by a name: it is asked where it stands
+    first, is_whole = _that_fit(reading, num_rows)
+    num_first = len(first)
+    if is_whole:
+        return Sample(first, num_first)
     known = rows_in_all(source.parts)
     in_all = known or source.estimate_rows()
-    ends = [source.stop, None if limit is None else source.start + limit, in_all]
     if any(part.is_remote for part in source.parts):
-        return Sample(first[:num_rows], max(in_all - source.start, num_rows + 1))
+        return Sample(first, max(in_all - source.start, num_first + 1))
+    del first  # not in memory beside the blocks
+    found = _spread(source, num_first, limit, used, in_all, is_known=known is not None)
+    if found.entries:
+        return found
+    first, _ = _that_fit(source.entries(limit, used=used), num_first)
+    return Sample(first, found.num_rows)
+
+
+def _spread(
+    source: Source,
+    num_rows: int,
+    limit: int | None,
+    used: ChooseColumns,
+    in_all: int,
+    *,
+    is_known: bool,
+) -> Sample:
+    """About `num_rows` rows in blocks.
+
+    Args:
+        in_all: the rows of all parts.
+        is_known: whether `in_all` is not an estimate.
+    """
+    ends = [source.stop, None if limit is None else source.start + limit, in_all]
     stop = min(end for end in ends if end is not None)
     total = max(num_rows + 1, stop - source.start)
     blocks = _Blocks(source.parts, used, num_rows, in_all)
     bounds = (min(1.0, source.start / in_all), min(1.0, (source.start + total) / in_all))
     share = num_rows / total
     for _ in range(_ATTEMPTS):
-        entries = list(blocks.read(bounds, share))
+        entries, is_whole = _that_fit(blocks.read(bounds, share))
+        if not is_whole:
+            num_rows = math.ceil(num_rows / _FEWER)
+            share /= _FEWER
+            continue
         if 2 * len(entries) >= num_rows or share == 1.0:
             break
         share = min(1.0, share * num_rows / max(1, len(entries)))
-    if known is None and limit is None and source.stop is None:
+    if is_whole and not is_known and limit is None and source.stop is None:
         total = max(total if not entries else round(len(entries) / share), num_rows + 1)
-    return Sample(entries or first[:num_rows], total)
+    return Sample(entries, total)
+
+
+def _that_fit(entries: Iterable[Entry], most_rows: float = math.inf) -> tuple[list[Entry], bool]:
+    """The first of some entries, and whether they are all: no more than fit in a sample."""
+    found: list[Entry] = []
+    num_bytes = 0
+    for entry in entries:
+        if len(found) == most_rows or num_bytes > _MOST_BYTES:
+            return found, False
+        found.append(entry)
+        num_bytes += _num_bytes(entry.row)
+    return found, True
+
+
+def _num_bytes(row: object) -> int:
+    """About the bytes of a row's values."""
+    total = 0
+    left = [row]
+    while left:
+        value = left.pop()
+        if isinstance(value, (str, bytes)):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+        else:
+            total += 8
+    return total
 
 
 def rows_in_all(parts: Sequence[Part]) -> int | None:
