@@ -1,7 +1,8 @@
 """Finds rows that equal each other, and says where they are.
 
-Rows are equal if their tokens, what is learned of them, their labels and images are. Sums over the
-tokens of each row, in numpy, find the few rows that may be equal. Only these are hashed.
+Rows are equal if their tokens, what is learned of them, their labels and images are; prompts if
+their tokens and other columns are. Sums over the tokens of each row, in numpy, find the few rows
+that may be equal. Only these are hashed.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import numpy as np
 
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.prompts import BesideTable
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -33,6 +35,7 @@ def without_duplicates(
     reports: Sequence[DataReport],
     *,
     drop: bool,
+    beside: BesideTable | None = None,
 ) -> np.ndarray:
     """Log which rows to train on equal others; returns the rows that are left.
 
@@ -43,6 +46,7 @@ def without_duplicates(
         reports: of the datasets.
         drop: leave out rows that equal an earlier or a held-out one. Otherwise all are left, and
             those among many tokens are not looked for.
+        beside: of a table of prompts, which then has the held-out rows, too: all else of its rows.
     Raises:
         UserError: none is left.
     """
@@ -53,7 +57,7 @@ def without_duplicates(
             f"{num_tokens:,}",
         )
         return rows
-    found = find_duplicates(table, rows, held_out)
+    found = find_duplicates(table, rows, held_out, beside)
     end = "left out of training" if drop else "--drop_duplicates true leaves such rows out"
     for some, what in (
         (found.of_earlier, "an earlier row"),
@@ -80,7 +84,10 @@ class Duplicates(NamedTuple):
 
 
 def find_duplicates(
-    table: TokenizedRows, rows: np.ndarray, held_out: tuple[TokenizedRows, np.ndarray]
+    table: TokenizedRows,
+    rows: np.ndarray,
+    held_out: tuple[TokenizedRows, np.ndarray],
+    beside: BesideTable | None = None,
 ) -> Duplicates:
     """Find the rows of a table that equal an earlier or a held-out one.
 
@@ -88,7 +95,7 @@ def find_duplicates(
 
     Args:
         rows: to train on, sorted indices of `table`.
-        held_out: as for `without_duplicates`.
+        held_out, beside: as for `without_duplicates`.
     """
     # Held-out rows come first, so that the first of equal rows is one of them if there is one.
     parts = [held_out, (table, rows)]
@@ -99,7 +106,7 @@ def find_duplicates(
     indices = np.concatenate([chosen for _, chosen in parts])[found]
     hashes = np.empty(len(found), "S16")
     for place, (part, row) in enumerate(zip(of_part, indices, strict=True)):
-        hashes[place] = _hash(parts[part][0], int(row))
+        hashes[place] = _hash(parts[part][0], int(row), beside)
     _, firsts, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     first_of = firsts[inverse.reshape(-1)]
     is_repeated = (of_part == 1) & (first_of != np.arange(len(found)))
@@ -166,7 +173,7 @@ def _with_equals(values: np.ndarray) -> np.ndarray:
     return np.sort(order[is_equal])
 
 
-def _hash(table: TokenizedRows, row: int) -> bytes:
+def _hash(table: TokenizedRows, row: int, beside: BesideTable | None) -> bytes:
     """A hash of the row's content."""
     start, end = table.offsets[row : row + 2]
     content = hashlib.blake2b(digest_size=16)
@@ -181,4 +188,7 @@ def _hash(table: TokenizedRows, row: int) -> bytes:
     content.update(np.ascontiguousarray(table.input_ids[start:end]).tobytes())
     content.update(np.asarray(table.learned[start:end], np.float32).tobytes())
     content.update(table.images.of_row(row).names.tobytes())
+    if beside is not None:
+        # As text, which also values have that the cache cannot keep.
+        content.update(repr(beside[row]).encode(errors="surrogatepass"))
     return content.digest()

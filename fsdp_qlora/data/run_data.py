@@ -336,7 +336,12 @@ def _compared(data: RunData, *, drop: bool) -> RunData:
     """The same run, without rows to train on that equal others if `drop` says so."""
     held_out = data.known_rows if data.prompts else data.evaluation
     train_rows = without_duplicates(
-        data.known_rows, data.train_rows, (held_out, data.eval_rows), data.reports, drop=drop
+        data.known_rows,
+        data.train_rows,
+        (held_out, data.eval_rows),
+        data.reports,
+        drop=drop,
+        beside=data.prompts.beside if data.prompts else None,
     )
     return dataclasses.replace(data, train_rows=train_rows)
 

@@ -100,12 +100,14 @@ def test_rows_equal_to_held_out_ones_are_a_leak(read, tmp_path, caplog):
 
 
 def test_equal_prompts_are_dropped_and_a_held_out_one_stays(read, tmp_path, caplog):
-    rows = [{"prompt": text} for text in ("sort", "count", "sort", "name")]
+    rows = [{"prompt": text, "answer": 1} for text in ("sort", "count", "sort", "name")]
+    rows += [{"prompt": "sort", "answer": answer} for answer in (2, 1)]
     asked = write_jsonl(tmp_path / "asked.jsonl", rows)
-    held_out: Path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "name"}])
+    held_out: Path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "name", "answer": 1}])
     options: dict[str, Any] = {"objective": "grpo", "rewards": ("number",), "context_length": 64}
     options |= {"max_completion_length": 8, "eval_dataset": (str(held_out),)}
     options["eval_rewards"] = ("number",)
     _, data = read(asked, **options, drop_duplicates=True)
-    assert data.train_rows.tolist() == [0, 1] and data.eval_rows.tolist() == [4]
-    assert f"{asked}:3: equal to an earlier row" in caplog.text
+    # Another answer is another task.
+    assert data.train_rows.tolist() == [0, 1, 4] and data.eval_rows.tolist() == [6]
+    assert f"{asked}:3, 6: equal to an earlier row" in caplog.text
