@@ -1,6 +1,5 @@
 """Looks at the disk of the cache before much of a dataset is read: its free bytes, its folder."""
 
-import logging
 from pathlib import Path
 
 from fsdp_qlora.data.sources.file_content import is_packed
@@ -8,9 +7,7 @@ from fsdp_qlora.data.sources.source import Source
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import cache_folder, why_not_writable
 from fsdp_qlora.utils.machine import free_disk
-from fsdp_qlora.utils.text import format_bytes
-
-log = logging.getLogger("fsdp_qlora")
+from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 
 # Smaller datasets are not looked at.
 _LARGE = 2**30  # bytes
@@ -56,7 +53,7 @@ def check_room(source: Source, limit: int | None) -> None:
     )
     if needed * _SURE > free:
         raise UserError(f"{about}. {advice}.")
-    log.warning("%s. %s, if it gets full.", about, advice)
+    warn_from_any_rank(f"{about}. {advice}, if it gets full.")
 
 
 def check_folder(num_pieces: float) -> None:

@@ -1,6 +1,5 @@
 """Makes the pieces of a dataset's tokenized rows, from any of them on."""
 
-import logging
 import time
 from collections.abc import Iterator
 from typing import NoReturn
@@ -17,9 +16,7 @@ from fsdp_qlora.data.row_reader import RowReader
 from fsdp_qlora.data.sources.reading import ChooseColumns
 from fsdp_qlora.data.sources.source import Place, Source
 from fsdp_qlora.data.text_rows import TextRows
-from fsdp_qlora.utils.text import format_bytes
-
-log = logging.getLogger("fsdp_qlora")
+from fsdp_qlora.utils.text import format_bytes, inform_from_any_rank
 
 
 class TextPieces:
@@ -120,16 +117,15 @@ class TextPieces:
         pace = num_rows / (time.monotonic() - start)
         share = self._source.share_read()
         if not share:
-            log.info("Tokenizing %s rows a second, piece by piece.", f"{pace:,.0f}")
+            inform_from_any_rank(f"Tokenizing {pace:,.0f} rows a second, piece by piece.")
             return piece
         num_read = num_kept(piece.after)
         total = max(num_read, num_read / share)
-        log.info(
-            "Tokenizing %s rows a second: about %s rows in all, %.0f more minutes, %s of cache.",
-            f"{pace:,.0f}",
-            f"{total:,.0f}",
-            (total - num_read) / pace / 60,
-            format_bytes(total * piece.num_bytes / num_rows),
+        minutes = (total - num_read) / pace / 60
+        cache = format_bytes(total * piece.num_bytes / num_rows)
+        inform_from_any_rank(
+            f"Tokenizing {pace:,.0f} rows a second: about {total:,.0f} rows in all, {minutes:.0f} "
+            f"more minutes, {cache} of cache."
         )
         return piece
 

@@ -53,10 +53,19 @@ def shown_name(name: str) -> str:
 
 def warn_from_any_rank(text: str) -> None:
     """Log a warning about this rank alone."""
+    _say_from_any_rank(logging.WARNING, text)
+
+
+def inform_from_any_rank(text: str) -> None:
+    """Log a line about what this rank does for others."""
+    _say_from_any_rank(logging.INFO, text)
+
+
+def _say_from_any_rank(level: int, text: str) -> None:
     # Ranks other than 0 have no handler, so that nothing is logged once for each rank.
     rank = os.environ.get("RANK", "0")
     if rank == "0":
-        log.warning("%s", text)
+        log.log(level, "%s", text)
     else:
         print(f"[rank {rank}] {printable(text)}", file=sys.stderr, flush=True)
 

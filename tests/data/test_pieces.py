@@ -499,3 +499,17 @@ def test_progress_goes_on_at_the_row_where_it_stopped(read, tmp_path, capsys, ca
     assert caplog.text.count("goes on behind the 60 rows that are kept") == 1
     said = capsys.readouterr().err
     assert "Tokenizing: 60 rows" in said and "Tokenizing: 70 rows" in said
+
+
+def test_any_rank_that_tokenizes_says_its_pace_and_where_it_goes_on(
+    read, tmp_path, capsys, monkeypatch
+):
+    path = write_jsonl(tmp_path / "rows.jsonl", pairs(70))
+    monkeypatch.setenv("RANK", "1")
+    read(path, objective="dpo")
+    assert re.search(r"\[rank 1\] Tokenizing [\d,]+ rows a second", capsys.readouterr().err)
+    folder = folder_of(tmp_path / "pieces")
+    (folder / "index.json").unlink()
+    (folder / "000003.safetensors").unlink()
+    read(path, objective="dpo")
+    assert "[rank 1] Tokenizing goes on behind the 60 rows" in capsys.readouterr().err

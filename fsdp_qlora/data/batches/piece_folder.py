@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,11 +29,9 @@ from fsdp_qlora.data.batches.whole_rows import (
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import PARTIAL, remove_stale
 from fsdp_qlora.utils.machine import free_disk
-from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
+from fsdp_qlora.utils.text import format_bytes, inform_from_any_rank, warn_from_any_rank
 from fsdp_qlora.utils.verified_files import Damaged, read_verified, write_verified
 from fsdp_qlora.utils.verified_stamps import Stamp, is_of_this_start
-
-log = logging.getLogger("fsdp_qlora")
 
 # The library writes to a file of such a name beside the one that it is given, and renames it.
 _OF_SAFETENSORS = ".tmp*"
@@ -179,8 +176,8 @@ class PieceFolder:
     def _say_kept(self, number: int, before: State) -> None:
         """Say where tokenizing goes on, unless it begins, or a piece is made again."""
         if number and not (self._folder / _name(number)).exists():
-            log.info(
-                "Tokenizing goes on behind the %s rows that are kept.", f"{num_kept(before):,}"
+            inform_from_any_rank(
+                f"Tokenizing goes on behind the {num_kept(before):,} rows that are kept."
             )
 
     def _next(self, making: Iterator[Piece]) -> Piece:
