@@ -398,6 +398,12 @@ def _mixture(
     """The datasets in their shares, which are logged."""
     ends = tuple(int(end) for end in np.cumsum([len(part) for part in parts]))
     sizes = [len(group) for group in split_rows(train_rows, ends)]
+    if 0 in sizes:
+        raise UserError(
+            f"dataset {datasets[sizes.index(0)]}: none of its rows is left to train on: all are "
+            "held out, or equal others and --drop_duplicates leaves them out. Leave out the "
+            "dataset or the option."
+        )
     mixture = Mixture(ends, mix(shares, sizes))
     for dataset, share, count, size in zip(
         datasets, shares, mixture.rows_per_epoch, sizes, strict=True

@@ -88,6 +88,13 @@ def test_equal_rows_of_several_datasets_are_named_and_dropped(read, tmp_path, ca
     assert mixed.mixture is not None and mixed.mixture.rows_per_epoch == (2, 1)
 
 
+def test_a_weighted_dataset_of_which_no_row_is_left_is_named(read, tmp_path):
+    first = write_jsonl(tmp_path / "first.jsonl", TEXTS)
+    second = write_jsonl(tmp_path / "second.jsonl", TEXTS[:2])
+    with pytest.raises(UserError, match=r"second.jsonl:1: none of its rows is left .*duplicates"):
+        read(f"{first}:2", f"{second}:1", drop_duplicates=True)
+
+
 def test_rows_equal_to_held_out_ones_are_a_leak(read, tmp_path, caplog):
     texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"text": "c"}, {"text": "a b"}])
