@@ -24,7 +24,11 @@ from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.towers import gathered, tower_adapters
 from fsdp_qlora.sharding.vocabulary import tokens_known
 from fsdp_qlora.training.probes import Probed, largest_of_ranks, relative_difference
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
+
+# Errors that a model's code may raise at rows in one sequence.
+_OF_MODEL = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 def probe_images(
@@ -42,7 +46,6 @@ def probe_images(
     rows = _two_shortest(table)
     padded = dataclasses.replace(collator.schedule, batching="padded")
     alone = _batch(dataclasses.replace(collator, schedule=padded), table, rows[1:])
-    together = _batch(collator, table, rows)
     reason = None
     model = probed.model.eval()
     if model.get_output_embeddings() is None:
@@ -53,9 +56,11 @@ def probe_images(
         return "tokens of an image see later ones of it"
     first, length = (int(table.lengths[row]) for row in rows)
     try:
+        # The model's own function places the tokens of these rows, the same on every rank.
+        together = _batch(collator, table, rows)
         with attending(model, probed.documents):
             states = _hidden_states(probed, together, towers)[:, first : first + length]
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except _OF_MODEL as error:
         if not _is_of_model(error):
             raise
         reason = first_line(error)
@@ -83,7 +88,11 @@ def _batch(collator: Collator, table: TokenizedRows, rows: np.ndarray) -> MicroB
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Whether an error is of the model's code; others are of a lost rank, or of memory."""
+    """Whether an error is of the model's code; others are of a lost rank, of memory, or of images
+    that cannot be read.
+    """
+    if isinstance(error, UserError):
+        return False
     if isinstance(error, NotImplementedError) or not isinstance(error, RuntimeError):
         return True
     return re.search(r"\b(shape|size|dimension)s?\b", str(error)) is not None

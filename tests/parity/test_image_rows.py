@@ -240,17 +240,26 @@ def test_rows_with_images_are_packed_as_they_fit(folders, tmp_path):
     assert records[1] == pytest.approx(records[0], rel=1e-5)
 
 
-def _train_with_plain_positions(argv: list[str]) -> int:
+def _no_positions(tokens: Any, inputs: Any) -> Any:
+    return inputs["a size that this processor does not give"]
+
+
+def _train_with_positions(argv: list[str], positions: Any) -> int:
     import train
 
-    with mock.patch("fsdp_qlora.run.build_trainer.positions_of_rows", lambda model: None):
+    with mock.patch("fsdp_qlora.run.build_trainer.positions_of_rows", lambda model: positions):
         return train.main(argv)
 
 
-def test_rows_are_padded_where_positions_of_images_are_wrong(folders, tmp_path):
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [(None, "a second row with images differs"), (_no_positions, "KeyError: 'a size that")],
+)
+def test_rows_are_padded_where_positions_of_images_are_wrong(positions, reason, folders, tmp_path):
     folder = folders("qwen2_5_vl")
     options = {**OPTIONS, "model_name": folder, "dataset": folder / "rows.jsonl", "max_steps": 1}
     argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="stdout", **options)
-    statuses, output = on_ranks(1, _train_with_plain_positions, (argv,), tmp_path / "logs")
+    args = (argv, positions)
+    statuses, output = on_ranks(1, _train_with_positions, args, tmp_path / "logs")
     assert statuses == [0], output
-    assert "Rows are padded with this model: a second row with images differs" in output
+    assert f"Rows are padded with this model: {reason}" in output
