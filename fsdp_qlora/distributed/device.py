@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 
 from fsdp_qlora.utils.errors import UserError
@@ -115,6 +116,18 @@ def _listed_cards() -> list[tuple[str, str]]:
 def shares_host_memory(device: torch.device) -> bool:
     """Whether a GPU's memory is the host's, as of a GB10: what one takes the other lacks."""
     return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
+
+
+def free_gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a GPU.
+
+    Where its memory is the host's, the page cache counts as free: the driver takes it for used,
+    though the host gives it up to whoever asks.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if shares_host_memory(device):
+        free = min(total, psutil.virtual_memory().available)
+    return free, total
 
 
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.longest_rows import LongestRows
+from fsdp_qlora.distributed.device import free_gpu_memory
 from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.model_parts import Offload
@@ -351,11 +352,11 @@ def fit_on_gpu(
         moved_bytes: of a block's activations in host memory; 0 to keep none there.
     """
     device = trainer.ranks.device
-    left_free = max(_LEAST_FREE, int(_FREE_SHARE * torch.cuda.mem_get_info(device)[1]))
+    left_free = max(_LEAST_FREE, int(_FREE_SHARE * free_gpu_memory(device)[1]))
 
     def reservable() -> int:
         """Bytes that this process could reserve, with those that it has reserved."""
-        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+        return int(free_gpu_memory(device)[0] + torch.cuda.memory_reserved(device))
 
     def try_step() -> tuple[int, int]:
         # Otherwise blocks of memory that an earlier probe reserved would count for this one.

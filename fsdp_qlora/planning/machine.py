@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.device import free_gpu_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.planning.workspaces import workspace_bytes
 
@@ -79,4 +80,4 @@ class Machine:
             return self.free, self.free
         if self.ranks.device.type != "cuda":
             return None
-        return torch.cuda.mem_get_info(self.ranks.device)
+        return free_gpu_memory(self.ranks.device)

@@ -20,7 +20,7 @@ from fsdp_qlora.config.objectives import Reference
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.graph_lengths import MOST_TOKENS
 from fsdp_qlora.data.batches.rows import Lengths
-from fsdp_qlora.distributed.device import shares_host_memory
+from fsdp_qlora.distributed.device import free_gpu_memory, shares_host_memory
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
@@ -317,7 +317,7 @@ def check_memory(
         OutOfMemory: it has less free, since others hold it, so that a later start may succeed.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = free_gpu_memory(device)
         needed = sum(memory.resident.values())
         is_one = shares_host_memory(device)
         if is_one:
@@ -370,7 +370,7 @@ def has_room_for_graphs(placed: PlacedModel, *, may_keep: bool) -> bool:
         return False
     if not blocks_by_graphs(parts, step):
         return False
-    free, _ = torch.cuda.mem_get_info(machine.device)
+    free, _ = free_gpu_memory(machine.device)
     if may_keep:
         fewer = dataclasses.replace(step, recomputing=step.recomputing - 1)
         if with_margin(estimate_memory(parts, placed.blocks, fewer).reserved) <= free:

@@ -23,6 +23,7 @@ from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.longest_rows import longest_of_table
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.device import free_gpu_memory
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision import exits
@@ -275,7 +276,7 @@ def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
     plan = placed.model
     machine = plan.machine
     if machine.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(machine.device)
+        free, _ = free_gpu_memory(machine.device)
     else:
         free = psutil.virtual_memory().available // machine.ranks.local_world_size
     hidden_bytes = block_shapes(plan.config)[0].hidden * plan.precision.compute_dtype.itemsize

@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.distributed.device import free_gpu_memory
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.architecture.precision import PRECISIONS
@@ -125,9 +127,29 @@ def test_estimated_memory_is_shards_plus_training_overhead():
     assert _needs("full", offload=ALL) == (0, (linears + rest) * 16 // 2 + 7)
 
 
+def _make_gpu(monkeypatch, *, is_integrated):
+    """A GPU of 24 GiB, 5 of which its driver takes for free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 24 * GIB))
+    properties = SimpleNamespace(is_integrated=is_integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def test_the_page_cache_counts_as_free_where_the_gpu_has_the_hosts_memory(monkeypatch):
+    available = SimpleNamespace(available=20 * GIB, total=24 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    _make_gpu(monkeypatch, is_integrated=False)
+    assert free_gpu_memory(CUDA) == (5 * GIB, 24 * GIB)
+    _make_gpu(monkeypatch, is_integrated=True)
+    assert free_gpu_memory(CUDA) == (20 * GIB, 24 * GIB)
+    memory = replace(_memory("qlora"), resident={"weights": 15 * GIB}, host={"buffers": GIB})
+    check = partial(placement.check_memory, device=CUDA, ranks_on_host=1, can_offload=True)
+    check(memory)
+    with pytest.raises(OutOfMemory, match=r"need 21.0 GiB .* and 20.0 of 24.0 GiB are free"):
+        check(replace(memory, resident={"weights": 20 * GIB}))
+
+
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
-    monkeypatch.setattr(placement, "shares_host_memory", lambda device: False)
+    _make_gpu(monkeypatch, is_integrated=False)
     needs = partial(replace, _memory("qlora"), phases={"optimizer": {}})
     placement.check_memory(
         needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True
