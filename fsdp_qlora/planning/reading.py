@@ -9,6 +9,7 @@ from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
 from fsdp_qlora.config.learn import read_learn
 from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import TOWERS
 from fsdp_qlora.data.held_out import PromptSets, held_out_prompts
 from fsdp_qlora.data.options import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, read_rows
@@ -16,6 +17,7 @@ from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.model.architecture.rope import changing_rope
 from fsdp_qlora.planning.plan import ModelPlan
+from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -93,9 +95,27 @@ def read_planned_rows(
         vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
         longest=most_positions(plan.config),
     )
+    _check_images(config, plan, data)
     if plan.documents is None or (data.have_images and plan.pads_images):
         warn_of_padded_rope(plan, data)
     return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def _check_images(config: TrainConfig, plan: ModelPlan, data: RunData) -> None:
+    """Make sure that layers that compute images learn from some.
+
+    Raises:
+        UserError: the options name such layers, and no row to train on has an image.
+    """
+    if not plan.meta.parts.tower_adapters or len(data.train.images):
+        return
+    words = ",".join(name for name in config.lora_target_modules if name in TOWERS)
+    if words:
+        raise UserError(
+            f"--lora_target_modules {words}: layers that compute images learn from rows with "
+            "images, and no row to train on has one. Leave the words out, or give rows with images."
+        )
+    log.warning("No row to train on has an image: adapters for images do not learn.")
 
 
 def read_held_out(

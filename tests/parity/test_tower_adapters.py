@@ -13,7 +13,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from fsdp_qlora.config.text import TOWERS
 from tests.helpers.metrics import read_metrics
 from tests.helpers.reference import LINEARS, load_base, train_plainly
-from tests.helpers.run import train_ok
+from tests.helpers.rows import write_rows
+from tests.helpers.run import flags, run_ranks, train_ok
 from tests.parity.test_images import OPTIONS, PROCESSORS, encode, make_chats
 from tests.parity.test_multimodal import make_multimodal
 
@@ -117,6 +118,34 @@ def test_16_bits_train_towers_with_rows_without_images(targets, folders, tmp_pat
     # bf16 has 8 bits
     for of_bf16 in losses[1:]:
         assert of_bf16 == pytest.approx(losses[0], rel=2e-2) and of_bf16 != losses[0]
+
+
+def test_adapters_for_images_without_images_are_refused(folders, tmp_path):
+    folder = folders("gemma3")
+    chats = make_chats(folder)[0]
+    write_rows(tmp_path / "text.jsonl", [chats[1], chats[7]] * 8)
+    options = {
+        **OPTIONS,
+        "model_name": folder,
+        "batch_size": 1,
+        "num_epochs": 1,
+        "lora_target_modules": "all,vision",
+    }
+    argv = flags(output_dir=tmp_path / "refused", dataset=tmp_path / "text.jsonl", **options)
+    statuses, output = run_ranks(1, argv, tmp_path / "refused_logs")
+    assert statuses != [0]
+    assert "--lora_target_modules vision: layers that compute images learn from" in output
+    # An adapter that has them can learn from text further.
+    train_ok(1, tmp_path / "first", dataset=folder / "rows.jsonl", **options)
+    further = {name: value for name, value in options.items() if "lora" not in name}
+    output = train_ok(
+        1,
+        tmp_path / "further",
+        adapter=tmp_path / "first",
+        dataset=tmp_path / "text.jsonl",
+        **further,
+    )
+    assert "No row to train on has an image" in output
 
 
 def test_all_of_a_decoder_trains_on_ranks_with_and_without_images(folders, tmp_path):
