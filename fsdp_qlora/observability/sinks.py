@@ -42,6 +42,8 @@ class SinkOptions:
     """The resolved options."""
     run_id: str | None = None
     """The same for every start of a run, so that wandb resumes it."""
+    is_continued: bool = False
+    """Whether this start continues a run."""
 
 
 class Sink:
@@ -304,7 +306,8 @@ class WandbSink(QueuedSink):
 class TrackioSink(QueuedSink):
     """A Trackio run in its database on this machine, which every start of the run continues.
 
-    Steps that are repeated after a kill are there twice.
+    Trackio finds it by its name: a start that continues takes the newest of that name. Steps that
+    are repeated after a kill are there twice.
     """
 
     name = "trackio"
@@ -313,11 +316,15 @@ class TrackioSink(QueuedSink):
         import trackio
 
         named: dict[str, Any] = {"project": "fsdp_qlora", "name": options.run_id}
-        named |= _given_settings(options)
+        given = _given_settings(options)
+        given.pop("entity", None)  # wandb's alone
+        # A name may be another run's, which must not get this one's steps.
+        resume = "never" if "name" in given and not options.is_continued else "allow"
+        named |= given
         # It would start threads of its own; memory is in the records.
         named |= {"auto_log_gpu": False, "auto_log_cpu": False}
         config = plain(options.config)
-        return trackio.init(config=config, resume="allow", embed=False, **named)
+        return trackio.init(config=config, resume=resume, embed=False, **named)
 
     def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return []  # those of starts with this sink are in the database

@@ -146,7 +146,13 @@ class RunSupervisor:
         is_rank_0 = self.ranks.is_rank_0
         self.status.update(total_steps=total_steps)
         self.presence.on_end = self.status.end
-        sinks = SinkOptions(path, total_steps, resolved_options(config), self.start.run_id)
+        sinks = SinkOptions(
+            path,
+            total_steps,
+            resolved_options(config),
+            self.start.run_id,
+            is_continued=not self.start.is_new,
+        )
         saver = Saver(
             path / CHECKPOINTS,
             state,

@@ -281,6 +281,23 @@ def test_trackio_has_the_numbers_of_starts_with_it(tmp_path, monkeypatch):
     assert all(row["memory_gib/reserved/1"] == 2.5 for row in rows)
 
 
+def test_trackio_has_two_runs_of_one_name_and_no_entity(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    words = ("trackio", "wandb", "project=named", "name=mine", "entity=team")
+    for folder, first, is_continued in (("a", 1, False), ("b", 1, False), ("b", 2, True)):
+        run = {"run_id": folder, "config": {"log_to": words}, "is_continued": is_continued}
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with open_log(tmp_path / folder, "trackio", "jsonl", **run) as log:
+            log.step(record(first))
+    runs = storage.get_run_records("named")
+    steps = [
+        [row["step"] for row in storage.get_logs("named", each["name"], run_id=each["id"])]
+        for each in runs
+    ]
+    assert sorted(steps) == [[1], [1, 2]]
+
+
 def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, lines):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tensorboard").write_text("a file in the place of the folder")
