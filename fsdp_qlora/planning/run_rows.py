@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.largest import longest_micro_batch
+from fsdp_qlora.data.batches.largest import longest_micro_batch, most_values_packed
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.batches.shared_tokens import (
@@ -154,17 +154,19 @@ class RunRows:
         return self._lengths_of(longest)._replace(image_values=self._most_image_values())
 
     def _most_image_values(self) -> int:
-        """Values of the images in the micro-batch with the most."""
+        """Values of the images in the micro-batch with the most, or a bound for them."""
         images = self.data.train.images
         if not len(images):
             return 0
-        most_first = np.argsort(-images.num_values, kind="stable")
-        count = self.schedule.batch_size
-        if self.schedule.batching == "packed":
-            # as many as fit
-            tokens = np.cumsum(self.lengths[most_first])
-            count = max(count, int(np.sum(tokens <= count * self.schedule.context_length)))
-        return int(images.num_values[most_first[:count]].sum())
+        schedule = self.schedule
+        if schedule.batching == "packed":
+            return most_values_packed(
+                images.num_values,
+                self.lengths,
+                most_tokens=schedule.batch_size * schedule.context_length,
+                most_rows=schedule.global_batch_size,
+            )
+        return int(-np.sort(-images.num_values)[: schedule.batch_size].sum())
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_qlora.data.batches import largest
 from fsdp_qlora.data.batches import rows as rows_of_tables
-from fsdp_qlora.data.batches.largest import longest_micro_batch
+from fsdp_qlora.data.batches.largest import longest_micro_batch, most_values_packed
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, Schedule
 from fsdp_qlora.data.batches.shared_tokens import RowTokens
@@ -185,3 +185,39 @@ def test_common_beginnings_of_pairs_are_counted_exactly(monkeypatch):
         )
         expected = [num_common(first.tolist(), second.tolist()) for first, second in texts]
         assert table.num_shared.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_micro_batches"),
+    [
+        # (rows, tokens, values): long rows with the most values would hide how many others fit
+        ([(20, 8_000, 10_000), (1_000, 300, 9_900)], 64),
+        ([(20, 8_000, 900_000), (1_000, 300, 9_900)], 64),
+        ([(50, 100, 7), (500, 3_000, 500), (500, 20, 0)], 16),
+        ([(400, 50, 3_000)], 2),  # fewer rows in a step than fit
+    ],
+)
+def test_no_packed_micro_batch_has_more_values_than_the_bound(rows, num_micro_batches):
+    counts, lengths, values = (np.array(column) for column in zip(*rows, strict=True))
+    lengths, values = lengths.repeat(counts), values.repeat(counts)
+    schedule = Schedule(
+        num_rows=len(lengths),
+        batch_size=1,
+        global_batch_size=num_micro_batches,
+        data_size=2,
+        num_epochs=3,
+        max_steps=-1,
+        seed=1,
+        batching="packed",
+        context_length=8_192,
+    )
+    bound = most_values_packed(
+        values, lengths, most_tokens=8_192, most_rows=schedule.global_batch_size
+    )
+    most = max(
+        values[piece].sum()
+        for _, of_step in schedule.rows_of_steps(np.arange(len(lengths)))
+        for piece in itertools.chain(*schedule.rounds(of_step, lengths))
+    )
+    # A rank's rows fill their micro-batches only in part.
+    assert most <= bound <= 2 * max(most, values.max())

@@ -6,6 +6,7 @@ micro-batches as the run splits them.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -61,6 +62,30 @@ def longest_micro_batch(
                     most_tokens = tokens
                     found = int(place)
     return longest, most_rounds
+
+
+def most_values_packed(
+    values: np.ndarray, lengths: np.ndarray, *, most_tokens: int, most_rows: int
+) -> int:
+    """A bound for the sum of rows' values in a micro-batch that packing fills.
+
+    Rows with the most values per token come first, and of the last one as large a part as fits
+    (Dantzig 1957), but the sum is at most that of the rows with the most values.
+
+    Args:
+        values: of each row, int64.
+        lengths: tokens of each row.
+        most_tokens: of a micro-batch.
+        most_rows: of a step.
+    """
+    per_token = values / lengths
+    densest_first = np.argsort(-per_token, kind="stable")
+    ends = np.cumsum(lengths[densest_first])
+    room = most_tokens - (ends - lengths[densest_first])
+    parts = np.clip(room / lengths[densest_first], 0, 1)
+    of_tokens = math.ceil((values[densest_first] * parts).sum())
+    of_rows = int(-np.sort(-values)[:most_rows].sum())
+    return min(of_tokens, of_rows)
 
 
 def _steps_at_once(schedule: Schedule, train_rows: np.ndarray) -> Iterator[np.ndarray]:
