@@ -33,7 +33,7 @@ def hash_files(folder: Path, files: Iterable[Path]) -> str:
 
 def states_of(files: Iterable[Path]) -> list[list[int]]:
     """The sizes, inodes and times of files: one that is written or replaced has others."""
-    states = []
+    states = list[list[int]]()
     for file in files:
         try:
             status = file.stat()
