@@ -122,12 +122,13 @@ class Chat:
         """The places of the messages that are learned, without weight 0.
 
         learn: "last" for the last of the assistant's, "final" for those behind the last result of a
-        tool, or the last where there is none; else all of them.
+        tool that one follows, or the last where there is none; else all of them.
         """
         turns = [
             turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"
         ]
-        results = [turn for turn, message in enumerate(self.messages) if message["role"] == "tool"]
+        answered = self.messages[: turns[-1]] if turns else []
+        results = [turn for turn, message in enumerate(answered) if message["role"] == "tool"]
         # The last turn, and then its weight: with weight 0 nothing is learned, not the turn before.
         if learn == "final" and results:
             turns = [turn for turn in turns if turn > results[-1]]

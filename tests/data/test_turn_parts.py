@@ -306,8 +306,6 @@ def test_a_part_that_cannot_be_found_makes_its_row_a_bad_one():
     row = {"messages": [asks("go"), says("no", "", **calls("find"))]}
     with pytest.raises(BadRow, match=r"turn 2: where its tool calls .* is unknown"):
         learned_of(around, row, "-tool_calls")
-    with pytest.raises(BadRow, match="no assistant turn behind the last result of a tool"):
-        learned("qwen3", CHATS["tools"][:-1], "final")
 
 
 @pytest.mark.parametrize(
@@ -353,6 +351,15 @@ def test_marks_of_reasoning_that_would_stay_learned_make_bad_rows(content):
         learned_of(PLAIN, {"messages": [asks("go"), says(content)]}, "-reasoning")
     with pytest.raises(BadRow, match="neither in messages nor at the beginning"):
         learned_segments({"prompt": "go", "completion": content}, "assistant -reasoning")
+
+
+def test_final_counts_results_of_tools_that_a_turn_follows():
+    # The second conversation ends with results.
+    for messages in (CHATS["tools"], CHATS["tools"][:-1]):
+        assert learned("qwen3", messages, "final") == learned("qwen3", messages, "last")
+    weightless = [*CHATS["tools"][:-1], ANSWER | {"weight": 0}]
+    with pytest.raises(BadRow, match="no assistant turn behind the last result of a tool"):
+        learned("qwen3", weightless, "final")
 
 
 def test_parts_have_no_weight_and_turns_keep_theirs():
