@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from fsdp_qlora.config.learn import LEARN, Learn, read_learn
+from fsdp_qlora.config.learn import LEARN, Learn, contradiction, read_learn
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Reference, RowKind
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
@@ -327,6 +327,8 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if contradiction(c.learn):
+        yield f"--learn: {contradiction(c.learn)} contradict each other."
     # The noise is scaled by the length of the row, of which a rank has a part only.
     if c.context_parallel_size != 1 and c.neftune_alpha:
         yield "--neftune_alpha needs whole rows on a rank: leave out --context_parallel_size."

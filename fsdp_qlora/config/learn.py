@@ -70,6 +70,17 @@ def read_learn(words: str | Iterable[str]) -> Learn:
     return Learn(turns[0] if turns else TURNS[0], tuple(parts), _KEEPS_EMPTY in given)
 
 
+def contradiction(words: str | Iterable[str]) -> str:
+    """The words of --learn that contradict each other, as text; "" if none do."""
+    joined = words if isinstance(words, str) else " ".join(words)
+    given = [_spelled(word) for word in joined.replace(",", " ").split()]
+    turns = [word for word in given if word in TURNS]
+    if len(turns) > 1:
+        return " and ".join(turns)
+    no_blocks = [word for word in given if word in (f"-{REASONING}", f"-{EMPTY_REASONING}")]
+    return f"{no_blocks[0]} and {_KEEPS_EMPTY}" if no_blocks and _KEEPS_EMPTY in given else ""
+
+
 def _spelled(word: str) -> str:
     """A word as _KNOWN has it."""
     sign = word[:1] if word[:1] in "+-" else ""

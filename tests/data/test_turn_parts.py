@@ -461,6 +461,12 @@ def test_words_of_learn_are_read_alike_from_all_places(tmp_path):
     for wrong in ("assistant last", "banana", "-reasoning +empty_reasoning", "none"):
         with pytest.raises(UserError, match="--learn must be assistant, last, final or all, with"):
             parse_options(["--learn", *wrong.split()])
+    for wrong, words in (
+        ("assistant last", "assistant and last"),
+        ("-reasoning +empty-reasoning", r"-reasoning and \+empty_reasoning"),
+    ):
+        with pytest.raises(UserError, match=f"--learn: {words} contradict each other"):
+            parse_options(["--learn", *wrong.split()])
     with pytest.raises(UserError, match="own completions, all of them: leave out --learn"):
         parse_options(["--objective", "grpo", "--rewards", "exact_match", "--learn=-reasoning"])
 
