@@ -344,6 +344,17 @@ def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(monkeypatch
     worker.close()
 
 
+def test_long_chats_have_more_time_and_do_not_blame_the_template():
+    worker = TemplateWorker()
+    fill(ChatTemplate(spelled_tokenizer("byte_level"), template()), worker)
+    worker.seconds_per_chat = 0.1
+    endless = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
+    for num, seconds in ((300, "0.6"), (300, "0.6"), (300, "0.6"), (3000, "1")):
+        with pytest.raises(BadRow, match=f"within {seconds} s for it.*{2 * num} .*--learn final"):
+            fill(endless, worker, Chat(SHORT[:1] + SHORT[-1:] * (2 * num - 1)))
+    worker.close()
+
+
 def test_templates_that_print_the_date_render_the_same_on_resume():
     dated = "{{ strftime_now('%d %b %Y') }}" + template(begin="")
     tokens, _, _ = tokens_of("byte_level", "messages", CHAT, chat=dated)

@@ -29,7 +29,11 @@ MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
 # Of the clock: also for the start of a process on a busy machine; one that is stopped never
 # answers.
 _ANSWER_SECONDS = 120.0
-# Chats in a row that take too long: then the template is at fault, not a chat.
+# A chat of more messages has more time, in proportion: each of its turns is found by filling the
+# template up to it.
+_USUAL_MESSAGES = 100
+_MOST_TIMES = 10
+# Usual chats in a row that take too long: then the template is at fault, not a chat.
 _MOST_KILLS = 3
 _CURE = (
     "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or "
@@ -42,7 +46,7 @@ class TemplateWorker(Worker):
 
     It starts with the first chat, and again when it has ended.
 
-    seconds_per_chat: the time of the processor that a chat may take.
+    seconds_per_chat: the time of the processor that a chat of usual length may take.
     """
 
     def __init__(self, seconds_per_chat: float = 10) -> None:
@@ -57,14 +61,17 @@ class TemplateWorker(Worker):
             BadRow: it is no JSON, takes too long, or has ended two processes.
             UserError: several one after the other take too long.
         """
+        num_messages = len(request.get("messages", ()))
+        times = min(max(num_messages / _USUAL_MESSAGES, 1), _MOST_TIMES)
+        seconds = self.seconds_per_chat * times
         try:
-            line = f"{self.seconds_per_chat} {json.dumps(request)}"
+            line = f"{seconds} {json.dumps(request)}"
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(
                 f"tools or messages contain values that JSON cannot represent ({error})"
             ) from error
         for _ in range(2):  # the kernel, or a person, may have ended the first process
-            reply, status = self._exchange(line)
+            reply, status = self._exchange(line, _ANSWER_SECONDS * times)
             if reply:
                 self._kills = 0
                 return dict(json.loads(reply))
@@ -73,8 +80,13 @@ class TemplateWorker(Worker):
                 break
         else:
             raise BadRow(f"{ENDED_WORKERS}, the last by signal {-status}")
+        reason = f"did not end within {seconds:g} s for it"
+        if times > 1:
+            raise BadRow(
+                f"the chat template {reason}, which has {num_messages} messages: --learn final and "
+                "--learn last have fewer turns to find"
+            )
         self._kills += 1
-        reason = f"did not end within {self.seconds_per_chat} s for it"
         if self._kills == _MOST_KILLS:
             raise UserError(
                 f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}"
