@@ -66,7 +66,7 @@ def test_chats_that_crash_the_template_worker_are_not_cached(prepare, tmp_path, 
     exchange = WORKER._exchange
     with monkeypatch.context() as patch:
         patch.setattr(
-            WORKER, "_exchange", lambda line: ("", -9) if '"so"' in line else exchange(line)
+            WORKER, "_exchange", lambda line, *_: ("", -9) if '"so"' in line else exchange(line)
         )
         data, said = prepare(path, max_bad_rows=0.5)
         assert len(data.train) == 1 and "have ended at it, the last by signal 9" in said
