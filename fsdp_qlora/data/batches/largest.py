@@ -70,7 +70,7 @@ def most_values_packed(
     """A bound for the sum of rows' values in a micro-batch that packing fills.
 
     Rows with the most values per token come first, and of the last one as large a part as fits
-    (Dantzig 1957), but the sum is at most that of the rows with the most values.
+    (Dantzig 1957). A step's rows with the most values are a bound, too; the smaller one counts.
 
     Args:
         values: of each row, int64.
