@@ -119,12 +119,16 @@ def _call(call: object, where: str) -> dict[str, Any]:
     return {"id": call["tool_call_id"], "function": function}
 
 
+# How the names of fields end that refer to the log of another agent.
+_ELSEWHERE = "trajectory_ref"
+
+
 def _answer(
     result: Mapping[str, Any], calls: list[dict[str, Any]], where: str, *, num: int
 ) -> Turn:
     """A result as the answer of a tool, or as a user's turn where the agent has called none."""
     content = result.get("content")
-    if content is None and result.get("subagent_trajectory_ref"):
+    if content is None and any(result[name] for name in result if name.endswith(_ELSEWHERE)):
         raise BadRow(f"{where}: a result is in the log of another agent")
     content = "" if content is None else _content(content)
     call_id = result.get("source_call_id")
