@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tqdm import tqdm
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import row_reader
@@ -198,6 +200,12 @@ def test_tokens_side_by_side_are_read_as_one_array():
     assert mixed[:].tolist() == [1, 1, 0.5, 0.5] and mixed[:2].dtype == np.float32
 
 
+def _read_alone(read, path, cache):
+    # A progress bar's lock is shared by forked processes, and one that is killed would keep it.
+    tqdm.set_lock(threading.RLock())
+    read(path, cache=cache, max_bad_rows=0.2)
+
+
 def test_a_preparation_killed_at_any_moment_goes_on_to_the_same_bytes(read, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", instructions(240))
     expected = read(path, cache="whole", max_bad_rows=0.2)
@@ -207,11 +215,10 @@ def test_a_preparation_killed_at_any_moment_goes_on_to_the_same_bytes(read, tmp_
     found = set()
     for moment in range(20):
         cache = f"killed{moment}"
-        victim = context.Process(
-            target=read, args=(path,), kwargs={"cache": cache, "max_bad_rows": 0.2}
-        )
+        victim = context.Process(target=_read_alone, args=(read, path, cache))
         victim.start()
-        while len([*(tmp_path / cache).rglob("0*.safetensors")]) < moment // 2:
+        num_pieces = moment // 2
+        while victim.is_alive() and len([*(tmp_path / cache).rglob("0*.safetensors")]) < num_pieces:
             time.sleep(0.001)
         time.sleep(moment % 4 / 100)
         os.kill(victim.pid, signal.SIGKILL)
