@@ -4,7 +4,6 @@ It is a safetensors file. Texts are appended first, and everything else is known
 the header in front of them is filled in: it has a fixed size.
 """
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +13,10 @@ from types import TracebackType
 
 import numpy as np
 
-from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.content import SourceFile
 from fsdp_qlora.data.prompt_texts import decode, encode
 from fsdp_qlora.data.prompts import Beside, Prompt, Prompts
-from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.verified_files import Arrays, Metadata, read_verified
 
 _HEADER_BYTES = 1024  # with its size in front
@@ -86,7 +83,7 @@ class PromptFile:
         """Write what is left, and the header. Raises OSError."""
         fill = -self._num_text_bytes % _ALIGNED
         self._append(b" " * fill)
-        of_report = json.dumps(redact_values(dataclasses.asdict(report))).encode()
+        of_report = report_as_json(report).encode()
         pieces = {
             "text_offsets": [_offsets(self._text_lengths)],
             "id_offsets": [_offsets(self._id_lengths)],
@@ -157,9 +154,7 @@ class KeptPrompts:
 
     def __init__(self, arrays: Arrays, metadata: Metadata) -> None:
         self._arrays = {name: arrays[name] for name in _TYPES}
-        fields = json.loads(arrays["report"].tobytes())
-        fields["parts"] = [SourceFile(**part) for part in fields["parts"]]
-        self.report = DataReport(**fields)
+        self.report = report_of_json(arrays["report"].tobytes())
 
     @cached_property
     def digest(self) -> str:

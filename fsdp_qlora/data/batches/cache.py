@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.batches.piece_folder import MakePieces, PieceFolder
-from fsdp_qlora.data.batches.pieces import Piece, State, are_current, report_as_json, report_of_json
-from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.pieces import Piece, State, are_current
+from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.side_by_side import SideBySide
 from fsdp_qlora.data.batches.whole_rows import (

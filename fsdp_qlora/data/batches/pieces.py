@@ -4,7 +4,6 @@ A piece knows where the reading of the dataset stood before and after it, so tha
 on behind any of them, and makes a damaged one again alone.
 """
 
-import dataclasses
 import hashlib
 import json
 from collections import Counter
@@ -15,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
-from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
+from fsdp_qlora.data.content import ENDED_WORKERS
 from fsdp_qlora.data.text.image_store import UNREADABLE, are_as_kept
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.verified_files import Arrays, Metadata
 
 # A piece ends with the batch that reaches either. It takes some ten bytes a token to make one.
@@ -137,15 +135,3 @@ def are_current(rows: TokenizedRows, report: DataReport, *, are_of_this_start: b
     passing = (*UNREADABLE, ENDED_WORKERS)
     lacks_some = any(reason.startswith(passing) for reason in report.rejected)
     return (are_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images.names))
-
-
-def report_as_json(report: DataReport) -> str:
-    """The report for a file, without secrets."""
-    return json.dumps(redact_values(dataclasses.asdict(report)))
-
-
-def report_of_json(text: str) -> DataReport:
-    """The reverse of `report_as_json`. Raises LookupError, TypeError or ValueError for others."""
-    fields = json.loads(text)
-    fields["parts"] = [SourceFile(**part) for part in fields["parts"]]
-    return DataReport(**fields)

@@ -1,7 +1,9 @@
 """Reports how many of a dataset's rows were used, cut and left out, and why."""
 
 import bisect
+import dataclasses
 import itertools
+import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.content import SourceFile
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.text import fit_line
 
 log = logging.getLogger("fsdp_qlora")
@@ -202,6 +205,18 @@ class DataReport(RowCounts):
                 line += f" ({len(numbers):,} rows)"
             lines.append(line)
         return lines
+
+
+def report_as_json(report: DataReport) -> str:
+    """The report for a file, without secrets."""
+    return json.dumps(redact_values(dataclasses.asdict(report)))
+
+
+def report_of_json(text: str | bytes) -> DataReport:
+    """The reverse of `report_as_json`. Raises LookupError, TypeError or ValueError for others."""
+    values = json.loads(text)
+    values["parts"] = [SourceFile(**part) for part in values["parts"]]
+    return DataReport(**values)
 
 
 def check_report(report: DataReport, *, allowed: float, context_length: int) -> None:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdp_qlora.data.batches.pieces import report_as_json, report_of_json
-from fsdp_qlora.data.batches.report import DataReport
+from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.side_by_side import FlatArray, SideBySide
 from fsdp_qlora.utils.descriptions import read_description, write_description
