@@ -23,7 +23,6 @@ from fsdp_qlora.data.sources.source import DEFAULT_SAMPLES, Entry, Source, find_
 from fsdp_qlora.data.sources.spread import sample
 from fsdp_qlora.data.text_pieces import TextPieces
 from fsdp_qlora.data.text_rows import TextRows
-from fsdp_qlora.utils.errors import UserError
 
 # Rows of a dataset that decide on --context_length auto; a larger one is sampled.
 _MOST_MEASURED = 10_000
@@ -92,21 +91,14 @@ class DatasetPipeline:
             _, report = self._tokenize(tqdm(entries, "Reading prompts", unit=" rows"), prompts)
             report.num_used = prompts.num_used
             report.num_tokens = prompts.num_tokens
-            self._refuse_change()
+            # The key has the identity from before.
+            self._source.check_unchanged()
             return report
 
         prompts, report = prompts_through_cache(key, read)
         # The same content may be at another path now.
         report = dataclasses.replace(report, origin=self._source.origin)
         return DatasetRows(NO_ROWS, report, prompts)
-
-    def _refuse_change(self) -> None:
-        """Raise UserError for rows of another content than the key has, which is from before."""
-        source = self._source
-        if source.fingerprint() != source.identity:
-            raise UserError(
-                f"{source.origin} was changed while it was read. Start again when it is complete."
-            )
 
     @property
     def _key(self) -> list[object]:

@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 from tqdm import tqdm
 
-from fsdp_qlora.data.batches.pieces import Draft, Piece, SourceChanged, State, num_kept
+from fsdp_qlora.data.batches.pieces import Draft, Piece, State, num_kept
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.content import Content
 from fsdp_qlora.data.dataset_text import DatasetText
@@ -43,7 +42,7 @@ class TextPieces:
             UserError: the rows cannot be used, or SourceChanged: none of the pieces may be kept.
         """
         # Where this process has waited for another one, which may have refused the change.
-        self._refuse_touched()
+        self._source.check_untouched()
         if not before:
             check_room(self._source, self._samples)
         workers = self._text.workers if self._text.chat_template.source else ()
@@ -79,31 +78,17 @@ class TextPieces:
                 draft.add(*kind.tokenize(contents, report))
             bar.update(reader.place.num_entries - bar.n)
             if reader.is_at_end:
-                self._refuse_touched()
-                self._check_source()
+                self._source.check_untouched()
+                # The key has the identity from before.
+                self._source.check_unchanged()
                 return draft.finish(before, None)
             if is_first_batch:
                 check_folder(draft.fill / (self._source.share_read() or 1.0))
                 is_first_batch = False
             # Until a row has columns there is nothing to go on with.
             if draft.is_full and reader.columns:
-                self._refuse_touched()
+                self._source.check_untouched()
                 return draft.finish(before, _state(kind, reader))
-
-    def _refuse_touched(self) -> None:
-        """Raise SourceChanged if a file was written: its former content may come back."""
-        if self._source.is_touched:
-            self._refuse_change()
-
-    def _check_source(self) -> None:
-        """Raise SourceChanged if the dataset has another content than the key says."""
-        if self._source.fingerprint() != self._source.identity:
-            self._refuse_change()
-
-    def _refuse_change(self) -> NoReturn:
-        raise SourceChanged(
-            f"{self._source.origin} was changed while it was read. Start again when it is complete."
-        )
 
     def _say_pace(self, start: float, piece: Piece) -> Piece:
         """Say how long all pieces take and how large they are, as far as the first one tells.

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 
 from fsdp_qlora.data.batches.pieces import (
     Piece,
-    SourceChanged,
     State,
     are_current,
     num_kept,
@@ -26,6 +25,7 @@ from fsdp_qlora.data.batches.whole_rows import (
     read_whole,
     write_whole,
 )
+from fsdp_qlora.data.sources.source import SourceChanged
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import PARTIAL, remove_stale
 from fsdp_qlora.utils.machine import free_disk

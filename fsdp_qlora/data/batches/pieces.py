@@ -18,7 +18,6 @@ from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.content import ENDED_WORKERS
 from fsdp_qlora.data.text.image_store import UNREADABLE, are_as_kept
-from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.verified_files import Arrays, Metadata
 
 # A piece ends with the batch that reaches either. It takes some ten bytes a token to make one.
@@ -29,10 +28,6 @@ State = Mapping[str, Any]
 """Where the reading of a dataset stands, as JSON: `num_rows`, which were read, and what the reader
 knows. It is empty at the beginning.
 """
-
-
-class SourceChanged(UserError):
-    """A dataset was changed while it was read, so pieces of it are not of one content."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora.data.content import BadRow, Row, SourceFile
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
@@ -100,6 +100,10 @@ def _read_entries(
         offset += last
 
 
+class SourceChanged(UserError):
+    """A dataset was changed while it was read, so what was read is not of one content."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset that was found. Its rows are parsed when they are read."""
@@ -121,10 +125,23 @@ class Source:
         """A hash of the content as it was when this was first asked."""
         return self._identified[0]
 
-    @property
-    def is_touched(self) -> bool:
-        """Whether a local file was written or replaced since `identity` was first asked."""
-        return self.file_states() != self._identified[1]
+    def check_untouched(self) -> None:
+        """Raise SourceChanged if a local file was written since `identity` was first asked.
+
+        Its former content may come back, so `check_unchanged` would not tell.
+        """
+        if self.file_states() != self._identified[1]:
+            self._refuse_change()
+
+    def check_unchanged(self) -> None:
+        """Raise SourceChanged if the content has changed since `identity` was first asked."""
+        if self.fingerprint() != self.identity:
+            self._refuse_change()
+
+    def _refuse_change(self) -> NoReturn:
+        raise SourceChanged(
+            f"{self.origin} was changed while it was read. Start again when it is complete."
+        )
 
     @cached_property
     def _identified(self) -> tuple[str, list[list[int]]]:
