@@ -14,8 +14,8 @@ import numpy as np
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.batches.piece_folder import MakePieces, PieceFolder
-from fsdp_qlora.data.batches.pieces import Piece, State, are_current
+from fsdp_qlora.data.batches.piece_folder import MakePieces, PieceFolder, num_made
+from fsdp_qlora.data.batches.pieces import are_current
 from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.side_by_side import SideBySide
@@ -124,17 +124,13 @@ def describe_pieces(key: Sequence[object], rows: TokenizedRows, since: float) ->
     seconds = time.time() - since
     num_bytes = sum(array.nbytes for array in rows.arrays.values())
     line = f"Tokens: {format_bytes(num_bytes)} in the cache"
-    num_made = PieceFolder(_path_of(key).with_suffix(""), _makes_none).num_made(since)
-    if num_made:
+    num_rows = num_made(_path_of(key).with_suffix(""), since)
+    if num_rows:
         line += (
-            f", {num_made:,} rows prepared in {seconds:,.0f} s, "
-            f"{num_made / seconds:,.0f} rows a second"
+            f", {num_rows:,} rows prepared in {seconds:,.0f} s, "
+            f"{num_rows / seconds:,.0f} rows a second"
         )
     return line
-
-
-def _makes_none(_: State) -> Iterator[Piece]:
-    yield from ()
 
 
 def _read_current(path: Path) -> tuple[TokenizedRows, DataReport] | None:

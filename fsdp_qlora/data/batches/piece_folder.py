@@ -88,19 +88,6 @@ class PieceFolder:
             for pattern in (f".*{PARTIAL}", _OF_SAFETENSORS):
                 remove_stale(self._folder.glob(pattern))
 
-    def num_made(self, since: float) -> int:
-        """The rows of a finished folder that were read since a moment, as of `time.time`.
-
-        It does not matter which process of the machine has read them.
-        """
-        num_rows = 0
-        for name in (read_index(self._folder) or {"pieces": ()})["pieces"]:
-            path = self._folder / name
-            if path.stat().st_mtime >= since:
-                piece = read_verified(path, Piece.build, is_hashed=False)
-                num_rows += piece.report.num_rows if piece else 0
-        return num_rows
-
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces: those that are kept and good, and the others as they are made.
 
@@ -213,6 +200,20 @@ class PieceFolder:
         kept = read_verified(path, Piece.build)
         assert kept is not None
         return kept
+
+
+def num_made(folder: Path, since: float) -> int:
+    """The rows of a finished folder of pieces that were read since a moment, as of `time.time`.
+
+    It does not matter which process of the machine has read them.
+    """
+    num_rows = 0
+    for name in (read_index(folder) or {"pieces": ()})["pieces"]:
+        path = folder / name
+        if path.stat().st_mtime >= since:
+            piece = read_verified(path, Piece.build, is_hashed=False)
+            num_rows += piece.report.num_rows if piece else 0
+    return num_rows
 
 
 @contextlib.contextmanager
