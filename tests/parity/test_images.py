@@ -248,14 +248,14 @@ PROCESSORS = {"qwen3_vl": qwen3_vl, "gemma3": gemma3, "gemma4": gemma4}
 
 
 @functools.cache
-def plain(family: str, folder: Path) -> Any:
+def plain(family: str, folder: Path, lora: Any = LORA) -> Any:
+    """A plain loop of PEFT. lora: as of `train_plainly`."""
     processor = PROCESSORS[family](folder)
     rows, images = make_chats(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = [encode(processor, tokenizer, *each) for each in zip(rows, images, strict=True)]
-    return train_plainly(
-        load_base(folder, four_bit=False, auto=AutoModelForImageTextToText), batches, LORA
-    )
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    return train_plainly(base, batches, lora)
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +268,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder
 
     return make
+
+
+def check_as_plain(folder: Path, expected: tuple[Any, Any, dict[str, torch.Tensor]]) -> None:
+    """Compare a run's losses, gradient norms and adapter with those of a plain loop."""
+    losses, norms, adapter = expected
+    assert read_metrics(folder) == pytest.approx(losses, rel=1e-5)
+    assert read_metrics(folder, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert saved.keys() == adapter.keys()
+    for name, value in saved.items():
+        # Adam divides by the root of tiny squares: of gemma4, one matrix (a gate's B) is off by
+        # 1.3e-4 since sums have another order than PEFT's, all others by less than 2e-5.
+        assert (value - adapter[name]).norm() < 2e-4 * adapter[name].norm()
 
 
 @pytest.mark.parametrize(
@@ -294,15 +307,7 @@ def test_images_train_as_in_a_plain_loop_of_peft(family, ranks, folders, tmp_pat
         lora_target_modules=",".join(LINEARS),
         **OPTIONS,
     )
-    losses, norms, adapter = plain(family, folder)
-    assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=1e-5)
-    assert read_metrics(tmp_path / "out", "grad_norm") == pytest.approx(norms, rel=1e-4)
-    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert saved.keys() == adapter.keys()
-    for name, value in saved.items():
-        # Adam divides by the root of tiny squares: of gemma4, one matrix (a gate's B) is off by
-        # 1.3e-4 since sums have another order than PEFT's, all others by less than 2e-5.
-        assert (value - adapter[name]).norm() < 2e-4 * adapter[name].norm()
+    check_as_plain(tmp_path / "out", plain(family, folder))
     # Tokens of gemma's images see later ones.
     assert ("Rows are padded" in output) == family.startswith("gemma")
 

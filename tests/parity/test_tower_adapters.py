@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from fsdp_qlora.config.text import TOWERS
 from tests.helpers.metrics import read_metrics
-from tests.helpers.reference import LINEARS, load_base, train_plainly
+from tests.helpers.reference import LINEARS
 from tests.helpers.rows import write_rows
 from tests.helpers.run import flags, run_ranks, train_ok
-from tests.parity.test_images import OPTIONS, PROCESSORS, encode, make_chats
+from tests.parity.test_images import OPTIONS, PROCESSORS, check_as_plain, make_chats, plain
 from tests.parity.test_multimodal import make_multimodal
 
 # Paths of the layers that `vision,projector` stands for.
@@ -26,16 +26,6 @@ LAYERS = {
 }
 WORDS = {"gemma3": ["vision"]}  # its projector has no linear layer
 DECODER = r"language_model.*(q|k|v|o|gate|up|down)_proj"
-
-
-@functools.cache
-def plain(family: str, folder: Path) -> Any:
-    processor = PROCESSORS[family](folder)
-    rows, images = make_chats(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    batches = [encode(processor, tokenizer, *each) for each in zip(rows, images, strict=True)]
-    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
-    return train_plainly(base, batches, rf"model\.({DECODER}|{LAYERS[family]})")
 
 
 def fill_zeros(folder: Path) -> None:
@@ -85,13 +75,8 @@ def test_towers_train_as_in_a_plain_loop_of_peft(family, ranks, recompute, folde
         recompute=recompute,
         **OPTIONS,
     )
-    losses, norms, adapter = plain(family, folder)
-    assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=1e-5)
-    assert read_metrics(tmp_path / "out", "grad_norm") == pytest.approx(norms, rel=1e-4)
-    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert saved.keys() == adapter.keys()
-    for name, value in saved.items():
-        assert (value - adapter[name]).norm() < 2e-4 * adapter[name].norm()
+    layers = rf"model\.({DECODER}|{LAYERS[family]})"
+    check_as_plain(tmp_path / "out", plain(family, folder, layers))
 
 
 @pytest.mark.parametrize("targets", ["all,vision", pytest.param("vision", marks=pytest.mark.slow)])
