@@ -13,6 +13,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from fsdp_qlora.data.batches.image_inputs import ImageInputs
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.model.architecture.precision import Precision
@@ -47,6 +49,9 @@ class TextGenerator:
 
     Afterwards the model is sharded, and torch's random state is as before. The model stays in
     evaluation mode: a training step sets its mode itself.
+
+    Args:
+        image_inputs: makes the model's arguments for images of prompts; None if none has any.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class TextGenerator:
         stops: Stops,
         options: SamplingOptions,
         weights: KeptWeights = NONE_KEPT,
+        image_inputs: ImageInputs | None = None,
     ) -> None:
         self._model = model
         self.ranks = ranks
@@ -64,6 +70,7 @@ class TextGenerator:
         self.stops = stops
         self._options = options
         self._weights = weights
+        self._image_inputs = image_inputs
 
     def generate(
         self,
@@ -73,6 +80,7 @@ class TextGenerator:
         seeds: Mapping[int, int] | None = None,
         limits: Mapping[int, int] | None = None,
         most: int | None = None,
+        images: Mapping[int, RowImages] | None = None,
     ) -> dict[int, Completion]:
         """Complete this rank's prompts.
 
@@ -85,6 +93,7 @@ class TextGenerator:
             seeds: index -> seed of its draws; else as the options say.
             limits: index -> its maximum tokens; else as the options say.
             most: the largest limit of all ranks.
+            images: index -> the images of its prompt, of one row. Others have none.
         """
         # A rank without prompts computes one token, whose completion has ended before it begins.
         asked = prompts or {0: [0]}
@@ -180,6 +189,7 @@ class TextGenerator:
         seeds: Sequence[int] | None = None,
         *,
         limits: Sequence[int] | None = None,
+        images: Sequence[RowImages] | None = None,
         shows_progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, each on one rank.
@@ -190,6 +200,7 @@ class TextGenerator:
             at_a_time: prompts of a rank in one batch, which share its cache.
             beat, seeds: as for `generate`.
             limits: the maximum tokens of each completion, if they differ.
+            images: of each prompt, of one row; None if no prompt has any.
             shows_progress: a bar on rank 0.
         """
         number_of_ranks = self.ranks.world_size
@@ -203,6 +214,7 @@ class TextGenerator:
             chosen = places[first : first + at_a_time]
             chosen_seeds = {place: seeds[place] for place in chosen} if seeds else None
             chosen_limits = {place: limits[place] for place in chosen} if limits else None
+            chosen_images = {place: images[place] for place in chosen} if images else None
             # The same on all ranks, which make as many passes.
             of_round = slice(first * number_of_ranks, (first + at_a_time) * number_of_ranks)
             local |= self.generate(
@@ -211,6 +223,7 @@ class TextGenerator:
                 seeds=chosen_seeds,
                 limits=chosen_limits,
                 most=max(limits[of_round]) if limits else None,
+                images=chosen_images,
             )
         parts = all_gather_strings(json.dumps([*local.items()]), torch.device("cpu"))
         completions = dict[int, Completion]()
