@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, SupportsIndex, overload
 
 import numpy as np
 
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
 from fsdp_qlora.data.batches.rows import (
     NO_ROWS,
     TokenizedRows,
@@ -37,6 +38,8 @@ class Prompt:
     """The conversation with the tools of its environment, if it has one."""
     environment: str = ""
     """The name of its environment, if there are several."""
+    images: RowImages = NO_IMAGES
+    """The images that it shows, as those of a table with this row alone."""
 
     @property
     def for_rewards(self) -> Row:
@@ -47,7 +50,7 @@ class Prompt:
 
 
 class Beside(NamedTuple):
-    """Everything of a prompt besides its tokens and its row's number; see `Prompt`."""
+    """Everything of a prompt besides its tokens, images and row's number; see `Prompt`."""
 
     content: Any
     columns: Row
@@ -74,7 +77,7 @@ class Prompts(Sequence[Prompt]):
     """Prompts that are made when they are asked for, such as from memory that ranks share."""
 
     rows: TokenizedRows
-    """Rows of the prompts alone, of which nothing is learned."""
+    """Rows of the prompts alone with their images, of which nothing is learned."""
     beside: BesideTable
     """Everything else of these rows."""
     places: np.ndarray
@@ -94,6 +97,7 @@ class Prompts(Sequence[Prompt]):
             [prompt.ids for prompt in prompts],
             [()] * len(prompts),
             [prompt.row_number for prompt in prompts],
+            [prompt.images for prompt in prompts],
         )
         return cls.whole(rows, [*map(Beside.of, prompts)])
 
@@ -108,7 +112,9 @@ class Prompts(Sequence[Prompt]):
         if isinstance(place, slice):
             return self.chosen(np.arange(len(self))[place])
         row = int(self.places[place])
-        return Prompt(int(self.rows.row_numbers[row]), self._ids(row), *self.beside[row])
+        number = int(self.rows.row_numbers[row])
+        images = self.rows.images.of_row(row)
+        return Prompt(number, self._ids(row), *self.beside[row], images)
 
     def chosen(self, places: np.ndarray) -> "Prompts":
         """Some of the prompts, in the same memory. places: int64 [prompts]."""

@@ -403,6 +403,7 @@ def open_engine(
         Room(generation.at_a_time, int(plan.data.lengths.max())),
         KeptWeights(generation.decoded > 0, generation.stays),
         keeps_gathered=generation.gathered > 0,
+        image_inputs=image_inputs(plan),
     )
 
 

@@ -377,11 +377,16 @@ def _join_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 
 
 def join_completions(
-    prompts: Sequence[Numbers], completions: Sequence[Numbers], numbers: Numbers
+    prompts: Sequence[Numbers],
+    completions: Sequence[Numbers],
+    numbers: Numbers,
+    images: Sequence[RowImages] | None = None,
 ) -> TokenizedRows:
     """A row of each prompt and its completion, which is learned.
 
-    numbers: of the prompts' rows in the dataset.
+    Args:
+        numbers: of the prompts' rows in the dataset.
+        images: of each prompt, as those of a table of one row; None where no prompt has any.
     """
     parts: list[np.ndarray] = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -390,7 +395,11 @@ def join_completions(
     learned = np.tile([False, True], len(prompts))
     ids = np.concatenate([np.zeros(0, np.int32), *parts])
     return TokenizedRows(
-        ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64)
+        ids,
+        np.repeat(learned, np.diff(ends)),
+        ends[::2],
+        np.array(numbers, np.int64),
+        images=join_images(images, [1] * len(images)) if images else NO_IMAGES,
     )
 
 

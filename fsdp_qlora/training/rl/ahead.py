@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import all_gather_strings
@@ -79,7 +80,11 @@ class Ahead:
         return {KEY: vars(self._sampler)} if self._sampler else {}
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], generation: int, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        generation: int,
+        version: int,
+        images: Sequence[RowImages] | None = None,
     ) -> list[Completion]:
         """Wait for a generation's answers, and have the next one's asked with the weights of now.
 

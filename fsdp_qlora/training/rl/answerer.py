@@ -33,7 +33,8 @@ class Answerer:
         if self.episodes:
             transcripts = self.episodes.play(prompts, generation, step)
             return answers_of_episodes(prompts, transcripts, self.text_of)
-        completions = self.engine([prompt.ids for prompt in prompts], generation, step)
+        images = [prompt.images for prompt in prompts]
+        completions = self.engine([prompt.ids for prompt in prompts], generation, step, images)
         return answers_of_prompts(prompts, completions, self.text_of)
 
     def version(self, step: int) -> int:

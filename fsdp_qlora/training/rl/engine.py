@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.training.generation.sampling import Completion
 
-# (prompts, generation, version) -> completions: answers each prompt with the weights that the run
-# has now; one is there as often as it has answers. Called on every rank with all, and returns all.
-# prompts: token ids. generation: its number in the run; an answer's seed follows from the run's,
-# this number and its place. version: optimizer steps that the weights have had.
-Engine = Callable[[Sequence[Sequence[int]], int, int], list[Completion]]
+# (prompts, generation, version, images) -> completions: answers each prompt with the weights that
+# the run has now; one is there as often as it has answers. Called on every rank with all, and
+# returns all. prompts: token ids. generation: its number in the run; an answer's seed follows from
+# the run's, this number and its place. version: optimizer steps that the weights have had. images:
+# of each prompt, as those of a table of one row.
+Engine = Callable[[Sequence[Sequence[int]], int, int, Sequence[RowImages]], list[Completion]]

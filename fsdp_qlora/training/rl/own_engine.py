@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from fsdp_qlora.data.batches.image_inputs import ImageInputs
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.architecture.precision import Precision
@@ -45,15 +47,21 @@ class OwnEngine:
     weights: KeptWeights
     keeps_gathered: bool
     """Whether the blocks' weights stay gathered for a generation."""
+    image_inputs: ImageInputs | None = None
+    """Makes the model's arguments for images of prompts, if it takes any."""
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], generation: int, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        generation: int,
+        version: int,
+        images: Sequence[RowImages] | None = None,
     ) -> list[Completion]:
-        """Answer each prompt."""
+        """Answer each prompt. images: of each prompt; None if none has any."""
         generator = self._generator(generation, self.options.max_new_tokens)
         beat = partial(check_stop, self.control, self.ranks, version)
         with self._gathered():
-            return generator.answer_all(prompts, self.room.at_a_time, beat)
+            return generator.answer_all(prompts, self.room.at_a_time, beat, images=images)
 
     def play(self, episodes: Sequence[Episode], generation: int, version: int) -> None:
         """Write the turns of episodes as a `TurnEngine`, all that are ready in one round."""
@@ -99,7 +107,13 @@ class OwnEngine:
         seed = self._seed_of(generation)
         options = dataclasses.replace(self.options, seed=seed, max_new_tokens=most)
         return TextGenerator(
-            self.model, self.ranks, self.precision, self.stops, options, self.weights
+            self.model,
+            self.ranks,
+            self.precision,
+            self.stops,
+            options,
+            self.weights,
+            self.image_inputs,
         )
 
     def _seed_of(self, generation: int) -> int:

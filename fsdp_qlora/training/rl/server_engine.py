@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
@@ -47,7 +48,11 @@ class ServerEngine:
     vocab_size: int
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], generation: int, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        generation: int,
+        version: int,
+        images: Sequence[RowImages] | None = None,
     ) -> list[Completion]:
         """Save the adapter, and have the server answer with it."""
         self.publish(version)
