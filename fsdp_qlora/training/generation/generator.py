@@ -14,9 +14,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.data.batches.image_inputs import ImageInputs
-from fsdp_qlora.data.batches.row_images import RowImages
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.model.architecture.decoder import find_towers
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.decoded_once import decoded_once
@@ -24,6 +25,7 @@ from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.training.generation.model_cache import shares_prompts
 from fsdp_qlora.training.generation.passes import Batch, Passes
+from fsdp_qlora.training.generation.prompt_images import NONE_SHOWN, ShownImages
 from fsdp_qlora.training.generation.sampling import Completion, Draws, SamplingOptions, Stops
 from fsdp_qlora.training.generation.token_graphs import say_no_graphs, why_not_graphed
 
@@ -100,7 +102,11 @@ class TextGenerator:
         longest = most or self._options.max_new_tokens
         of_index = {index: (limits or {}).get(index, longest) for index in asked}
         completions = _Completions(of_index, self.stops, show, is_done=not prompts)
-        batch = Batch.of([*asked.values()], shares_prompts=shares_prompts(self._model))
+        batch = Batch.of(
+            [*asked.values()],
+            shares_prompts=shares_prompts(self._model),
+            images=[(images or {}).get(index, NO_IMAGES) for index in asked],
+        )
         draws = Draws(self._options, self._seeds([*asked], seeds or {}))
         with self._generating(batch, longest) as passes, torch.no_grad():
             self._write(passes, draws, completions, beat, longest)
@@ -151,9 +157,13 @@ class TextGenerator:
         """
         model = self._model.eval()
         device = self.ranks.device
-        sizes = [len(batch.prompts), len(batch.places)]
+        sizes = [len(batch.prompts), len(batch.places), batch.has_images]
         of_ranks = gather_numbers(sizes, device).int().tolist()
-        counts = [tuple(of_ranks[rank]) for rank in sharing_ranks(model)]
+        counts = [tuple(of_ranks[rank][:2]) for rank in sharing_ranks(model)]
+        shown = NONE_SHOWN
+        # Gathering towers is collective: a rank without images takes part if another one has some.
+        if any(has_images for _, _, has_images in of_ranks):
+            shown = ShownImages(self._image_inputs, [*find_towers(model).values()])
         decoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._weights.are_decoded:
             decoding = decoded_once(model, len(batch.places), device)
@@ -161,7 +171,7 @@ class TextGenerator:
         head = shared_head_of(model)
         try:
             with decoding, self._precision.autocasting(device):
-                yield Passes(model, batch, device, counts, most_graphed)
+                yield Passes(model, batch, device, counts, most_graphed, shown)
         finally:
             if head:
                 head.counts = None

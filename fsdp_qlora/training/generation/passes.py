@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.sharding.vocabulary import shared_head_of
 from fsdp_qlora.training.generation.model_cache import (
     cache_argument,
@@ -23,6 +24,7 @@ from fsdp_qlora.training.generation.model_cache import (
     shares_prompts,
     static_cache,
 )
+from fsdp_qlora.training.generation.prompt_images import NONE_SHOWN, ShownImages
 from fsdp_qlora.training.generation.token_graphs import TokenGraphs
 
 
@@ -31,19 +33,41 @@ class Batch(NamedTuple):
 
     prompts: list[tuple[int, ...]]
     places: list[int]
+    images: Sequence[RowImages] = ()
+    """Of each prompt; empty if none has any."""
+
+    @property
+    def has_images(self) -> bool:
+        return any(map(len, self.images))
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], *, shares_prompts: bool) -> "Batch":
-        """Find equal prompts.
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        *,
+        shares_prompts: bool,
+        images: Sequence[RowImages] = (),
+    ) -> "Batch":
+        """Find prompts of equal tokens and images.
 
-        shares_prompts: if False, each answer has a prompt of its own.
+        Args:
+            shares_prompts: if False, each answer has a prompt of its own.
+            images: of each prompt; empty if none has any.
         """
         all_prompts = [tuple(prompt) for prompt in prompts]
         if not shares_prompts:
-            return cls(all_prompts, [*range(len(all_prompts))])
-        distinct = [*dict.fromkeys(all_prompts)]
-        place_of = {prompt: place for place, prompt in enumerate(distinct)}
-        return cls(distinct, [place_of[prompt] for prompt in all_prompts])
+            return cls(all_prompts, [*range(len(all_prompts))], images)
+        # All images of one size have the same tokens.
+        shown = [each.names.tobytes() for each in images] or [b""] * len(all_prompts)
+        keys = [*zip(all_prompts, shown, strict=True)]
+        firsts = {key: index for index, key in reversed([*enumerate(keys)])}
+        chosen = sorted(firsts.values())
+        place_of = {keys[index]: place for place, index in enumerate(chosen)}
+        return cls(
+            [all_prompts[index] for index in chosen],
+            [place_of[key] for key in keys],
+            [images[index] for index in chosen] if images else (),
+        )
 
 
 class Passes:
@@ -53,6 +77,7 @@ class Passes:
         counts: distinct prompts and answers of each of `sharing_ranks`.
         most: tokens of an answer, for passes by graphs; None for passes without. The model must
             allow them (`why_not_graphed`).
+        shown: how the model computes images.
     """
 
     def __init__(
@@ -62,6 +87,7 @@ class Passes:
         device: torch.device,
         counts: Sequence[tuple[int, int]],
         most: int | None = None,
+        shown: ShownImages = NONE_SHOWN,
     ) -> None:
         self._model = model
         self._head = shared_head_of(model)
@@ -75,7 +101,12 @@ class Passes:
         prompts = [torch.tensor(prompt, device=device) for prompt in batch.prompts]
         self._ids = padded(prompts)
         self._mask = padded([torch.ones_like(prompt) for prompt in prompts])
-        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        self._shown = shown
+        self._images, positions = shown.arguments(prompts, batch.images, self._ids)
+        if positions is None:
+            positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        # int64 [B, T], or [axes, B, T] where images have places on several axes.
+        self._positions = positions
         self._is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
         self._parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = cache_argument(model)
@@ -88,7 +119,10 @@ class Passes:
 
     def prompts(self) -> torch.Tensor:
         """The logits after each answer's prompt, float32 [B, V]."""
-        logits = self._pass(self._prompt_counts, is_first_iteration=True)
+        with self._shown.gathered(self._model, is_used=bool(self._images)):
+            logits = self._pass(self._prompt_counts, is_first_iteration=True, **self._images)
+        # What follows reads the images' keys and values in the cache.
+        self._images = {}
         places = torch.tensor(self._places, device=logits.device)
         is_static = self._most is not None and is_filled(self._cache)
         if is_static:
@@ -101,7 +135,7 @@ class Passes:
             return logits
         self._ids = self._ids[places]
         self._mask = self._mask[places]
-        self._positions = self._positions[places]
+        self._positions = self._positions[..., places, :]
         return logits[places]
 
     def _make_static(self, places: torch.Tensor) -> None:
@@ -119,7 +153,7 @@ class Passes:
         """
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], dim=1)
+        self._positions = torch.cat([self._positions, _following(self._positions)], dim=-1)
         # A model without a cache computes all tokens again.
         latest = {"next_sequence_length": 1} if self._cache_name else {}
         graphs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -155,3 +189,12 @@ class Passes:
         if self._cache_name:
             inputs[self._cache_name] = self._cache
         return inputs
+
+
+def _following(positions: torch.Tensor) -> torch.Tensor:
+    """The positions [.., B, 1] of tokens that follow those at positions [.., B, T]."""
+    if positions.dim() == 2:
+        return positions[:, -1:] + 1
+    # An image reaches less far on some axes. The next token is behind it on all of them.
+    behind = positions.amax(dim=(0, 2)) + 1
+    return behind[None, :, None].expand(len(positions), -1, -1)
