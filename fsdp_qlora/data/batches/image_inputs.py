@@ -34,36 +34,68 @@ class ImageInputs:
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
         """The arguments for the images of some rows, and those that describe the documents.
 
+        The model gets the images of a document as often as it computes their tokens: once for the
+        documents that share their prompt, and with each document where nothing is shared, such as
+        padded rows. Documents that share a prompt share all of its images or none.
+
         Args:
-            rows: of the micro-batch, in its order.
+            rows: of the micro-batch, in its order. Each of their documents shows all of the row's
+                images.
+            batch: of these rows, all of their tokens. Its own tokens are the model's.
         """
-        names = [[*map(bytes, table.images.of_row(row).names)] for row in rows]
-        outputs = [self.processor.outputs_of(shown) if shown else None for shown in names]
-        with_images = [*filter(None, outputs)]
-        if not with_images:
+        outputs = self._outputs(table, rows)
+        if not any(outputs):
             return {}, batch.documents
-        images = self.processor.model_inputs(with_images, batch.input_ids, self.taken)
+        computed = [
+            output
+            for output, is_computed in zip(outputs, self._computed(batch, outputs), strict=True)
+            if output and is_computed
+        ]
+        images = self.processor.model_inputs(computed, batch.input_ids, self.taken)
         documents = batch.documents
         if documents and self.positions_of:
             positions = self._positions(batch, outputs)
             documents = dict(documents) | {"position_ids": positions}
         return images, documents
 
-    def _positions(self, batch: MicroBatch, outputs: Sequence[Outputs | None]) -> torch.Tensor:
-        """Positions of concatenated rows, int64 [axes, 1, T].
+    def _outputs(self, table: TokenizedRows, rows: np.ndarray) -> list[Outputs | None]:
+        """Outputs of the processor for each document of a micro-batch, None without images.
 
-        outputs: of the processor for each row, None without images.
+        Rows with the same images, such as answers to a prompt, have them made once.
+        """
+        names = [tuple(map(bytes, table.images.of_row(row).names)) for row in rows]
+        made = {shown: self.processor.outputs_of(shown) for shown in dict.fromkeys(names) if shown}
+        num_documents = len(table.learned_documents(rows))
+        return [made.get(names[i * len(rows) // num_documents]) for i in range(num_documents)]
+
+    def _computed(self, batch: MicroBatch, outputs: Sequence[Outputs | None]) -> Sequence[bool]:
+        """Whether the model computes the images of each document, and not of another one alike."""
+        ends = batch.documents.get("own_ends")
+        if ends is None:
+            return [True] * len(outputs)
+        # A document of padding may be behind the others.
+        own = self.processor.kinds_of(batch.input_ids)[0].split(ends.diff().tolist())
+        return [bool(tokens.any()) for tokens in own[: len(outputs)]]
+
+    def _positions(self, batch: MicroBatch, outputs: Sequence[Outputs | None]) -> torch.Tensor:
+        """Positions of the own tokens of concatenated documents, int64 [axes, 1, N].
+
+        outputs: of the processor for each document, None without images.
         """
         assert self.positions_of is not None
-        lengths = batch.documents["document_lengths"]
-        tokens = batch.input_ids.split(lengths, dim=1)
+        described = batch.documents
+        # Of all T tokens: a position follows from those before it in its document.
+        places = described.get("places", slice(None))
+        lengths = described["document_lengths"]
+        tokens = batch.input_ids[:, places].split(lengths, dim=1)
         # [1, 1, L] of each document: text has the same position on all axes
-        parts = [*batch.documents["position_ids"][None].split(lengths, dim=2)]
+        parts = [*described["position_ids"][None, :, places].split(lengths, dim=2)]
         num_axes = 1
-        # A document of padding may be behind the rows.
+        # A document of padding may be behind the others.
         for index, output in enumerate(outputs):
             if output is not None:
                 inputs = self.processor.model_inputs([output], tokens[index], self.taken)
                 parts[index] = self.positions_of(tokens[index], inputs)
                 num_axes = len(parts[index])
-        return torch.cat([part.expand(num_axes, -1, -1) for part in parts], dim=2)
+        positions = torch.cat([part.expand(num_axes, -1, -1) for part in parts], dim=2)
+        return positions[..., described.get("own_tokens", slice(None))]

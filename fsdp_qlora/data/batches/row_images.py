@@ -43,6 +43,16 @@ class RowImages:
             return self
         return RowImages(self.names[slice(*self._firsts[row : row + 2])], self.sizes[row : row + 1])
 
+    def repeated(self, times: int) -> "RowImages":
+        """The images of rows that are there `times` times each, one behind the other."""
+        if not len(self.sizes):
+            return self
+        sizes = self.sizes.repeat(times, axis=0)
+        counts = sizes[:, 0]
+        firsts = self._firsts[:-1].repeat(times)
+        places = np.arange(counts.sum()) + (firsts - counts.cumsum() + counts).repeat(counts)
+        return RowImages(self.names[places], sizes)
+
 
 NO_IMAGES = RowImages(np.zeros((0, 16), np.uint8), np.zeros((0, 2), np.int64))
 

@@ -76,6 +76,7 @@ class TokenizedRows:
     Columns per token are values of targets (target_values.py) under their own names.
     """
     images: RowImages = NO_IMAGES
+    """The images of each row, which are in each of its documents."""
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -227,6 +228,7 @@ class TokenizedRows:
             self.document_offsets,
             self.row_numbers.repeat(2),
             columns=columns,
+            images=self.images.repeated(2),
         )
 
     def describe_numbers(self, rows: np.ndarray) -> str:
