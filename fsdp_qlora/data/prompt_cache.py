@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdp_qlora.data.batches.cache import CACHE_VERSION, through_cache
+from fsdp_qlora.data.batches.pieces import are_current
 from fsdp_qlora.data.batches.report import DataReport
 from fsdp_qlora.data.batches.rows import join_rows
 from fsdp_qlora.data.content import ENDED_WORKERS
@@ -21,6 +22,7 @@ from fsdp_qlora.utils.files import cache_folder, staged_file
 from fsdp_qlora.utils.locks import locked
 from fsdp_qlora.utils.text import warn_from_any_rank
 from fsdp_qlora.utils.verified_files import Damaged
+from fsdp_qlora.utils.verified_stamps import is_of_this_start
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -53,7 +55,7 @@ def prompts_through_cache(
     """
     path = _path_of("prompts", key)
     with locked(path, waiting="Another process reads these prompts: waiting for it."):
-        kept = _read(path) or _make(path, read)
+        kept = _read_current(path) or _make(path, read)
     if kept:
         return kept.prompts, kept.report
     found: list[Prompt] = []
@@ -68,6 +70,16 @@ def _path_of(what: str, key: Sequence[object]) -> Path:
     with contextlib.suppress(OSError):  # said when the prompts are written
         folder.mkdir(parents=True, exist_ok=True)
     return folder / hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def _read_current(path: Path) -> KeptPrompts | None:
+    """Map the prompts of a file that is whole, and whose images are as they were."""
+    kept = _read(path)
+    if kept is None:
+        return None
+    is_new = is_of_this_start(path.stat().st_mtime)
+    rows = kept.prompts.rows
+    return kept if are_current(rows, kept.report, are_of_this_start=is_new) else None
 
 
 def _read(path: Path) -> KeptPrompts | None:

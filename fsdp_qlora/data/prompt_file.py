@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.prompt_texts import decode, encode
 from fsdp_qlora.data.prompts import Beside, Prompt, Prompts
@@ -28,9 +29,13 @@ _TYPES = {
     "text_offsets": (np.int64, "I64"),
     "id_offsets": (np.int64, "I64"),
     "row_numbers": (np.int64, "I64"),
+    # Flat arrays of `RowImages`, which a file of text alone has not.
+    "image_sizes": (np.int64, "I64"),
+    "images": (np.uint8, "U8"),
     "ids": (np.int32, "I32"),
     "report": (np.uint8, "U8"),
 }
+_OF_IMAGES = ("image_sizes", "images")
 
 
 class PromptFile:
@@ -51,6 +56,7 @@ class PromptFile:
         self._id_lengths: list[np.ndarray] = []
         self._row_numbers: list[np.ndarray] = []
         self._ids: list[np.ndarray] = []
+        self._images: list[RowImages] = []
 
     def __enter__(self) -> "PromptFile":
         return self
@@ -78,6 +84,8 @@ class PromptFile:
         self._id_lengths.append(_lengths(ids))
         self._row_numbers.append(np.array([prompt.row_number for prompt in prompts], np.int64))
         self._ids.append(np.concatenate([np.zeros(0, np.int32), *ids]))
+        images = [prompt.images for prompt in prompts]
+        self._images.append(join_images(images, [1] * len(images)) if images else NO_IMAGES)
 
     def finish(self, report: DataReport) -> None:
         """Write what is left, and the header. Raises OSError."""
@@ -88,9 +96,11 @@ class PromptFile:
             "text_offsets": [_offsets(self._text_lengths)],
             "id_offsets": [_offsets(self._id_lengths)],
             "row_numbers": self._row_numbers,
-            "ids": self._ids,
-            "report": [np.frombuffer(of_report, np.uint8)],
         }
+        images = join_images([NO_IMAGES, *self._images], [0, *map(len, self._row_numbers)])
+        if len(images):
+            pieces |= {"image_sizes": [images.sizes.ravel()], "images": [images.names.ravel()]}
+        pieces |= {"ids": self._ids, "report": [np.frombuffer(of_report, np.uint8)]}
         for arrays in pieces.values():
             for array in arrays:
                 self._append(array.data)
@@ -121,6 +131,8 @@ def _header(sizes: Mapping[str, int], digest: str) -> bytes:
     header: dict[str, object] = {"__metadata__": {"digest": digest}}
     begin = 0
     for name, (dtype, type_name) in _TYPES.items():
+        if name not in sizes:
+            continue
         end = begin + sizes[name] * np.dtype(dtype).itemsize
         header[name] = {"dtype": type_name, "shape": [sizes[name]], "data_offsets": [begin, end]}
         begin = end
@@ -153,7 +165,8 @@ class KeptPrompts:
     """The content of a file of prompts."""
 
     def __init__(self, arrays: Arrays, metadata: Metadata) -> None:
-        self._arrays = {name: arrays[name] for name in _TYPES}
+        names = [name for name in _TYPES if name in arrays or name not in _OF_IMAGES]
+        self._arrays = {name: arrays[name] for name in names}
         self.report = report_of_json(arrays["report"].tobytes())
 
     @cached_property
@@ -162,6 +175,13 @@ class KeptPrompts:
         for array in self._arrays.values():
             total.update(array.data)
         return total.hexdigest()
+
+    @property
+    def _images(self) -> RowImages:
+        if "images" not in self._arrays:
+            return NO_IMAGES
+        names = self._arrays["images"].reshape(-1, NO_IMAGES.names.shape[1])
+        return RowImages(names, self._arrays["image_sizes"].reshape(-1, 2))
 
     @property
     def prompts(self) -> Prompts:
@@ -173,6 +193,7 @@ class KeptPrompts:
             np.zeros(len(ids), np.bool_),
             arrays["id_offsets"],
             arrays["row_numbers"],
+            images=self._images,
         )
         return Prompts.whole(rows, _Texts(arrays["texts"], arrays["text_offsets"]), self.digest)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.report import NO_ROOM, DataReport
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
 from fsdp_qlora.data.columns import COLUMNS
 from fsdp_qlora.data.content import (
@@ -26,12 +27,14 @@ from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import IGNORE
-from fsdp_qlora.data.text.rendering import Renderer, over_workers
+from fsdp_qlora.data.text.rendering import Renderer, as_shown, over_workers
 from fsdp_qlora.data.text.template_kwargs import read_kwargs
 from fsdp_qlora.data.text.templates import as_chat
 
 # The column that names the environment of a row, as in TRL.
 ENVIRONMENT = "environment"
+# The name of a row's images for reward functions, as in TRL.
+IMAGES = "images"
 # Names that reward functions know for something else.
 _OURS = {"prompt", "completion", "completion_ids"}
 
@@ -73,6 +76,7 @@ class PromptRows:
         self._renderers: dict[str, Renderer] = {}
         options = text.options.text
         self._has_teacher = options.has_teacher
+        self._takes_images = options.image_processor is not None
         self._may_have_teacher = OBJECTIVES[options.objective].distills
         self.num_used = 0
         """Prompts that were given to `keep`."""
@@ -90,10 +94,12 @@ class PromptRows:
         """Read the prompt of a row; see `KindOfRows`."""
         assert self._template_columns is not None
         reading = self._text.requested.find_prompt(row)
-        content, completion = reading.prompt(row)
+        if not self._takes_images:
+            reading = reading.without_images()
+        content, completion = reading.prompt(row, folder=folder)
         for_teacher = None
         if self._has_teacher or (self._may_have_teacher and any(map(row.get, COLUMNS["teacher"]))):
-            for_teacher, _ = reading.prompt(row, for_teacher=True)
+            for_teacher, _ = reading.prompt(row, for_teacher=True, folder=folder)
         template_kwargs = read_kwargs(row, self._template_columns)
         content = with_template_kwargs(content, template_kwargs)
         if for_teacher is not None:
@@ -127,7 +133,11 @@ class PromptRows:
             report.dataset_format = report.dataset_format or row.format_name
             report.is_chat |= rendered.prompt.kind == "chat"
             report.is_filled |= rendered.prompt.kind == "template"
-            prompt = self._encode(row_number, row, rendered)
+            try:
+                prompt = self._encode(row_number, row, rendered)
+            except BadRow as reason:
+                report.reject(row_number, str(reason))
+                continue
             longest = max(len(prompt.ids), len(prompt.teacher_ids or ()))
             lengths.append(longest + options.text.max_completion_length)
             if not prompt.ids:
@@ -150,9 +160,12 @@ class PromptRows:
         for_teacher = None
         if row.for_teacher is not None:
             for_teacher = renderer.prompt(row.for_teacher, worker)
+            if for_teacher.images != prompt.images:
+                raise BadRow("images: the teacher's prompt shows others than the student's")
         return RenderedPrompt(prompt, for_teacher)
 
     def _encode(self, row_number: int, row: ReadPrompt, rendered: RenderedPrompt) -> Prompt:
+        """The prompt with its tokens. Raises BadRow if one stands for an image by itself."""
         tokenizer = self._text.tokenizer
         teacher_ids = None
         if rendered.for_teacher is not None:
@@ -162,17 +175,26 @@ class PromptRows:
             row_number,
             tokenization.encode_prompt(rendered.prompt, tokenizer),
             _shown(row.content, rendered.prompt),
-            self._beside(row.columns),
+            self._beside(row.columns, has_images=bool(rendered.prompt.images)),
             row.answer,
             teacher_ids,
             row.content if has_environment and isinstance(row.content, Chat) else None,
             row.environment,
+            RowImages.of_one_row(rendered.prompt.images, rendered.prompt.image_values),
         )
 
-    def _beside(self, row: Row) -> Row:
-        """The columns for reward functions, under the names that --columns gives."""
+    def _beside(self, row: Row, *, has_images: bool) -> Row:
+        """The columns for reward functions, under the names that --columns gives.
+
+        Functions get the images themselves as `IMAGES`, which is empty here.
+        """
         renames = self._text.requested.renames
         columns = {renames.get(name, name): value for name, value in row.items()}
+        if self._takes_images and (has_images or columns.keys() & {*COLUMNS["images"]}):
+            columns = {
+                name: value for name, value in columns.items() if name not in COLUMNS["images"]
+            }
+            columns[IMAGES] = None
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
@@ -194,11 +216,17 @@ def _with_tools(content: PromptContent, tools: list[dict[str, Any]]) -> Chat:
 
     Raises BadRow for text that is no conversation.
     """
-    if isinstance(content, Fields):
+    if isinstance(content, Fields) and not content.shows:
         content = as_chat(content)
+    if not isinstance(content, Rendered) and _shows_images(content):
+        raise BadRow("images: answers are generated to text alone")
     if not isinstance(content, Chat):
         raise BadRow("an environment needs messages or an instruction, and the prompt is a text")
     return dataclasses.replace(content, tools=tools or None)
+
+
+def _shows_images(content: Fields | Chat) -> bool:
+    return bool(content.shows if isinstance(content, Fields) else content.images)
 
 
 def _right_answer(row: Row, said: str | None) -> object:
@@ -225,6 +253,6 @@ def _shown(content: PromptContent, rendered: Rendered) -> Any:
     if rendered.kind != "chat":
         return prompt_text(content)
     if isinstance(content, Fields):
-        content = as_chat(dataclasses.replace(content, context=""))
+        content = as_shown(dataclasses.replace(content, context=""))
     assert not isinstance(content, Rendered)
     return content.messages

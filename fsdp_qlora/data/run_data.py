@@ -77,7 +77,7 @@ class RunData:
     context_length: int = 0
     """The maximum tokens per row, as asked for or decided."""
     image_processor: ImageProcessor | None = None
-    """Makes the pixels of the rows' images, if the model has one."""
+    """Makes the pixels of images, if the model has one."""
     prompts: Prompts = NO_PROMPTS
     """The prompts of a run that learns from completions that it makes, with those held out."""
     completion_length: int = 0
@@ -96,7 +96,8 @@ class RunData:
     @property
     def have_images(self) -> bool:
         """Whether rows have images."""
-        return len(self.train.images) + len(self.evaluation.images) > 0
+        tables = (self.train, self.evaluation, self.prompts.rows)
+        return any(len(table.images) for table in tables)
 
     @property
     def eval_rows(self) -> np.ndarray:

@@ -95,7 +95,7 @@ def _content_of(held_out: HeldOutPlan | None) -> int:
     """A hash of held-out prompts and of what reward functions get beside them."""
     sets = held_out.prompts if held_out else {}
     return derive_seed_of_list(
-        (name, prompt.ids, prompt.for_rewards)
+        (name, prompt.ids, prompt.for_rewards, *prompt.images.hex_names)
         for name, prompts in sets.items()
         for prompt in prompts
     )

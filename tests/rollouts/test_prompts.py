@@ -363,7 +363,7 @@ def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(models, tmp_
 class Parrot:
     """An engine that says the same number of tokens as there are in the prompt."""
 
-    def __call__(self, prompts: list[list[int]], generation: int, version: int) -> list[Completion]:
+    def __call__(self, prompts: list[list[int]], _: int, version: int, *images: Any) -> Any:
         return [Completion([5 + version] * len(ids), True) for ids in prompts]
 
 

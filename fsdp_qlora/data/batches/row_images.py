@@ -18,9 +18,22 @@ class RowImages:
     [rows, 2].
     """
 
+    @classmethod
+    def of_one_row(cls, names: Sequence[bytes], num_values: int) -> "RowImages":
+        """The images of a table of one row. num_values: as in `sizes`."""
+        if not names:
+            return NO_IMAGES
+        flat = np.frombuffer(b"".join(names), np.uint8)
+        return cls(flat.reshape(len(names), -1), np.array([[len(names), num_values]], np.int64))
+
     def __len__(self) -> int:
         """The number of images."""
         return len(self.names)
+
+    @property
+    def hex_names(self) -> list[str]:
+        """The names of all images, as text."""
+        return [bytes(name).hex() for name in self.names]
 
     @property
     def counts(self) -> np.ndarray:

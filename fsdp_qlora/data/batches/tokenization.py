@@ -330,7 +330,7 @@ def encode(
             reason = IMAGE_TOKEN if of_image.sum() != row.num_image_ids else ""
             if reason or (num_cut and of_image[context_length:].any()):
                 learned[:] = False  # a part of an image says nothing
-        prompt = None if row.desired is None else row.before_part()
+        prompt = None if row.desired is None or reason else row.before_part()
         before = encode_prompt(prompt, tokenizer) if prompt else []
         for start in starts:
             window = slice(start, start + context_length)
@@ -349,8 +349,10 @@ def encode(
 
 
 def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """The token ids in front of an answer."""
+    """The token ids in front of an answer. Raises BadRow for image tokens in its text."""
     [row] = encode([(0, prompt)], tokenizer, context_length=2**31)
+    if row.reason:
+        raise BadRow(row.reason)
     ids: Ids = row.ids.tolist()
     return ids if prompt.kind in ("chat", "tokens") else ids[:-1]  # without the end token
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from fsdp_qlora.data.columns import COLUMNS, MEDIA, NOT_ASKED, WATCHED
-from fsdp_qlora.data.content import BadRow, Chat, PromptContent, Row
+from fsdp_qlora.data.content import FOLDER, BadRow, Chat, PromptContent, Row
 from fsdp_qlora.data.text import preferences
 from fsdp_qlora.data.text.formats import ALIASES, FORMATS, PROMPT_ALIASES, TRIED_LAST, Alias
 from fsdp_qlora.utils.errors import UserError
@@ -44,9 +44,13 @@ class Reading(NamedTuple):
                 raise BadRow(reason)
         return {self.names[column]: value for column, value in row.items() if column in self.names}
 
-    def prompt(self, row: Row, *, for_teacher: bool = False) -> tuple[PromptContent, str | None]:
+    def prompt(
+        self, row: Row, *, for_teacher: bool = False, folder: str = ""
+    ) -> tuple[PromptContent, str | None]:
         """Read a row that `RequestedFormat.find_prompt` has found a prompt in.
 
+        Args:
+            folder: of relative paths of images.
         Returns:
             The prompt, and the answer of a chat that has one.
         Raises:
@@ -54,10 +58,10 @@ class Reading(NamedTuple):
                 is not used.
         """
         row_format = FORMATS[self.dataset_format]
-        read = self.named(row)
+        read = dict(self.named(row)) | {FOLDER: folder}
         if for_teacher:
             taught = {column: row.get(column) for column in COLUMNS["teacher"]}
-            read = preferences.for_teacher(dict(read) | taught, row_format.asks[0])
+            read = dict(preferences.for_teacher(read | taught, row_format.asks[0]))
         return row_format.prompt(read)
 
     def without_images(self) -> "Reading":
@@ -169,11 +173,9 @@ class RequestedFormat(NamedTuple):
         The first format that its filled columns fit decides.
 
         Raises:
-            BadRow: no column is a prompt, or it has images.
+            BadRow: no column is a prompt.
         """
         columns = tuple(column for column, value in row.items() if value)
-        if {*COLUMNS["images"]} & {self.renames.get(column, column) for column in columns}:
-            raise BadRow("images: answers are generated to text alone")
         for name, names in _prompt_formats(self.name, tuple(self.renames.items()), columns):
             named = {names[column]: row[column] for column in columns if column in names}
             recognizes = FORMATS[name].recognizes

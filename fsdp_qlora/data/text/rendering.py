@@ -97,13 +97,12 @@ class Renderer:
         rendered = [row for row in rows if any(row.learned) or any(map(_is_learned, row.segments))]
         if not rendered:
             raise BadRow(NO_TARGET)
-        if self._image_processor is None:
-            return rendered
-        ids = self._image_processor.model_ids
-        return [row if row.images else dataclasses.replace(row, image_ids=ids) for row in rendered]
+        return [*map(self._with_model_ids, rendered)]
 
     def prompt(self, content: PromptContent, worker: TemplateWorker | None = None) -> Rendered:
         """The text in front of an answer. Raises BadRow or UserError as `render` does."""
+        if isinstance(content, Fields) and content.shows:
+            content = as_shown(content)
         if isinstance(content, Fields):
             if self._is_chat:
                 content = as_chat(content)
@@ -111,11 +110,27 @@ class Renderer:
                 # Without the last segment, which is the response.
                 content = Rendered(self._prompt.fill(content)[:-1], "template")
         if isinstance(content, Chat):
+            self._check_images(content)
             text = self._chat_template.text(
                 content, worker or self._workers[0], add_generation_prompt=True
             )
-            content = Rendered([Segment(text, learned=False)], "chat")
-        return content
+            segments = [Segment(text, learned=False)]
+            if content.images:
+                [rendered] = self._shown([segments], content)
+                return rendered
+            content = Rendered(segments, "chat")
+        return self._with_model_ids(content)
+
+    def _with_model_ids(self, row: Rendered) -> Rendered:
+        """A row in which the model's own tokens for images are looked for, if it has any."""
+        if row.images or self._image_processor is None:
+            return row
+        return dataclasses.replace(row, image_ids=self._image_processor.model_ids)
+
+    def _check_images(self, chat: Chat) -> None:
+        """Raise BadRow for images that the model cannot see."""
+        if chat.images and self._image_processor is None:
+            raise BadRow("images: only text can be trained on with this model")
 
     def after_answer(self) -> str:
         """The text that follows the answer to an instruction."""
@@ -126,8 +141,7 @@ class Renderer:
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Fields) and content.shows:
-            chat = read_chat(content.shows, as_chat(content).messages)
-            content = with_template_kwargs(chat, content.template_kwargs)
+            content = as_shown(content)
         if isinstance(content, Fields) and not self._is_chat:
             filled = Rendered(self._prompt.fill(content), "template")
             content = with_template_kwargs(filled, content.template_kwargs)
@@ -135,8 +149,7 @@ class Renderer:
             content = as_chat(content)
         if isinstance(content, Chat):
             content.refuse_unanswered()
-            if content.images and self._image_processor is None:
-                raise BadRow("images: only text can be trained on with this model")
+            self._check_images(content)
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += content.notes
             if content.unused:
@@ -230,6 +243,14 @@ class Renderer:
                 )
             pieces.append(segment)
         return pieces
+
+
+def as_shown(fields: Fields) -> Chat:
+    """An instruction as a conversation, with the images of its row if it has any. Raises BadRow."""
+    if fields.shows is None:
+        return as_chat(fields)
+    chat = read_chat(fields.shows, as_chat(fields).messages)
+    return with_template_kwargs(chat, fields.template_kwargs)
 
 
 def _without_calls(segments: Sequence[Segment], are_responses: Sequence[bool]) -> list[Segment]:
