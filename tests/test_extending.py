@@ -142,9 +142,11 @@ def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "FORMATS", formats.FORMATS.copy())
     monkeypatch.setattr(recognition, "FORMATS", formats.FORMATS)
     exec(example, {"__name__": "example"})
-    [(_, asked)] = read_questions(write_rows(tmp_path / "rows.jsonl", [{"riddle": "river 0"}]))
+    [asked] = read_questions(write_rows(tmp_path / "rows.jsonl", [{"riddle": "river 0"}]))
     tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "model"))
-    ids = PromptFormat(tokenizer, prompt_record("riddle", ChosenTemplate())).ids(asked)
+    ids = (
+        PromptFormat(tokenizer, prompt_record("riddle", ChosenTemplate())).encode(asked.content).ids
+    )
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Riddle: river 0\nSolution:"
 
 

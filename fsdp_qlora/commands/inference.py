@@ -26,9 +26,9 @@ from fsdp_qlora.utils.errors import UserError
 # The functions import these themselves: torch takes seconds, which --help and wrong options need
 # not wait for.
 if TYPE_CHECKING:
-    from fsdp_qlora.data.content import PromptContent
     from fsdp_qlora.distributed.ranks import Ranks
     from fsdp_qlora.run.session import Session
+    from fsdp_qlora.training.generation.prompt_format import Question
     from fsdp_qlora.training.generation.sampling import SamplingOptions
 
 
@@ -40,6 +40,13 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", help="one question; the answer is streamed to stdout"
+    )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="image that --prompt shows, before its text or at <image> in it; may be given again",
     )
     parser.add_argument(
         "--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line"
@@ -85,6 +92,10 @@ def generate(args: argparse.Namespace) -> int | None:
         raise UserError("--prompts FILE and --out FILE go together.")
     if args.prompt is not None and args.prompts:
         raise UserError("Give --prompt or --prompts, not both.")
+    if args.image and args.prompt is None:
+        raise UserError(
+            "--image FILE goes with --prompt. Rows of --prompts name their images themselves."
+        )
     # Answers may have taken hours: they are never overwritten.
     if args.out and Path(args.out).exists():
         raise UserError(f"--out {args.out} exists already. Give another file.")
@@ -124,13 +135,26 @@ def _answer(
 ) -> None:
     """Load the model and answer. Called on every rank."""
     from fsdp_qlora.run.session import open_session
-    from fsdp_qlora.training.generation.prompt_format import read_questions
     from fsdp_qlora.training.generation.sampling import SamplingOptions
 
-    rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
+    questions = _questions(args)  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     with open_session(ranks) as session:
-        _answer_in_session(args, config, session, folder, rows, sampling)
+        _answer_in_session(args, config, session, folder, questions, sampling)
+
+
+def _questions(args: argparse.Namespace) -> "list[Question]":
+    """The questions of the options; none for a chat."""
+    from fsdp_qlora.data.content import Fields
+    from fsdp_qlora.training.generation.prompt_format import Question, read_questions
+
+    if args.prompts:
+        return read_questions(Path(args.prompts))
+    if args.prompt is None:
+        return []
+    shows = {"images": args.image} if args.image else None
+    content = Fields(args.prompt, "", system=args.system, shows=shows)
+    return [Question(content, "--prompt", {})]
 
 
 def _answer_in_session(
@@ -138,18 +162,17 @@ def _answer_in_session(
     config: TrainConfig,
     session: "Session",
     folder: Path | None,
-    rows: list[tuple[dict[str, Any], "PromptContent"]],
+    questions: "list[Question]",
     sampling: "SamplingOptions",
 ) -> None:
-    from fsdp_qlora.data.content import Fields
     from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
 
     at_a_time = config.batch_size if args.prompts else 1
-    model = LoadedModel(config, session, sampling, folder, at_a_time=at_a_time)
+    model = LoadedModel(config, session, sampling, folder, questions, at_a_time=at_a_time)
     if args.prompts:
-        answer_file(model, rows, Path(args.out), config.batch_size)
-    elif args.prompt is not None:
-        model.stream(Fields(args.prompt, "", system=args.system), 0, sys.stdout)
+        answer_file(model, questions, Path(args.out), config.batch_size)
+    elif questions:
+        model.stream(model.prompts[0], 0, sys.stdout)
     else:
         chat(model, args.system)
 

@@ -1,7 +1,6 @@
 """Builds the trainer of a loaded model, and opens the source of its rows."""
 
 import dataclasses
-import inspect
 import json
 import logging
 import math
@@ -32,7 +31,6 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.export.values import LiveValues
 from fsdp_qlora.model.architecture.attention import reads_bounds
-from fsdp_qlora.model.architecture.image_positions import positions_of_rows
 from fsdp_qlora.model.architecture.token_mixers import layers_apart
 from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
@@ -55,6 +53,7 @@ from fsdp_qlora.training.episodes.play import Episodes
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generator import KeptWeights
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
+from fsdp_qlora.training.image_inputs import image_inputs_of
 from fsdp_qlora.training.image_probe import probe_images
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
@@ -190,14 +189,7 @@ def towers_of(plan: Plan) -> list[nn.Module]:
 
 def image_inputs(plan: Plan) -> ImageInputs | None:
     """Makes the arguments for images of the plan's model, if it takes any."""
-    if plan.data.image_processor is None:
-        return None
-    model = plan.model.meta.model
-    return ImageInputs(
-        plan.data.image_processor,
-        inspect.signature(type(model).forward).parameters,
-        positions_of_rows(model),
-    )
+    return image_inputs_of(plan.model.meta.model, plan.data.image_processor)
 
 
 def precompute_reference(

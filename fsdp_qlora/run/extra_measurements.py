@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.planning.generation import Generation, weights_stay
@@ -17,9 +18,9 @@ from fsdp_qlora.planning.run_plan import HeldOutPlan, Plan
 from fsdp_qlora.run.facts import Measured
 from fsdp_qlora.training.generation.answering import Answering
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
-from fsdp_qlora.training.generation.prompt_format import PromptFormat
 from fsdp_qlora.training.generation.samples import SAMPLE_TOKENS, Samples
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
+from fsdp_qlora.training.image_inputs import image_inputs_of
 from fsdp_qlora.training.rl.held_out import REWARD, HeldOutScores
 from fsdp_qlora.training.setup import LOSS, Setup
 from fsdp_qlora.training.trainer import Trainer
@@ -49,15 +50,24 @@ def open_extra_measurements(
     """Collect what the options and the device let a run measure beside its losses."""
     tokenizer = plan.model.tokenizer
     samples = measure_tasks = measured = None
-    if config.sample_prompts:
-        prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
+    if setup.samples:
         answering = open_answering(
-            plan.placed, trainer.ranks, prompt_format.stop_text, SAMPLE_TOKENS
+            plan.placed,
+            trainer.ranks,
+            setup.samples.stop_text,
+            SAMPLE_TOKENS,
+            plan.data.image_processor,
         )
-        samples = Samples(setup.questions, prompt_format, answering, folder)
-        # The questions are token ids now, and need no template any more.
-        prompt_format.close()
-    scores = open_scores(config, plan.placed, plan.held_out, setup, trainer.ranks, trainer.control)
+        samples = Samples(setup.samples, answering, folder)
+    scores = open_scores(
+        config,
+        plan.placed,
+        plan.held_out,
+        setup,
+        trainer.ranks,
+        trainer.control,
+        plan.data.image_processor,
+    )
     if setup.tasks:
         options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
         measure_tasks = partial(
@@ -82,14 +92,16 @@ def open_scores(
     setup: Setup,
     ranks: Ranks,
     control: Control,
+    image_processor: ImageProcessor | None,
 ) -> HeldOutScores | None:
     """Open the scores of answers to held-out prompts; None if none are planned."""
     if not held_out:
         return None
     longest = config.max_completion_length
+    generation = held_out.generation
     return HeldOutScores(
         held_out.prompts,
-        open_answering(placed, ranks, setup.stop_text, longest, held_out.generation),
+        open_answering(placed, ranks, setup.stop_text, longest, image_processor, generation),
         setup.eval_scorer,
         control,
         chosen=REWARD if config.best_measure == LOSS else config.best_measure,
@@ -102,6 +114,7 @@ def open_answering(
     ranks: Ranks,
     stop_text: str,
     longest: int,
+    image_processor: ImageProcessor | None,
     generation: Generation | None = None,
 ) -> Answering:
     """Open the one way in which a loaded model answers prompts at evaluations: greedily.
@@ -109,6 +122,7 @@ def open_answering(
     Args:
         stop_text: as of `PromptFormat`.
         longest: tokens of an answer, at most.
+        image_processor: the model's; None if it takes no images.
         generation: how many prompts are answered at a time; else it is one on each rank, whose
             cache of keys and values must fit into the memory of the training.
     """
@@ -124,6 +138,7 @@ def open_answering(
         Stops(placed.model.tokenizer, model, stop_text),
         SamplingOptions(max_new_tokens=longest),
         kept,
+        image_inputs_of(model, image_processor),
     )
     if generation is None:
         return Answering(generator)

@@ -17,6 +17,7 @@ from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapte
 from fsdp_qlora.planning.run_plan import HeldOutPlan, Plan
 from fsdp_qlora.run.prepare import PreparedRun
 from fsdp_qlora.sharding.loading.weight_files import Weights
+from fsdp_qlora.training.generation.samples import SamplePrompts
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import fingerprint_files, record_of
@@ -67,7 +68,7 @@ def agree(run: PreparedRun, ranks: Ranks, weights: Weights) -> dict[str, Any]:
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
             "the rows": facts["rows"],
-            "the prompts of --sample_prompts": run.setup.questions,
+            "the prompts of --sample_prompts": _contents_of(run.setup.samples),
             "the held-out prompts": _content_of(plan.held_out),
             "the model": (facts["model"], sorted(weights.sources)),
         },
@@ -99,6 +100,13 @@ def _content_of(held_out: HeldOutPlan | None) -> int:
         for name, prompts in sets.items()
         for prompt in prompts
     )
+
+
+def _contents_of(samples: SamplePrompts | None) -> list[tuple[list[int], list[bytes]]]:
+    """The tokens and the images of samples' prompts."""
+    if samples is None:
+        return []
+    return [(prompt.ids, [*map(bytes, prompt.images.names)]) for prompt in samples.encoded]
 
 
 def agree_on_parent(

@@ -70,7 +70,15 @@ def measure(
     results = {}
     for name, each in sets.items():
         result = {} if each.data.prompts else _measure_loss(config, placed, each.data, ranks)
-        scores = open_scores(config, placed, each.held_out, each.setup, ranks, Control())
+        scores = open_scores(
+            config,
+            placed,
+            each.held_out,
+            each.setup,
+            ranks,
+            Control(),
+            each.data.image_processor,
+        )
         if scores:
             for key, value in scores.measure("", 0).items():
                 result[key.removeprefix("eval_")] = value

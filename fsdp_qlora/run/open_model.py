@@ -15,7 +15,8 @@ import torch.distributed as dist
 from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.content import Chat, PromptContent
+from fsdp_qlora.data.content import Chat
+from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
@@ -23,14 +24,20 @@ from fsdp_qlora.model.kernels.in_use import use_ways
 from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import PlacedModel, place
-from fsdp_qlora.planning.plan import plan_model
+from fsdp_qlora.planning.plan import ModelPlan, plan_model
 from fsdp_qlora.run.base import PlannedBase, open_base
 from fsdp_qlora.run.session import Session
 from fsdp_qlora.run.ways import TriedKernels
 from fsdp_qlora.sharding.groups import kept_gathered
 from fsdp_qlora.training.generation.generator import KeptWeights, TextGenerator
-from fsdp_qlora.training.generation.prompt_format import PromptFormat, chosen_format
+from fsdp_qlora.training.generation.prompt_format import (
+    EncodedPrompt,
+    PromptFormat,
+    Question,
+    chosen_format,
+)
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.image_inputs import image_inputs_of
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 from fsdp_qlora.utils.text import plural
 
@@ -84,8 +91,15 @@ class LoadedModel:
 
     Args:
         folder: as for `load_trained`, with the format of its prompts.
+        questions: prompts to answer; more may come.
         at_a_time: prompts that a rank answers at a time.
+    Attributes:
+        prompts: the questions in the format of the training.
+    Raises:
+        UserError: one of the questions cannot be asked. No weights are read before.
     """
+
+    format: PromptFormat
 
     def __init__(
         self,
@@ -93,32 +107,28 @@ class LoadedModel:
         session: Session,
         sampling: SamplingOptions,
         folder: Path | None,
+        questions: Sequence[Question] = (),
         *,
         at_a_time: int = 1,
     ) -> None:
         tried: list[TriedKernels] = []
+        processors: list[ImageProcessor | None] = []
 
-        def try_kernels(placed: PlacedModel) -> None:
+        def prepare(placed: PlacedModel) -> None:
+            processors.append(_image_processor(config, placed.model))
+            self.format = open_format(config, placed.model, folder, processors[0])
+            self.prompts = [self.format.encode(each.content, each.origin) for each in questions]
             tried.append(TriedKernels.of(config, placed.model, graphed=["answers"]))
 
-        placed = load_trained(config, session, folder, try_kernels)
+        placed = load_trained(config, session, folder, prepare)
         use_ways(tried[0].choose())
         plan = placed.model
         ranks = session.ranks
         self.ranks = ranks
         self.sampling = sampling
-        trained_prompt = None
-        # Prompts have the form of the training, unless the user asks for another.
-        if folder is not None and config.prompt_template is None:
-            trained_prompt = read_json(folder / "training.json").get("prompt")
-        tokenizer = plan.tokenizer
         model = plan.meta.model
         self._model = model
-        record = trained_prompt or chosen_format(
-            config.dataset_format, config.prompt_template, tokenizer
-        )
-        self.format = PromptFormat(tokenizer, record)
-        self.stops = Stops(tokenizer, model, self.format.stop_text)
+        self.stops = Stops(plan.tokenizer, model, self.format.stop_text)
         most_new = sampling.max_new_tokens
         generation = plan_generation(
             placed,
@@ -132,7 +142,15 @@ class LoadedModel:
         self._keeps_gathered = has_room and generation.gathered > 0
         is_in_place = has_room and generation.stays
         kept = KeptWeights(has_room and generation.decoded > 0, is_in_place)
-        self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling, kept)
+        self.generator = TextGenerator(
+            model,
+            ranks,
+            plan.precision,
+            self.stops,
+            sampling,
+            kept,
+            image_inputs_of(model, processors[0]),
+        )
 
     def kept_gathered(self) -> contextlib.AbstractContextManager[None]:
         """Keep gathered weights from token to token in this block, where there is room."""
@@ -140,9 +158,9 @@ class LoadedModel:
             return kept_gathered(self._model)
         return contextlib.nullcontext()
 
-    def stream(self, question: PromptContent, index: int, output: Any) -> str:
-        """Answer one question on rank 0, which streams the text; returns the answer there."""
-        prompts = {index: self.format.ids(question)} if self.ranks.is_rank_0 else {}
+    def stream(self, prompt: EncodedPrompt, index: int, output: Any) -> str:
+        """Answer one prompt on rank 0, which streams the text; returns the answer there."""
+        prompts = {index: prompt.ids} if self.ranks.is_rank_0 else {}
         printed = 0
         held = len(self.format.stop_text)
 
@@ -158,7 +176,7 @@ class LoadedModel:
             printed = ready
 
         with self.kept_gathered():
-            completions = self.generator.generate(prompts, show)
+            completions = self.generator.generate(prompts, show, images={index: prompt.images})
         if not completions:  # on the other ranks
             return ""
         text = self.stops.text_of(completions[index].token_ids)
@@ -166,35 +184,59 @@ class LoadedModel:
         return text
 
 
+def _image_processor(config: TrainConfig, plan: ModelPlan) -> ImageProcessor | None:
+    """The model's processor of images; None if it takes none."""
+    if not plan.meta.parts.towers:
+        return None
+    return ImageProcessor.find(plan.folder, config.model_name)
+
+
+def open_format(
+    config: TrainConfig, plan: ModelPlan, folder: Path | None, processor: ImageProcessor | None
+) -> PromptFormat:
+    """The format of a model's prompts.
+
+    folder: as for `load_trained`.
+    """
+    trained_prompt = None
+    # Prompts have the form of the training, unless the user asks for another.
+    if folder is not None and config.prompt_template is None:
+        trained_prompt = read_json(folder / "training.json").get("prompt")
+    record = trained_prompt or chosen_format(
+        config.dataset_format, config.prompt_template, plan.tokenizer
+    )
+    return PromptFormat(plan.tokenizer, record, processor)
+
+
 def answer_file(
-    model: LoadedModel,
-    rows: Sequence[tuple[dict[str, Any], PromptContent]],
-    out: Path,
-    batch_size: int,
+    model: LoadedModel, questions: Sequence[Question], out: Path, batch_size: int
 ) -> None:
-    """Answer the rows of a file.
+    """Answer the rows of a file, which the model was given.
 
     `out` holds each row with a completion, and appears when it is complete.
 
     Raises:
         UserError: it cannot be written.
     """
-    prompts = [model.format.ids(question) for _, question in rows]
     with model.kept_gathered():
         completions = model.generator.answer_all(
-            prompts, batch_size, shows_progress=sys.stderr.isatty()
+            [prompt.ids for prompt in model.prompts],
+            batch_size,
+            images=[prompt.images for prompt in model.prompts],
+            shows_progress=sys.stderr.isatty(),
         )
     if model.ranks.is_rank_0:
         with refusal_named("out", out), staged_file(out) as partial:
-            for (row, _), completion in zip(rows, completions, strict=True):
-                row |= {
+            lines = []
+            for question, completion in zip(questions, completions, strict=True):
+                row = question.row | {
                     "completion": model.stops.text_of(completion.token_ids),
                     "num_tokens": len(completion.token_ids),
                     "finish": completion.finish,
                 }
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row, _ in rows]
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
             partial.write_text("".join(lines), encoding="utf-8")
-        log.info("Saved: %s (%d prompts)", out, len(rows))
+        log.info("Saved: %s (%d prompts)", out, len(questions))
 
 
 def chat(model: LoadedModel, system: str) -> None:
@@ -219,7 +261,7 @@ def chat(model: LoadedModel, system: str) -> None:
             messages = first
             continue
         question = Chat([*messages, {"role": "user", "content": line}])
-        text = model.stream(question, turn, sys.stdout)
+        text = model.stream(model.format.encode(question), turn, sys.stdout)
         turn += 1
         if model.format.keeps_history:
             messages = [*question.messages, {"role": "assistant", "content": text}]

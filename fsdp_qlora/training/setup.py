@@ -11,14 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.training.episodes.opening import OpenedEnvironments, open_environments
 from fsdp_qlora.training.episodes.played_episode import Limits, Stage
 from fsdp_qlora.training.episodes.turns_file import TurnsFile
-from fsdp_qlora.training.generation.prompt_format import PromptFormat, read_questions
+from fsdp_qlora.training.generation.prompt_format import PromptFormat, Question, read_questions
+from fsdp_qlora.training.generation.samples import SamplePrompts
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.generation.tool_turns import ToolTurns
 from fsdp_qlora.training.rl.held_out import REWARD
@@ -58,8 +58,10 @@ class Setup:
     """For answers to held-out prompts."""
     eval_scored_by: list[str]
     """The same as `scored_by`."""
-    questions: tuple[PromptContent, ...] = ()
+    questions: tuple[Question, ...] = ()
     """The prompts of --sample_prompts."""
+    samples: SamplePrompts | None = None
+    """The same in the format of the run's rows."""
     tasks: Tasks | None = None
     stop_text: str = ""
     """`PromptFormat.stop_text` of a run that answers prompts of its datasets."""
@@ -94,24 +96,34 @@ class Setup:
         held_out: Mapping[str, Sequence[Prompt]],
         tokenizer: PreTrainedTokenizerBase,
     ) -> "Setup":
-        """The same for a run's rows. Raises UserError if they lack columns of the rewards.
+        """The same for a run's rows.
 
-        held_out: the prompts of each evaluation.
+        Args:
+            held_out: the prompts of each evaluation.
+        Raises:
+            UserError: rows lack columns of the rewards, or a prompt of --sample_prompts cannot be
+                used.
         """
-        if not (data.prompts or held_out):
+        if not (data.prompts or held_out or self.questions):
             return self
         if data.prompts:
             check_answers(self.scorer.rewards, (row.for_rewards for row in data.prompts))
         for prompts in held_out.values():
             rows = (row.for_rewards for row in prompts)
             check_answers(self.eval_scorer.rewards, rows, "eval_rewards")
+        setup = self
+        record = data.provenance["prompt"]
         with contextlib.closing(
-            PromptFormat(tokenizer, data.provenance["prompt"])
+            PromptFormat(tokenizer, record, data.image_processor)
         ) as prompt_format:
-            setup = replace(self, stop_text=prompt_format.stop_text)
+            if data.prompts or held_out:
+                setup = replace(setup, stop_text=prompt_format.stop_text)
+            if self.questions:
+                samples = SamplePrompts.of(self.questions, prompt_format)
+                setup = replace(setup, samples=samples)
         if not self.environments:
             return setup
-        template = data.provenance["prompt"].get("chat_template")
+        template = record.get("chat_template")
         has_tools = self.environments.have_tools
         tool_turns = ToolTurns(tokenizer, template, has_tools=has_tools)
         if has_tools and not tool_turns.writes_tools:
@@ -161,8 +173,8 @@ def open_setup(options: SetupOptions, ranks: Ranks, store: dist.Store | None) ->
         scored_by,
         eval_scorer,
         eval_scored_by,
-        tuple(question for _, question in questions),
-        tasks,
+        tuple(questions),
+        tasks=tasks,
         environments=environments,
     )
 

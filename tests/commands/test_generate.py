@@ -19,7 +19,7 @@ from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.data.content import Fields, prompt_text
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training.generation.prompt_format import read_questions
-from fsdp_qlora.training.generation.samples import Samples
+from fsdp_qlora.training.generation.samples import SamplePrompts, Samples
 from fsdp_qlora.training.generation.sampling import Draws, SamplingOptions, exponential_like
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.records import read_records
@@ -195,10 +195,10 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(models, tmp_path)
 
 
 def test_a_prompt_with_input_is_an_instruction_with_it(tmp_path):
-    [(_, asked)] = read_questions(
+    [asked] = read_questions(
         write_rows(tmp_path / "rows.jsonl", [{"prompt": "sort", "input": "b a"}])
     )
-    assert asked == Fields("sort", "", context="b a")
+    assert asked.content == Fields("sort", "", context="b a")
 
 
 def test_draws_follow_temperature_top_p_and_seed():
@@ -233,9 +233,9 @@ def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path):
     path = tmp_path / "prompts.jsonl"
     line = json.dumps({"prompt": text}, ensure_ascii=False)
     path.write_text(f"\ufeff{line}\n", encoding="utf-8")
-    [(row, asked)] = read_questions(path)
-    assert row["prompt"] == prompt_text(asked) == text
-    samples = Samples([], None, None, tmp_path)  # type: ignore[arg-type]
+    [asked] = read_questions(path)
+    assert asked.row["prompt"] == prompt_text(asked.content) == text
+    samples = Samples(SamplePrompts(), None, tmp_path)  # type: ignore[arg-type]
     for step in (2, 4):
         samples._keep(step, [{"step": step, "prompt": text, "text": text}])
     kept = [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")]

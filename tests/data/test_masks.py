@@ -315,7 +315,8 @@ def test_prompts_are_filled_in_the_bounded_process_too():
     asked = [{"role": "system", "content": "so"}, {"role": "user", "content": "hi"}]
     prompts = PromptFormat(tokenizer, {"kind": "chat"})
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
-    assert prompts.ids(Fields("hi", "", system="so")) == prompts.ids(Chat(asked)) == expected
+    for content in (Fields("hi", "", system="so"), Chat(asked)):
+        assert prompts.encode(content).ids == expected
     prompts.close()
     with pytest.raises(UserError, match="more than 2 GiB"):
         PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})

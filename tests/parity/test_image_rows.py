@@ -249,7 +249,7 @@ def _no_positions(tokens: Any, inputs: Any) -> Any:
 def _train_with_positions(argv: list[str], positions: Any) -> int:
     import train
 
-    with mock.patch("fsdp_qlora.run.build_trainer.positions_of_rows", lambda model: positions):
+    with mock.patch("fsdp_qlora.training.image_inputs.positions_of_rows", lambda model: positions):
         return train.main(argv)
 
 

@@ -197,11 +197,11 @@ def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first, second, tmp_p
     )
     preferred = FORMATS["preference"].read(row | {"chosen": "yes", "rejected": "no"})
     assert isinstance(preferred, PreferenceRow)
-    [(_, generated)] = read_questions(write_rows(tmp_path / "prompts.jsonl", [answered]))
+    [generated] = read_questions(write_rows(tmp_path / "prompts.jsonl", [answered]))
     asked = [
         without_answer(trained),
         without_answer(preferred.answers[0]),
-        generated,
+        generated.content,
         RequestedFormat().find_prompt(answered).prompt(answered)[0],
     ]
     assert list(map(prompt_text, asked)) == [first] * 4

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.sharding.groups import kept_gathered
 from fsdp_qlora.training.generation.generator import TextGenerator
@@ -44,16 +45,20 @@ class Answering:
         return self._generator.stops.text_of(token_ids)
 
     def answers_to(
-        self, prompts: Sequence[Sequence[int]], beat: Callable[[], object]
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[RowImages],
+        beat: Callable[[], object],
     ) -> list[Completion]:
         """Answer prompts, each on one rank. Called on every rank, with the same result.
 
         Args:
             prompts: token ids.
+            images: of each prompt, as those of a table of one row.
             beat: called for each token; may raise, if on all ranks.
         """
         staying: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._gathered is not None:
             staying = kept_gathered(self._gathered)
         with staying:
-            return self._generator.answer_all(prompts, self._at_a_time, beat)
+            return self._generator.answer_all(prompts, self._at_a_time, beat, images=images)

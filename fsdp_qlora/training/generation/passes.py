@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     prompts: list[tuple[int, ...]]
     places: list[int]
     images: Sequence[RowImages] = ()
-    """Of each prompt; empty if none has any."""
+    """The images of each prompt; empty if none has any."""
 
     @property
     def has_images(self) -> bool:

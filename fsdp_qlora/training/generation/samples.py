@@ -4,11 +4,11 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fsdp_qlora.data.content import PromptContent, prompt_text
+from fsdp_qlora.data.content import prompt_text
 from fsdp_qlora.training.generation.answering import Answering
-from fsdp_qlora.training.generation.prompt_format import PromptFormat
+from fsdp_qlora.training.generation.prompt_format import EncodedPrompt, PromptFormat, Question
 from fsdp_qlora.utils.files import staged_file
 from fsdp_qlora.utils.records import read_records
 from fsdp_qlora.utils.redact import redact_values
@@ -20,22 +20,34 @@ log = logging.getLogger("fsdp_qlora")
 SAMPLE_TOKENS = 128
 
 
+class SamplePrompts(NamedTuple):
+    """The prompts of a run's samples."""
+
+    texts: tuple[str, ...] = ()
+    """The texts of the questions."""
+    encoded: tuple[EncodedPrompt, ...] = ()
+    stop_text: str = ""
+    """The text that ends an answer, from `PromptFormat`."""
+
+    @classmethod
+    def of(cls, questions: Sequence[Question], prompt_format: PromptFormat) -> "SamplePrompts":
+        """Write questions in the format of a run. Raises UserError as `PromptFormat.encode`."""
+        return cls(
+            tuple(prompt_text(question.content) for question in questions),
+            tuple(prompt_format.encode(each.content, each.origin) for each in questions),
+            prompt_format.stop_text,
+        )
+
+
 class Samples:
     """Answers the same prompts at each evaluation of a training run.
 
     The answers are kept in a file of the run's folder.
     """
 
-    def __init__(
-        self,
-        questions: Sequence[PromptContent],
-        prompt_format: PromptFormat,
-        answering: Answering,
-        folder: Path,
-    ) -> None:
-        self._questions = questions
+    def __init__(self, prompts: SamplePrompts, answering: Answering, folder: Path) -> None:
+        self._prompts = prompts
         self._answering = answering
-        self._prompts = [prompt_format.ids(question) for question in questions]
         self._path = folder / SAMPLES_FILE
 
     def write(self, step: int, beat: Callable[[], object]) -> None:
@@ -43,11 +55,13 @@ class Samples:
 
         Called on every rank. beat: called for each token.
         """
-        completions = self._answering.answers_to(self._prompts, beat)
+        ids = [prompt.ids for prompt in self._prompts.encoded]
+        images = [prompt.images for prompt in self._prompts.encoded]
+        completions = self._answering.answers_to(ids, images, beat)
         records = []
-        for question, completion in zip(self._questions, completions, strict=True):
+        for asked, completion in zip(self._prompts.texts, completions, strict=True):
             text = self._answering.text_of(completion.token_ids)
-            records.append({"step": step, "prompt": prompt_text(question), "text": text})
+            records.append({"step": step, "prompt": asked, "text": text})
         if self._answering.ranks.is_rank_0:
             self._keep(step, redact_values(records))
 

@@ -55,7 +55,9 @@ class HeldOutScores:
         release_cached_memory(ranks.device)
         with _stop_named(self.control, step):
             beat = partial(check_stop, self.control, ranks, step)
-            completions = self.answering.answers_to([prompt.ids for prompt in prompts], beat)
+            ids = [prompt.ids for prompt in prompts]
+            images = [prompt.images for prompt in prompts]
+            completions = self.answering.answers_to(ids, images, beat)
             release_cached_memory(ranks.device)
             answers = answers_of_prompts(prompts, completions, self.answering.text_of)
             arguments = reward_arguments(answers)

@@ -1,0 +1,138 @@
+"""`generate` answers prompts with images as transformers does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from fsdp_qlora.__main__ import main
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from tests.commands.test_generate import LENGTH, generate
+from tests.helpers.rows import read_rows, write_rows
+from tests.helpers.run import flags
+from tests.parity.test_image_rows import FAMILIES, make_family
+from tests.parity.test_images import make_chats, picture
+
+if hasattr(AutoImageProcessor, "_backends"):
+    pytest.skip(
+        "images need torchvision with this release of transformers", allow_module_level=True
+    )
+FAMILY = "qwen2_5_vl"
+OPTIONS = {"train_type": "lora", "precision": "fp32"}
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+PART = {"type": "image", "path": "5.png"}
+SO = "<s>user:\nIMAGEso\nassistant:\n"
+# Prompts in the forms of rows, with their texts, in which IMAGE stands for the next image, and its
+# number. With one prompt on each of two ranks there are rounds in which one rank has images, or
+# none has any.
+PROMPTS: list[tuple[dict[str, Any], str, list[int]]] = [
+    ({"prompt": "name it", "images": ["0.png"]}, "<s>user:\nIMAGEname it\nassistant:\n", [0]),
+    ({"prompt": "sort the list"}, "<s>user:\nsort the list\nassistant:\n", []),
+    (
+        {
+            "messages": [
+                turn("user", "<image>name it<image>"),
+                turn("assistant", "red river"),
+                turn("user", "and<image>"),
+                turn("assistant", "blue"),
+            ],
+            "images": ["0.png", "1.png", "2.png"],
+        },
+        "<s>user:\nIMAGEname itIMAGE\nassistant:\nred river</s>\nuser:\nandIMAGE\nassistant:\n",
+        [0, 1, 2],
+    ),
+    ({"messages": [turn("user", [PART, {"type": "text", "text": "so"}])]}, SO, [5]),
+    ({"prompt": "water"}, "<s>user:\nwater\nassistant:\n", []),
+    ({"prompt": "blue"}, "<s>user:\nblue\nassistant:\n", []),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers depend on what it sees, with images beside it."""
+    folder = make_family(tmp_path_factory.mktemp("base"), FAMILY)
+    make_chats(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def expected(base: Path) -> list[list[int]]:
+    """The tokens that transformers generates, one prompt after the other."""
+    processor = ImageProcessor(base, FAMILY)._processor
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
+    answers = []
+    for _, text, numbers in PROMPTS:
+        images = [picture(40 + 9 * n, 60 - 5 * n, seed=n) for n in numbers]
+        inputs = processor(
+            text=[text.replace("IMAGE", FAMILIES[FAMILY].shown)],
+            images=[images] if images else None,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        end = processor.tokenizer.eos_token_id
+        made = model.generate(
+            **inputs, max_new_tokens=LENGTH, do_sample=False, eos_token_id=end, pad_token_id=end
+        )
+        answers.append(made[0, inputs["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+def test_answers_to_images_on_two_ranks_are_those_of_transformers(base, tmp_path):
+    rows = [row for row, *_ in PROMPTS]
+    asked = write_rows(base / "prompts.jsonl", rows)
+    tokens = expected(base)
+    texts = ImageProcessor(base, FAMILY)._processor.tokenizer.batch_decode(
+        tokens, skip_special_tokens=True
+    )
+    assert len(set(texts)) == len(texts)
+    for ranks, options in (
+        (2, {"batch_size": 1}),
+        (2, {"batch_size": 2, "use_cpu_offload": True}),
+        (1, {"batch_size": 6}),
+    ):
+        name = f"{ranks}_{options['batch_size']}"
+        out = tmp_path / f"{name}.jsonl"
+        words = {"model_name": base, "prompts": asked, "out": out, **OPTIONS, **options}
+        generate(ranks, tmp_path / name, **words)
+        found = read_rows(out)
+        assert [row["completion"] for row in found] == texts, name
+        named = [{key: row[key] for key in own} for row, own in zip(found, rows, strict=True)]
+        assert named == rows
+    image = base / "0.png"
+    said = generate(1, tmp_path / "one", model_name=base, prompt="name it", image=image, **OPTIONS)
+    assert said.endswith(f"\n{texts[0]}\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "so", "images": ["missing.png"]}, "missing.png cannot be read"),
+        ({"prompt": "so <image>", "images": ["0.png", "1.png"]}, "has 2 images, and its messages"),
+        ({"prompt": "so", "images": ["https://a.b/c.png"]}, "is a URL"),
+    ],
+)
+def test_a_prompt_with_a_bad_image_is_named_before_weights_are_read(
+    row, reason, base, tmp_path, capsys
+):
+    weights = tmp_path / "model"
+    weights.mkdir()
+    for path in base.iterdir():
+        if path.suffix != ".safetensors":
+            (weights / path.name).symlink_to(path)
+    asked = write_rows(weights / "asked.jsonl", [{"prompt": "sort"}, row])
+    argv = flags(model_name=weights, prompts=asked, out=tmp_path / "out.jsonl", **OPTIONS)
+    assert main(["generate", *argv, "--nproc_per_node", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"{asked}:2" in said and reason in said
