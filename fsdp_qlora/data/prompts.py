@@ -113,8 +113,7 @@ class Prompts(Sequence[Prompt]):
             return self.chosen(np.arange(len(self))[place])
         row = int(self.places[place])
         number = int(self.rows.row_numbers[row])
-        images = self.rows.images.of_row(row)
-        return Prompt(number, self._ids(row), *self.beside[row], images)
+        return Prompt(number, self._ids(row), *self.beside[row], self.images(place))
 
     def chosen(self, places: np.ndarray) -> "Prompts":
         """Some of the prompts, in the same memory. places: int64 [prompts]."""
@@ -123,6 +122,10 @@ class Prompts(Sequence[Prompt]):
     def ids(self, place: SupportsIndex) -> list[int]:
         """The tokens of a prompt."""
         return self._ids(int(self.places[place]))
+
+    def images(self, place: SupportsIndex) -> RowImages:
+        """The images of a prompt."""
+        return self.rows.images.of_row(int(self.places[place]))
 
     def _ids(self, row: int) -> list[int]:
         tokens = slice(*self.rows.offsets[row : row + 2])
@@ -173,8 +176,10 @@ def rows_of_answers(
         if has_teacher:
             before.append(prompt.teacher_ids or prompt.ids)
         numbers += [prompt.row_number] * (2 if has_teacher else 1)
-    table = join_completions(before, [[0] * num_tokens] * len(before), numbers)
+    images = [prompt.images for prompt in prompts]
+    answers = [[0] * num_tokens] * len(before)
     if has_teacher:
-        return beside_teacher(table)
+        return beside_teacher(join_completions(before, answers, numbers), images)
+    table = join_completions(before, answers, numbers, images)
     shared = shared_of_prompts([len(ids) for ids in before])
     return table.with_columns("row", prompt_tokens=shared)

@@ -62,6 +62,13 @@ def make_schedule(
         raise UserError(
             "--context_parallel_size divides rows of text, and some rows have images: leave it out."
         )
+    kind = objective.kind_of_rows(config)
+    if data.have_images and pads_images and kind.has_teacher:
+        raise UserError(
+            f"--objective {config.objective}: a teacher's tokens follow the student's without "
+            "padding, and with images this model needs padding: tokens of an image see later ones "
+            "of it."
+        )
     schedule = config.pick(
         Schedule,
         num_rows=data.rows_per_epoch,
@@ -71,7 +78,7 @@ def make_schedule(
         batching="padded" if data.have_images and pads_images else config.batching,
         mixture=data.mixture,
         seed=config.seed if config.shuffle else None,
-        context_length=config.longest_row * objective.kind_of_rows(config).num_documents,
+        context_length=config.longest_row * kind.num_documents,
         num_generations=objective.answers_per_prompt(config) if is_answered else 1,
         num_iterations=config.num_iterations if is_answered else 1,
     )
@@ -155,18 +162,25 @@ class RunRows:
 
     def _most_image_values(self) -> int:
         """Values of the images in the micro-batch with the most, or a bound for them."""
-        images = self.data.train.images
+        images = self.data.known_rows.images
         if not len(images):
             return 0
         schedule = self.schedule
+        # Answers that share their prompt share its images, too.
+        shares = self._computed.prompts is not None
+        times = 1 if shares else schedule.num_generations
+        at_a_time = schedule.batch_size
+        if shares:
+            at_a_time = -(-at_a_time // schedule.num_generations)
+        num_values = images.num_values.repeat(times)
         if schedule.batching == "packed":
             return most_values_packed(
-                images.num_values,
-                self.lengths,
+                num_values,
+                self.lengths.repeat(times),
                 most_tokens=schedule.batch_size * schedule.context_length,
                 most_rows=schedule.global_batch_size,
             )
-        return int(-np.sort(-images.num_values)[: schedule.batch_size].sum())
+        return int(-np.sort(-num_values)[:at_a_time].sum())
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,9 +21,12 @@ from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.graph_lengths import filled_length
 from fsdp_qlora.data.batches.image_inputs import ImageInputs
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.target_values import TargetValues
 from fsdp_qlora.data.longest_rows import longest_rows
+from fsdp_qlora.data.prompts import rows_of_answers
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.device import shares_host_memory
 from fsdp_qlora.distributed.process_group import all_gather_strings
@@ -254,11 +258,27 @@ def padded_if_images_need_it(plan: Plan, probed: Probed, collator: Collator) -> 
     data = plan.data
     if collator.schedule.padding or not data.have_images:
         return collator
-    table = data.train if len(data.train.images) else data.evaluation
-    reason = probe_images(probed, collator, table, towers_of(plan))
+    # The rows that are tried are computed as rows of their own.
+    apart = dataclasses.replace(collator, shares_prompts=False)
+    reason = probe_images(probed, apart, _rows_with_images(data), towers_of(plan))
     if reason is None:
         return collator
-    return dataclasses.replace(collator, schedule=_padded(collator.schedule, plan, reason))
+    if collator.has_teacher:
+        raise UserError(
+            "A teacher's tokens follow the student's without padding, and with images this model "
+            f"needs padding: {reason}."
+        )
+    return dataclasses.replace(apart, schedule=_padded(collator.schedule, plan, reason))
+
+
+def _rows_with_images(data: RunData) -> TokenizedRows:
+    """A table of the run of which rows have images: of prompts with a short answer each."""
+    tables = [table for table in (data.train, data.evaluation) if len(table.images)]
+    if tables:
+        return tables[0]
+    places = np.flatnonzero(data.prompts.rows.images.counts)
+    shortest = places[np.argsort(data.prompts.rows.lengths[places], kind="stable")[:2]]
+    return rows_of_answers([*data.prompts.chosen(shortest)], 1, has_teacher=False)
 
 
 def _padded(schedule: Schedule, plan: Plan, reason: str) -> Schedule:

@@ -401,14 +401,18 @@ def join_completions(
         np.repeat(learned, np.diff(ends)),
         ends[::2],
         np.array(numbers, np.int64),
-        images=join_images(images, [1] * len(images)) if images else NO_IMAGES,
+        images=_of_rows(images),
     )
 
 
-def beside_teacher(documents: TokenizedRows) -> TokenizedRows:
+def beside_teacher(
+    documents: TokenizedRows, images: Sequence[RowImages] | None = None
+) -> TokenizedRows:
     """Rows of a student's and a teacher's document each, of which the student's is learned.
 
-    documents: rows of one document, the student's and the teacher's in turn.
+    Args:
+        documents: rows of one document, the student's and the teacher's in turn, without images.
+        images: of each row, in both of its documents; None where no row has any.
     """
     return dataclasses.replace(
         documents,
@@ -417,4 +421,10 @@ def beside_teacher(documents: TokenizedRows) -> TokenizedRows:
         row_numbers=documents.row_numbers[::2],
         splits=np.diff(documents.offsets)[::2],
         learns="first_document",
+        images=_of_rows(images),
     )
+
+
+def _of_rows(images: Sequence[RowImages] | None) -> RowImages:
+    """The images of rows, from those of each row."""
+    return join_images(images, [1] * len(images)) if images else NO_IMAGES

@@ -25,6 +25,7 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.training.generation.sampling import Completion
+from fsdp_qlora.training.rl.engine import PromptTokens
 from fsdp_qlora.training.rl.server_engine import ServerEngine, completions_of
 from fsdp_qlora.training.rl.waiting import BY_GLOO
 
@@ -49,7 +50,7 @@ class _Asked:
     task: on rank 0, of `ServerEngine.ask`.
     """
 
-    prompts: Sequence[Sequence[int]]
+    prompts: PromptTokens
     task: Future[str] | None
 
 
@@ -61,7 +62,7 @@ class Ahead:
     """
 
     engine: ServerEngine
-    prompts_of: Callable[[int], list[list[int]]]
+    prompts_of: Callable[[int], PromptTokens]
     """Gives the prompts of a generation's answers; none behind the last one."""
     versions_needed: Callable[[], set[int]]
     """Gives the versions with which a run may continue from a checkpoint."""
@@ -94,21 +95,19 @@ class Ahead:
         """
         if self._asked is None:
             self._find_sampler(version)
-            self._ask(prompts, generation)
+            self._ask(PromptTokens.of(prompts, images), generation)
         completions = self._wait(version)
         assert self._sampler is not None
         self.version = self._sampler.version
         self._asked = None
         following = self.prompts_of(generation + 1)
-        if following:
+        if following.ids:
             if self.version != version:
                 self._publish(version)
             self._ask(following, generation + 1)
         return completions
 
-    def of_current_weights(
-        self, version: int
-    ) -> tuple[Sequence[Sequence[int]], list[Completion]] | None:
+    def of_current_weights(self, version: int) -> tuple[PromptTokens, list[Completion]] | None:
         """Wait for the next generation, which the weights of now sample: its prompts and answers.
 
         `complete` returns the same answers later. None behind the last generation.
@@ -143,7 +142,7 @@ class Ahead:
         name = self.engine.name_of(version) if self.engine.ranks.is_rank_0 else ""
         self._sampler = _Sampler(version, all_gather_strings(name, BY_GLOO)[0])
 
-    def _ask(self, prompts: Sequence[Sequence[int]], generation: int) -> None:
+    def _ask(self, prompts: PromptTokens, generation: int) -> None:
         assert self._sampler is not None
         task = None
         if self.engine.ranks.is_rank_0:
@@ -157,12 +156,14 @@ class Ahead:
         return completions_of(text)
 
 
-def prompts_of_generation(data: RunData, schedule: Schedule, generation: int) -> list[list[int]]:
+def prompts_of_generation(data: RunData, schedule: Schedule, generation: int) -> PromptTokens:
     """The prompts of a generation's answers, as often as each has answers; none behind the last."""
     first = generation * schedule.num_iterations
     for _, rows in schedule.rows_of_steps(data.train_rows, first=first):
-        return [data.prompts.ids(row) for row in rows]
-    return []
+        prompts = data.prompts.chosen(rows)
+        images = [prompts.images(place) for place in range(len(rows))]
+        return PromptTokens([prompts.ids(place) for place in range(len(rows))], images)
+    return PromptTokens([], [])
 
 
 def versions_of_checkpoints(checkpoints: Path, num_iterations: int) -> set[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.checkpoint.result import append_with_room
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages
 from fsdp_qlora.training.episodes.transcript import EpisodeRecord
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
@@ -27,12 +28,13 @@ class RolloutPrompt(NamedTuple):
     """The prompt of a completion.
 
     content: text or messages. ids: its tokens. teacher_ids: those that a teacher sees, if they are
-    others.
+    others. images: that it shows, and the teacher's prompt as well.
     """
 
     content: Any
     ids: list[int]
     teacher_ids: list[int] | None = None
+    images: RowImages = NO_IMAGES
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Rollout:
             "teacher_prompt_ids": self.prompt.teacher_ids,
             "episode": self.episode._asdict() if self.episode else None,
         }
+        images = self.prompt.images
+        if len(images):
+            record["images"] = images.hex_names
+            record["image_values"] = int(images.num_values.sum())
         # A reward of null says that no function applies.
         return {
             name: value for name, value in record.items() if value is not None or name == "reward"
@@ -87,8 +93,13 @@ class Rollout:
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
         """The reverse of `to_json`. Raises KeyError or TypeError for other objects."""
         values = dict(record)
+        names = [*map(bytes.fromhex, values.pop("images", ()))]
+        images = RowImages.of_one_row(names, values.pop("image_values", 0))
         values["prompt"] = RolloutPrompt(
-            values["prompt"], values.pop("prompt_ids"), values.pop("teacher_prompt_ids", None)
+            values["prompt"],
+            values.pop("prompt_ids"),
+            values.pop("teacher_prompt_ids", None),
+            images,
         )
         values["text"] = values["completion"]
         values["completion"] = Completion(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.data.batches.rows import TokenizedRows, beside_teacher, join_completions
 from fsdp_qlora.data.batches.shared_tokens import shared_of_prompts
 from fsdp_qlora.training.generation.sampling import Completion
@@ -18,7 +19,9 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
     prompts = [rollout.prompt.ids for rollout in rollouts]
     completions = [rollout.completion for rollout in rollouts]
-    table = rows_of_completions(prompts, completions, [rollout.row for rollout in rollouts])
+    table = rows_of_completions(
+        prompts, completions, [rollout.row for rollout in rollouts], _images_of(rollouts)
+    )
     if rollouts[0].episode:
         table = _as_episodes(table, rollouts)
     advantages = [rollout.advantage for rollout in rollouts]
@@ -31,13 +34,19 @@ def rows_of_rollouts(rollouts: Sequence[Rollout]) -> TokenizedRows:
 
 
 def rows_of_completions(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], numbers: Sequence[int]
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    numbers: Sequence[int],
+    images: Sequence[RowImages],
 ) -> TokenizedRows:
     """The rows of prompts with their completions, without what is learned of them.
 
-    numbers: of the rows in the dataset.
+    Args:
+        numbers: of the rows in the dataset.
+        images: of each prompt.
     """
-    table = join_completions(prompts, [completion.token_ids for completion in completions], numbers)
+    answers = [completion.token_ids for completion in completions]
+    table = join_completions(prompts, answers, numbers, images)
     table = table.with_columns(
         "row", prompt_tokens=shared_of_prompts([len(prompt) for prompt in prompts])
     )
@@ -45,6 +54,10 @@ def rows_of_completions(
         sampled_logps = [completion.logps for completion in completions]
         table = table.with_columns("token", sampled_logps=_over_tokens(prompts, sampled_logps))
     return table
+
+
+def _images_of(rollouts: Sequence[Rollout]) -> list[RowImages]:
+    return [rollout.prompt.images for rollout in rollouts]
 
 
 def _as_episodes(table: TokenizedRows, rollouts: Sequence[Rollout]) -> TokenizedRows:
@@ -109,4 +122,4 @@ def rows_with_teacher(rollouts: Sequence[Rollout], teacher: Teacher | None) -> T
         completions_of_documents += [rollout.completion.token_ids] * 2
     rows = [rollout.row for rollout in rollouts]
     documents = join_completions(prompts_of_documents, completions_of_documents, np.repeat(rows, 2))
-    return beside_teacher(documents)
+    return beside_teacher(documents, _images_of(rollouts))

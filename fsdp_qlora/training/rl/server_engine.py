@@ -22,6 +22,7 @@ from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.training.episodes.played_episode import Episode
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.rl.client import Server
+from fsdp_qlora.training.rl.engine import PromptTokens
 from fsdp_qlora.training.rl.server_answers import ServerAnswers
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import record_of
@@ -56,7 +57,8 @@ class ServerEngine:
     ) -> list[Completion]:
         """Save the adapter, and have the server answer with it."""
         self.publish(version)
-        answers = partial(self.ask, version, prompts, generation)
+        asked = PromptTokens.of(prompts, images)
+        answers = partial(self.ask, version, asked, generation)
         return completions_of(self.server.answer_of(answers, self.control, self.ranks, version))
 
     def play(self, episodes: Sequence[Episode], generation: int, version: int) -> None:
@@ -99,7 +101,7 @@ class ServerEngine:
         except OSError:
             return ""
 
-    def ask(self, version: int, prompts: Sequence[Sequence[int]], generation: int) -> str:
+    def ask(self, version: int, prompts: PromptTokens, generation: int) -> str:
         """Ask for all answers of a saved adapter. Called in a thread of rank 0.
 
         Returns:
@@ -112,9 +114,9 @@ class ServerEngine:
         # or by a resumed run, has the same one.
         def answer(place: int) -> Completion:
             seed = derive_seed("rollouts", self.options.seed, generation, place)
-            return asked.ask(asked.request(name, prompts[place], seed), load)
+            return asked.ask(asked.request(name, prompts.ids[place], seed), load)
 
-        return json.dumps(self.server.all_answers(len(prompts), answer))
+        return json.dumps(self.server.all_answers(len(prompts.ids), answer))
 
     def _turns(self, version: int, episodes: Sequence[Episode], generation: int) -> str:
         """Play all episodes. Returns no text."""

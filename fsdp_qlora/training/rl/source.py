@@ -183,7 +183,10 @@ class Rollouts:
                 version=self.answerer.version(step),
                 row=answer.prompt.row_number,
                 prompt=RolloutPrompt(
-                    answer.shown_prompt, answer.prompt_ids, answer.prompt.teacher_ids
+                    answer.shown_prompt,
+                    answer.prompt_ids,
+                    answer.prompt.teacher_ids,
+                    answer.prompt.images,
                 ),
                 text=answer.text,
                 completion=answer.completion,
@@ -260,7 +263,9 @@ class Rollouts:
             following = self.answerer.ahead.of_current_weights(step)
             if following is None:
                 return
-            table = rows_of_completions(*following, range(len(following[0])))
+            prompts, completions = following
+            numbers = range(len(prompts.ids))
+            table = rows_of_completions(prompts.ids, completions, numbers, prompts.images)
             logps = self.logprobs(table)
         self._check_server(table, logps, self.logprobs(table, at_start=True))
 
