@@ -20,6 +20,7 @@ from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.kept_attention import KeptAttention
 from fsdp_qlora.model.architecture.towers import blocks_of_towers
+from fsdp_qlora.sharding.both_states import BothStates
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.host_activations import ActivationStore, is_spread
 from fsdp_qlora.sharding.host_memory import InputStore
@@ -206,9 +207,10 @@ class ReferencePass:
     The reference is the model that training started from.
 
     A block's weights are gathered (or copied from the host) once for both. The reference has no
-    autograd graph, and holds the hidden states of one block at a time. After the last block they
-    are appended to the policy's in the batch dim, so that the model's own code computes the rest,
-    which has no adapters.
+    autograd graph, and holds the hidden states of one block at a time. What the model's own code
+    does between blocks, it does to both (`BothStates`). After the last block they are appended to
+    the policy's in the batch dim, so that the model's own code computes the rest, which has no
+    adapters.
 
     A teacher has tokens of its own: they follow the student's in one row
     (data/batches/micro_batch.py). Its hidden states do so before the first and after the last
@@ -224,8 +226,11 @@ class ReferencePass:
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
         """Make the model return [2 * B, T, H] in the block: the policy, then the reference."""
+        handles = []
         for block in self._adapted:
             block.follow = self._follow
+            # Before FSDP2's hook, whose own function for gradients takes plain tensors.
+            handles.append(block.register_forward_pre_hook(self._part, prepend=True))
         try:
             yield
         finally:
@@ -233,6 +238,15 @@ class ReferencePass:
             self._mappings = {}
             for block in self._adapted:
                 block.follow = None
+            for handle in handles:
+                handle.remove()
+
+    def _part(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Give a block the policy's hidden states, and keep the reference's for `_follow`."""
+        if not args or not isinstance(args[0], BothStates):
+            return None
+        self._hidden = args[0].reference
+        return (args[0].policy, *args[1:])
 
     def _follow(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the policy's block and, after it, the reference's."""
@@ -251,16 +265,18 @@ class ReferencePass:
         with torch.no_grad(), as_at_start(self._adapted[block]):
             reference = unwrapped(block).forward(hidden, *args[1:], **(kwargs | mappings))
         reference = reference if isinstance(reference, torch.Tensor) else reference[0]
-        if block is not next(reversed(self._adapted)):
+        states = output if isinstance(output, torch.Tensor) else output[0]
+        has_teacher = of_policy is not of_reference
+        if block is next(reversed(self._adapted)):
+            self._hidden = None
+            self._mappings = {}
+            # A teacher's tokens are in the same row as the student's, behind them.
+            states = torch.cat([states, reference], 1 if has_teacher else 0)
+        else:
             self._hidden = reference
-            return output
-        self._hidden = None
-        self._mappings = {}
-        # A teacher's tokens are in the same row as the student's, behind them.
-        dim = 0 if of_policy is of_reference else 1
-        if isinstance(output, torch.Tensor):
-            return torch.cat([output, reference], dim)
-        return torch.cat([output[0], reference], dim), *output[1:]
+            if not has_teacher:
+                states = BothStates.of(states, reference)
+        return states if isinstance(output, torch.Tensor) else (states, *output[1:])
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,0 +1,54 @@
+"""Hidden states of a policy and of its reference, as one tensor for a model's code."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_any, tree_map, tree_map_only
+
+
+class BothStates(torch.Tensor):
+    """The policy's hidden states between two blocks, with the reference's behind them.
+
+    A model may change hidden states between its blocks: qwen3_vl adds features of images to those
+    of their tokens. Each function of torch that it calls for the policy's is called for the
+    reference's, too. What a function takes besides is the same for both.
+    """
+
+    policy: torch.Tensor
+    reference: torch.Tensor
+
+    @classmethod
+    def of(cls, policy: torch.Tensor, reference: torch.Tensor) -> "BothStates":
+        """Put the reference's states, which have no gradient, behind the policy's."""
+        both: BothStates = policy.as_subclass(cls)
+        both.policy = policy
+        both.reference = reference
+        return both
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        arguments = (args, dict(kwargs or {}))
+        args, named = tree_map_only(cls, lambda both: both.policy, arguments)
+        result = func(*args, **named)
+        # Hooks, shapes and the like are the policy's alone.
+        if func is not torch.Tensor.__setitem__ and not tree_any(_is_tensor, result):
+            return result
+        args, named = tree_map_only(cls, lambda both: both.reference, arguments)
+        with torch.no_grad():
+            of_reference = func(*args, **named)
+        return tree_map(_behind, result, of_reference)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _behind(of_policy: Any, of_reference: Any) -> Any:
+    return BothStates.of(of_policy, of_reference) if _is_tensor(of_policy) else of_policy
