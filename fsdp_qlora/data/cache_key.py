@@ -33,9 +33,9 @@ def cache_key(text: DatasetText, source: Source, samples: int | None) -> list[ob
     kind = options.row_kind
     if kind != TEXTS:
         key += [kind.name, COLUMNS["prompt"], options.max_completion_length]
-    if kind.is_sampled and options.image_processor:
-        # Earlier versions left out prompts with images.
-        key.append("prompts with images")
+        if options.image_processor:
+            # Earlier versions left out rows with images.
+            key.append("with images")
     if kind.is_sampled and OBJECTIVES[options.objective].distills:
         key.append("with a teacher's prompts")
     if options.rating_threshold is not None:

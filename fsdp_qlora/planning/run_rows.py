@@ -162,17 +162,20 @@ class RunRows:
 
     def _most_image_values(self) -> int:
         """Values of the images in the micro-batch with the most, or a bound for them."""
-        images = self.data.known_rows.images
-        if not len(images):
+        rows = self.data.known_rows
+        if not len(rows.images):
             return 0
         schedule = self.schedule
-        # Answers that share their prompt share its images, too.
-        shares = self._computed.prompts is not None
-        times = 1 if shares else schedule.num_generations
+        times = schedule.num_generations
         at_a_time = schedule.batch_size
-        if shares:
-            at_a_time = -(-at_a_time // schedule.num_generations)
-        num_values = images.num_values.repeat(times)
+        if self._computed.prompts is not None:
+            # Answers that share their prompt share its images, too.
+            at_a_time = -(-at_a_time // times)
+            times = 1
+        num_values = rows.images.num_values.repeat(times)
+        if not self._shares_in_pairs:
+            # A model gets them with each document that it learns from.
+            num_values = num_values * len(rows.learned_documents([0]))
         if schedule.batching == "packed":
             return most_values_packed(
                 num_values,

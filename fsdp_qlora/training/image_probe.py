@@ -36,14 +36,15 @@ def probe_images(
 ) -> str | None:
     """Why rows with images must be padded, in words; None if they can be concatenated.
 
-    The two shortest rows with images are computed together, and the second of them alone. Called on
-    every rank.
+    The two shortest rows with images are computed together, and the second of them alone; of pairs
+    their first documents. Called on every rank.
 
     Args:
         collator: of micro-batches without padding.
         towers: the parts of the model that compute images.
     """
     rows = _two_shortest(table)
+    table = table.as_documents
     padded = dataclasses.replace(collator.schedule, batching="padded")
     alone = _batch(dataclasses.replace(collator, schedule=padded), table, rows[1:])
     reason = None
@@ -75,10 +76,12 @@ def probe_images(
 
 
 def _two_shortest(table: TokenizedRows) -> np.ndarray:
-    """The two shortest rows with images, or the only one twice."""
+    """The two shortest documents with images of different rows, or the only one twice."""
     with_images = np.flatnonzero(table.images.counts)
-    order = np.argsort(table.lengths[with_images], kind="stable")
-    return np.resize(with_images[order[:2]], 2)
+    # The first document of each row.
+    documents = table.documents(with_images)[:: table.num_documents]
+    order = np.argsort(table.as_documents.lengths[documents], kind="stable")
+    return np.resize(documents[order[:2]], 2)
 
 
 def _batch(collator: Collator, table: TokenizedRows, rows: np.ndarray) -> MicroBatch:

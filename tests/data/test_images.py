@@ -185,10 +185,24 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return call
 
 
-def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare, tmp_path):
+def as_taught(row: dict[str, Any], objective: str) -> dict[str, Any]:
+    """The columns of a chat for an objective that learns from given answers."""
+    if objective == "sft":
+        return row
+    *prompt, answer = row["messages"]
+    columns = {name: value for name, value in row.items() if name != "messages"}
+    if objective == "kto":
+        return {**columns, "prompt": prompt, "completion": [answer], "label": True}
+    return {**columns, "prompt": prompt, "chosen": [answer], "rejected": "stop"}
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
+def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(
+    objective, prepare, tmp_path
+):
     rows = [shows("a.png"), *(row for row, _ in BAD), shows("a.png")]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    data = prepare(path, max_bad_rows=0.95)
+    path = write_jsonl(tmp_path / "rows.jsonl", [as_taught(row, objective) for row in rows])
+    data = prepare(path, max_bad_rows=0.95, objective=objective)
     assert data.train.row_numbers.tolist() == [1, len(rows)] and len(data.train.images) == 2
     for number, ((place, reason), (_, says)) in enumerate(
         zip(data.rejected, BAD, strict=True), start=2
@@ -197,7 +211,7 @@ def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare, 
         assert re.search(says, reason)
     assert not (tmp_path / "started").exists()
     with pytest.raises(UserError, match=r"b\.png cannot be read"):
-        prepare(path)
+        prepare(path, objective=objective)
 
 
 ROWS_OF_TEXT = [
@@ -302,18 +316,22 @@ def damaged(seed: int) -> bytes:
 
 
 @pytest.mark.nightly
-def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare, tmp_path, recwarn):
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(
+    objective, prepare, tmp_path, recwarn
+):
     started = list[str]()
     hears = [True]
     kinds = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
     sys.addaudithook(
         lambda event, args: started.append(str(args[0])) if hears and event in kinds else None
     )
-    rows = [shows(f"{seed}.bin") for seed in range(400)]
+    rows = [as_taught(shows(f"{seed}.bin"), objective) for seed in range(400)]
     for seed in range(400):
         (tmp_path / f"{seed}.bin").write_bytes(damaged(seed))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data = prepare(write_jsonl(tmp_path / "rows.jsonl", rows), max_bad_rows=0.99)
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = prepare(path, max_bad_rows=0.99, objective=objective)
     hears.clear()
     assert 20 < len(data.train_rows) < 300 and len(data.train_rows) + len(data.rejected) == 400
     assert {*started} <= {sys.executable}  # which fills the chat template

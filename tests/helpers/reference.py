@@ -171,6 +171,33 @@ def train_plainly(
         batches: arguments of the model and labels, of a row each. target_modules: a pattern of all
         of a path. sgd_lr: of stochastic gradient descent instead.
     """
+    count = sum(int((batch["labels"][0, 1:] != -100).sum()) for batch in batches)
+
+    def loss_of(model: torch.nn.Module) -> torch.Tensor:
+        return -torch.stack([answer_logps(model, batch).sum() for batch in batches]).sum() / count
+
+    return train_on_loss(base, loss_of, target_modules, sgd_lr=sgd_lr)
+
+
+def answer_logps(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of the tokens with a label of one row, given to the model whole."""
+    inputs = {
+        name: value for name, value in batch.items() if name not in ("labels", "attention_mask")
+    }
+    logits = model(**inputs, use_cache=False).logits[0, :-1]
+    labels = batch["labels"][0, 1:]
+    return -F.cross_entropy(logits[labels != -100], labels[labels != -100], reduction="none")
+
+
+def train_on_loss(
+    base: torch.nn.Module,
+    loss_of: Callable[[PeftModel], torch.Tensor],
+    target_modules: str,
+    *,
+    steps: int = 3,
+    sgd_lr: float = 0.0,
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same for any loss of the model with PEFT's adapter."""
     model = peft_model(base, r=4, lora_alpha=6, target_modules=target_modules).train()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for name, parameter in trained.items():
@@ -183,21 +210,10 @@ def train_plainly(
     optimizer = torch.optim.SGD(trained.values(), lr=sgd_lr) if sgd_lr else optimizer
     losses = []
     norms = []
-    count = sum(int((batch["labels"][0, 1:] != -100).sum()) for batch in batches)
-    for _ in range(3):
-        total = torch.zeros(())
-        for batch in batches:
-            inputs = {
-                name: value
-                for name, value in batch.items()
-                if name not in ("labels", "attention_mask")
-            }
-            logits = model(**inputs, use_cache=False).logits[0, :-1]
-            total = total + F.cross_entropy(
-                logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum"
-            )
-        norms.append(step_plainly(optimizer, total / count))
-        losses.append(total.item() / count)
+    for _ in range(steps):
+        loss = loss_of(model)
+        losses.append(loss.item())
+        norms.append(step_plainly(optimizer, loss))
     return losses, norms, get_peft_model_state_dict(model)
 
 

@@ -83,11 +83,10 @@ class TokenizedRows:
 
     def __getitem__(self, row: int) -> "TokenizedRows":
         """One row, which shares its memory with all."""
-        num_documents = 2 if len(self.splits) else 1
         bounds: dict[Unit, slice] = {
             "token": slice(*self.offsets[row : row + 2]),
             "row": slice(row, row + 1),
-            "document": slice(num_documents * row, num_documents * (row + 1)),
+            "document": slice(self.num_documents * row, self.num_documents * (row + 1)),
         }
         input_ids = self.input_ids[bounds["token"]]
         return TokenizedRows(
@@ -164,6 +163,11 @@ class TokenizedRows:
     def lengths(self) -> np.ndarray:
         """Tokens of each row, int64 [rows]."""
         return np.diff(self.offsets)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of each row."""
+        return 2 if len(self.splits) else 1
 
     @cached_property
     def num_targets(self) -> np.ndarray:

@@ -239,7 +239,7 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
 
 _ASKED = ("context", "system", "history", "images")
 _BESIDE = ("tools", "system", "images")
-_PROMPTED = (*COLUMNS["prompt"], "system", "tools")
+_PROMPTED = (*COLUMNS["prompt"], "system", "tools", "images")
 _ANSWERED = ("completion", "messages", *_PROMPTED)
 _IN_PROMPT = ("system", "tools", "images")
 _IN_RESPONSE = ("instructions", "tools", "images", "status", "error", "previous_response_id")

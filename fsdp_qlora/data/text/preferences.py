@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdp_qlora.data.columns import COLUMNS, INSTRUCTIONS, SYNONYMS
 from fsdp_qlora.data.content import (
+    FOLDER,
     BadRow,
     Chat,
     Fields,
@@ -83,7 +84,10 @@ def read_pair(row: Row) -> PreferenceRow:
 
 def read_with_teacher(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
     """A row as the student sees it, and `for_teacher`. Raises BadRow."""
-    return PreferenceRow([read(row), read(for_teacher(row, asked))])
+    sides = [read(row), read(for_teacher(row, asked))]
+    if row.get("images") or any(isinstance(side, Chat) and side.images for side in sides):
+        raise BadRow("images: a teacher's prompts can be of text alone")
+    return PreferenceRow(sides)
 
 
 def for_teacher(row: Row, asked: str) -> Row:
@@ -223,16 +227,19 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
             f"--columns ignore={unused} trains without it"
         )
     if is_chat:
-        others = {other: row.get(other) for other in ("system", "tools")}
+        others = {other: row.get(other) for other in ("system", "tools", "images", FOLDER)}
         return read_prompt_completion({"prompt": prompt, "completion": answer} | others)
     instruction = text_of({name: prompt}, name)
-    refuse_media(instruction, name)
+    shows = row if row.get("images") else None
+    if shows is None:
+        refuse_media(instruction, name)
     context, system = (text_of(row, other, required=False) for other in ("input", "system"))
     return Fields(
         instruction,
         text_of({"answer": answer}, "answer"),
         context if name != "input" else "",
         system,
+        shows=shows,
     )
 
 

@@ -165,8 +165,6 @@ class Renderer:
             # Notes are of the dataset's row, so only its first one has them.
             return [dataclasses.replace(rendered[0], notes=notes), *rendered[1:]]
         if isinstance(content, PreferenceRow):
-            if any(isinstance(answer, Chat) and answer.images for answer in content.answers):
-                raise BadRow("images: preferences can be of text alone")
             answers = [self.render(answer, worker) for answer in content.answers]
             if any(len(answer) > 1 for answer in answers):
                 raise BadRow(IN_PARTS)
