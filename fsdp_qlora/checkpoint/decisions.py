@@ -20,6 +20,7 @@ from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.run_folder import is_finished, read_run
 from fsdp_qlora.config.cli import current_options
 from fsdp_qlora.config.learn import read_learn
+from fsdp_qlora.data.taken_rows import TAKEN
 from fsdp_qlora.data.text.rendering import TEMPLATE
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
@@ -39,6 +40,10 @@ class Decisions:
     """
     keeps_empty: bool = False
     """Whether the run that continues learns the empty blocks for reasoning of its chat template."""
+    taken: Sequence[Mapping[str, Any]] | None = None
+    """The part of each dataset that the run takes, empty for all rows of all; None if this start
+    decides it.
+    """
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The options of the run, if --auto has chosen some of them for as many ranks."""
 
@@ -55,6 +60,7 @@ class EarlierRun:
     model_name: str
     dataset: Sequence[str]
     context_length: int | str
+    max_steps: int
     is_preview: bool
     replaces: bool
     """Whether a finished run or another one in the folder is replaced."""
@@ -85,6 +91,7 @@ class EarlierRun:
             context_length=self._context_length(record),
             fills_template=self.fills_template(record),
             keeps_empty=self._keeps_empty(record),
+            taken=self._taken(record),
             settings=self._settings(),
         )
 
@@ -131,6 +138,18 @@ class EarlierRun:
         if not record or not self._may_continue(record):
             return False
         return "learn" not in record or read_learn(record["learn"]).keeps_empty
+
+    def _taken(self, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+        """The part of each dataset that the run takes.
+
+        Runs that began before parts were taken have no record of it: they take all rows.
+        """
+        if not record or not self._may_continue(record):
+            return None
+        # Another number of steps is another run.
+        if record.get("options", {}).get("max_steps") != self.max_steps:
+            return None
+        return list(record.get(TAKEN, ()))
 
     def fills_template(self, record: Mapping[str, Any]) -> bool:
         """Whether the run, or the adapter that is trained further, has prompts of a template.

@@ -44,7 +44,7 @@ class SourceFile:
     name: str
     """The file's name within the dataset's folder."""
     unit: str
-    """The unit of n: "line" or "row", both from 1."""
+    """The unit of n: "line", "row" or "byte", all from 1; the byte at which a line begins."""
     offset: int = 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,8 @@ from fsdp_qlora.data.prompt_cache import join_prompts
 from fsdp_qlora.data.prompts import Prompts
 from fsdp_qlora.data.run_data import RunData, read_dataset
 from fsdp_qlora.data.sources.dataset_name import parse_eval_names, parse_name
-from fsdp_qlora.data.sources.source import DUMMY
+from fsdp_qlora.data.sources.source import DUMMY, find_source
+from fsdp_qlora.data.taken_rows import TAKEN, Taken, taken_of_json
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.utils.errors import UserError
 
@@ -50,9 +52,10 @@ def held_out_prompts(
             for name, dataset in parse_eval_names(options.eval_dataset).items()
         }
     parts = list[Prompts]()
-    for dataset, numbers in zip(options.dataset, _held_out_numbers(data), strict=True):
+    taken = taken_of_json(data.provenance.get(TAKEN), len(options.dataset))
+    for dataset, numbers, each in zip(options.dataset, _held_out_numbers(data), taken, strict=True):
         if len(numbers):
-            parts.append(_read(dataset, tokenizer, options, vocab_size, chosen=numbers))
+            parts.append(_read(dataset, tokenizer, options, vocab_size, Chosen(numbers, each)))
     return {"": join_prompts(parts, renumber=False)}
 
 
@@ -87,19 +90,31 @@ def _held_out_numbers(data: RunData) -> list[set[int]]:
     return parts
 
 
+class Chosen(NamedTuple):
+    """Some rows of a dataset: their numbers among those that the run takes."""
+
+    numbers: Collection[int]
+    taken: Taken
+
+
 def _read(
     dataset: str,
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     vocab_size: int,
-    chosen: Collection[int] | None = None,
+    chosen: Chosen | None = None,
 ) -> Prompts:
-    """The prompts of a dataset. chosen: the numbers of its rows to read; None for all."""
+    """The prompts of a dataset. chosen: the rows to read; None for all."""
     if parse_name(dataset).name == DUMMY:
         raise UserError(f"--eval_rewards scores answers to prompts, and {DUMMY} has none.")
     try:
         dataset_rows = read_dataset(
-            dataset, tokenizer, options, vocab_size=vocab_size, chosen_prompts=chosen
+            dataset,
+            tokenizer,
+            options,
+            vocab_size=vocab_size,
+            source=chosen.taken.of(find_source(dataset)) if chosen else None,
+            chosen_prompts=chosen.numbers if chosen else None,
         )
     except UserError as error:
         raise UserError(

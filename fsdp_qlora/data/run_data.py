@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -34,13 +34,22 @@ from fsdp_qlora.data.sources.dataset_name import (
     parse_eval_names,
     parse_name,
 )
+from fsdp_qlora.data.sources.places import is_from_beginning
 from fsdp_qlora.data.sources.source import Source
-from fsdp_qlora.data.sources.spread import NUM_BLOCKS, is_from_beginning
+from fsdp_qlora.data.sources.spread import NUM_BLOCKS
+from fsdp_qlora.data.taken_rows import (
+    ALL,
+    TAKEN,
+    NeededRows,
+    Taken,
+    are_enough,
+    choose_taken,
+    taken_as_json,
+)
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.rendering import CHAT, describe_default, describe_lack, prompt_record
+from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import find_template
-from fsdp_qlora.model.architecture.tokenizer import is_made_for_chats
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
 
@@ -67,7 +76,8 @@ class RunData:
     provenance: dict[str, Any] = field(default_factory=dict)
     """For the result's card, as JSON. data: name, format and number of rows of each dataset;
     eval_data: the same; learn: the words of --learn; prompt: as `prompt_record`, of the first
-    dataset, and in a run's plan with `ends`.
+    dataset, and in a run's plan with `ends`; taken: a `Taken` of each dataset, if a part of one is
+    taken.
     """
     reports: tuple[DataReport, ...] = ()
     """The reports on each dataset to train on."""
@@ -158,75 +168,20 @@ class RunData:
         return {"rejected.jsonl": "".join(lines)} if lines else {}
 
 
-class LearningModel(NamedTuple):
-    """The model that learns from rows, as far as their text depends on it."""
-
-    name: str
-    folder: Path
-    tokenizer: PreTrainedTokenizerBase
-    takes_images: bool = True
-    """Whether it has parts for images, if its folder has a processor for them."""
-
-
-def options_for(options: DataOptions, model: LearningModel, *, keeps_template: bool) -> DataOptions:
-    """The options with what the model decides: the processor of images, and the default prompts.
-
-    By default instructions are filled into the chat template of a model made for chats.
-
-    Args:
-        options: as they are given, without an image processor.
-        keeps_template: whether this run has begun, or its adapter was trained, with prompts of a
-            plain template, and keeps them.
-    """
-    image_processor = ImageProcessor.find(model.folder, model.name)
-    text = dataclasses.replace(
-        options.text, image_processor=image_processor if model.takes_images else None
-    )
-    is_default = text.prompt_template is None and not keeps_template
-    if is_default and is_made_for_chats(model.folder, model.tokenizer):
-        text = dataclasses.replace(text, prompt_template=CHAT)
-    return dataclasses.replace(options, text=text)
-
-
-def say_prompts(
-    data: RunData, tokenizer: PreTrainedTokenizerBase, after_answer: str, *, is_default: bool
-) -> None:
-    """Say how prompts and answers are written; how answers end is noted in the run's provenance.
-
-    Args:
-        after_answer: as for `RunData.ends`.
-        is_default: no template was asked for.
-    """
-    prompt = data.provenance["prompt"]
-    ends = data.ends(tokenizer, after_answer)
-    if ends:
-        prompt["ends"] = ends
-        log.info(
-            "Answers end with %s, not with the tokenizer's %s: generation_config.json will name "
-            "both.",
-            " or ".join(ends),
-            tokenizer.eos_token,
-        )
-    default = describe_default(data.reports[0].dataset_format, prompt)
-    if default and is_default and tokenizer.chat_template:
-        log.info("%s", default)
-    lack = describe_lack(prompt, tokenizer)
-    if lack:
-        log.warning("%s", lack)
-
-
 def read_rows(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     *,
     vocab_size: int,
     longest: int | None = None,
+    needed: NeededRows | None = None,
 ) -> RunData:
     """Tokenize the datasets or take them from the cache, hold rows out, or read prompts.
 
     Args:
         vocab_size: the number of embeddings of the model.
         longest: the maximum tokens per row that it supports, if known.
+        needed: rows that the run's steps take, if a part of much larger datasets is enough.
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """
@@ -245,31 +200,86 @@ def read_rows(
     if options.context_length == "auto":
         chosen = _choose_context_length(tokenizer, options, known_sources, longest)
         options = dataclasses.replace(options, context_length=chosen)
-    datasets = [
-        read_dataset(
-            dataset, tokenizer, options, vocab_size=vocab_size, source=known_sources.get(dataset)
-        )
-        for dataset in options.dataset
-    ]
-    data = _joined(datasets, options)
-    if eval_names:
-        whole = dataclasses.replace(options, dataset_samples=None)
-        eval_datasets = [
-            read_dataset(dataset, tokenizer, whole, vocab_size=vocab_size)
-            for dataset in eval_names.values()
-        ]
-        data = _with_evaluation(data, eval_datasets, eval_names)
-    data = _compared(data, drop=options.drop_duplicates)
-    if shares:
-        parts = [dataset.rows for dataset in datasets]
-        mixture = _mixture(options.dataset, shares, parts, data.train_rows)
-        data = dataclasses.replace(data, mixture=mixture)
-    return dataclasses.replace(
-        data,
-        provenance=_provenance(data, options, eval_names.values()),
-        context_length=options.longest_row,
-        image_processor=options.text.image_processor,
+    reader = _Reader(tokenizer, options, vocab_size, known_sources, shares)
+    taken = choose_taken(needed, options, known_sources, shares)
+    data = reader.read(taken)
+    if needed is None or reader.are_enough(data, taken, needed):
+        return data
+    few = (
+        f"{len(data.train_rows):,} of the rows that were taken are left to train on, too few for "
+        f"--max_steps ({needed.count:,} rows)"
     )
+    if needed.taken is not None:
+        # Not of the run that took them: with its rows per step they are enough.
+        log.warning("%s: a run that begins anew on these ranks would end earlier.", few)
+        return data
+    log.warning("%s: all rows are read.", few)
+    return reader.read([ALL for _ in taken])
+
+
+class _Reader:
+    """Reads the datasets of a run.
+
+    Args:
+        options: with a length of the rows that is decided.
+        vocab_size: the number of embeddings of the model.
+        known_sources: of the datasets that have one, by their names.
+        shares: of the datasets in a mixture.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        vocab_size: int,
+        known_sources: Mapping[str, Source],
+        shares: Sequence[float] | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._vocab_size = vocab_size
+        self._known_sources = known_sources
+        self._shares = shares
+
+    def read(self, taken: Sequence[Taken]) -> RunData:
+        """Read what is taken of each dataset, and the datasets to evaluate on."""
+        options = self._options
+        datasets = [
+            self._dataset(dataset, options, each)
+            for dataset, each in zip(options.dataset, taken, strict=True)
+        ]
+        data = _joined(datasets, options)
+        eval_names = parse_eval_names(options.eval_dataset)
+        if eval_names:
+            whole = dataclasses.replace(options, dataset_samples=None)
+            eval_datasets = [self._dataset(name, whole, ALL) for name in eval_names.values()]
+            data = _with_evaluation(data, eval_datasets, eval_names)
+        data = _compared(data, drop=options.drop_duplicates)
+        if self._shares:
+            parts = [dataset.rows for dataset in datasets]
+            mixture = _mixture(options.dataset, self._shares, parts, data.train_rows)
+            data = dataclasses.replace(data, mixture=mixture)
+        return dataclasses.replace(
+            data,
+            provenance=_provenance(data, options, eval_names.values(), taken),
+            context_length=options.longest_row,
+            image_processor=options.text.image_processor,
+        )
+
+    def _dataset(self, dataset: str, options: DataOptions, taken: Taken) -> DatasetRows:
+        source = self._known_sources.get(dataset)
+        return read_dataset(
+            dataset,
+            self._tokenizer,
+            options,
+            vocab_size=self._vocab_size,
+            source=taken.of(source) if source else None,
+        )
+
+    def are_enough(self, data: RunData, taken: Sequence[Taken], needed: NeededRows) -> bool:
+        """Whether the steps of the run have all rows that they take."""
+        ends = np.cumsum([report.num_used for report in data.reports]).tolist()
+        return are_enough(needed.count, taken, data.train_rows, ends, self._shares)
 
 
 def _refuse_without_prompts(names: Iterable[DatasetName]) -> None:
@@ -281,12 +291,14 @@ def _refuse_without_prompts(names: Iterable[DatasetName]) -> None:
 
 
 def _provenance(
-    data: RunData, options: DataOptions, eval_datasets: Iterable[str]
+    data: RunData, options: DataOptions, eval_datasets: Iterable[str], taken: Sequence[Taken]
 ) -> dict[str, Any]:
     """The datasets and their prompts; see `RunData.provenance`."""
     first = data.reports[0]
     template = find_template(options.text.prompt_template)
-    return {
+    parts = taken_as_json(taken)
+    record = {TAKEN: parts} if parts else {}
+    return record | {
         "prompt": prompt_record(
             first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled
         ),

@@ -11,12 +11,15 @@ from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import TOWERS
 from fsdp_qlora.data.held_out import PromptSets, held_out_prompts
+from fsdp_qlora.data.learning_model import LearningModel, options_for
 from fsdp_qlora.data.options import DataOptions, TextOptions
-from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, read_rows
+from fsdp_qlora.data.run_data import RunData, read_rows
+from fsdp_qlora.data.taken_rows import NeededRows
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.model.architecture.rope import changing_rope
 from fsdp_qlora.planning.plan import ModelPlan
+from fsdp_qlora.planning.run_rows import needed_rows
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -76,13 +79,26 @@ def pick_data(
     return config.pick(DataOptions, text=text)
 
 
+def needed_of(config: TrainConfig, decisions: Decisions, data_size: int) -> NeededRows | None:
+    """The rows that the run takes, if it is not sure to take all. Arguments as of `needed_rows`."""
+    count = needed_rows(config, data_size)
+    return None if count is None else NeededRows(count, decisions.taken)
+
+
 def read_planned_rows(
-    config: TrainConfig, plan: ModelPlan, decisions: Decisions, tools: Tools | None = None
+    config: TrainConfig,
+    plan: ModelPlan,
+    decisions: Decisions,
+    tools: Tools | None = None,
+    *,
+    data_size: int | None = None,
 ) -> tuple[TrainConfig, RunData]:
     """Read the rows for a model that is planned.
 
     Args:
         tools: of the run's environments, as in `TextOptions`.
+        data_size: ranks that get other rows than each other, for a run that takes the rows of its
+            steps alone; None to read all rows.
     Returns:
         The options with the context_length that the rows decide, and the rows.
     Raises:
@@ -94,6 +110,7 @@ def read_planned_rows(
         options_for(pick_data(config, tools=tools), model, keeps_template=decisions.fills_template),
         vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
         longest=most_positions(plan.config),
+        needed=None if data_size is None else needed_of(config, decisions, data_size),
     )
     _check_images(config, plan, data)
     if plan.documents is None or (data.have_images and plan.pads_images):

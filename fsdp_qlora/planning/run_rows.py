@@ -44,6 +44,27 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
     return PlannedRows(longest, MicroBatchSize(tokens, squares, data_size * tokens), _TOKENS)
 
 
+def needed_rows(config: TrainConfig, data_size: int) -> int | None:
+    """The rows, or prompts, that the steps of the run take.
+
+    None if it takes all rows: all epochs, or as many rows in a step as auto decides with them. So
+    does a teacher's run: what the teacher says is kept for all rows, also for runs on other ranks.
+
+    Args:
+        data_size: ranks that get other rows than each other.
+    """
+    leaves_settings = config.auto or config.context_parallel_size == "auto"
+    is_taught = config.teacher and not config.teacher_url
+    if config.max_steps < 0 or leaves_settings or is_taught:
+        return None
+    rows = config.batch_size * config.gradient_accumulation_steps * data_size
+    objective = config.objective_row
+    if not objective.kind_of_rows(config).is_sampled:
+        return config.max_steps * rows
+    steps = -(-config.max_steps // config.num_iterations)
+    return steps * -(-rows // objective.answers_per_prompt(config))
+
+
 def make_schedule(
     config: TrainConfig,
     data: RunData,

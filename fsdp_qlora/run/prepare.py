@@ -18,7 +18,8 @@ from fsdp_qlora.checkpoint.run_folder import is_finished
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.data.batches.tokenization import describe_sample
-from fsdp_qlora.data.run_data import LearningModel, options_for, read_rows, say_prompts
+from fsdp_qlora.data.learning_model import LearningModel, options_for, say_prompts
+from fsdp_qlora.data.run_data import read_rows
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.upload import check_uploads
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
@@ -28,6 +29,7 @@ from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.plan import ModelPlan, plan_model, read_model, with_new_tokens
 from fsdp_qlora.planning.reading import (
     earlier_run,
+    needed_of,
     pick_data,
     read_held_out,
     read_planned_rows,
@@ -102,7 +104,8 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
         store: of the session; None for a dry run, which is one process.
     """
     machine = Machine.of(config, ranks)
-    machine.data_size(config.context_size)  # is refused if the ranks cannot be divided so
+    # Is refused if the ranks cannot be divided so.
+    data_size = machine.data_size(config.context_size)
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
     setup = open_setup(config.pick(SetupOptions), ranks, store)
@@ -116,7 +119,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     if config.objective_row.distills:
         refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
-    config, data = read_planned_rows(config, model, decisions, setup.tools)
+    config, data = read_planned_rows(config, model, decisions, setup.tools, data_size=data_size)
     held_out = read_held_out(config, model, data, decisions)
     setup = setup.with_rows(data, held_out, model.tokenizer)
     say_prompts(data, model.tokenizer, setup.stop_text, is_default=config.prompt_template is None)
@@ -136,11 +139,13 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     model = LearningModel(config.model_name, folder, tokenizer)
     picked = pick_data(config, tools=setup.tools)
+    data_size = Machine.of(config, ranks).data_size(config.context_size)
     data = read_rows(
         tokenizer,
         options_for(picked, model, keeps_template=decisions.fills_template),
         vocab_size=len(tokenizer),
         longest=most_positions(model_config),
+        needed=needed_of(config, decisions, data_size),
     )
     sides = ("student", "teacher") if config.objective == "distill" else ()
     # NO_COLOR turns colours off: https://no-color.org.

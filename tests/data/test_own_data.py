@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule, mix
-from fsdp_qlora.data.run_data import LearningModel, RunData, options_for, read_rows
+from fsdp_qlora.data.learning_model import LearningModel, options_for
+from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.planning.reading import earlier_run, pick_data

@@ -189,7 +189,7 @@ class DataReport(RowCounts):
         for file, group in itertools.groupby(numbers, key=file_of):
             path = self.origin if self.origin.endswith(file.name) else f"{self.origin}/{file.name}"
             rows = ", ".join(str(row_number - file.offset) for row_number in group)
-            places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
+            places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} {file.unit} {rows}")
         return "; ".join(places)
 
     def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:

@@ -64,7 +64,10 @@ def read_lines(path: Path, parse_line: Callable[[str], Row], reading: Reading) -
 def read_lines_between(
     path: Path, parse_line: Callable[[str], Row], ranges: Ranges
 ) -> NumberedRows:
-    """One row per line that begins in these ranges of bytes. Numbers are those of bytes."""
+    """One row per line that begins in these ranges of bytes.
+
+    Numbers are those of the lines' first bytes, from 1, as of `tail -c +N`.
+    """
     most = most_row_bytes()
     with open_file(path) as file:
         for start, stop in ranges:
@@ -82,9 +85,9 @@ def read_lines_between(
                     break
                 if len(line) > most:
                     raise too_long(f"{path} at byte {at}")
-                at += len(line)
                 if not _is_blank(line):
-                    yield at, _row_of(line, parse_line)
+                    yield at + 1, _row_of(line, parse_line)
+                at += len(line)
 
 
 def _skip_lines(lines: Iterator[tuple[int, bytes]], reading: Reading) -> tuple[int, Skipped]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from fsdp_qlora.data.content import SourceFile
+from fsdp_qlora.data.sources.places import ranges_at_places, rows_in_all
 from fsdp_qlora.data.sources.reading import (
     ChooseColumns,
     NumberedRows,
@@ -132,17 +133,6 @@ def _num_bytes(row: object) -> int:
     return total
 
 
-def rows_in_all(parts: Sequence[Part]) -> int | None:
-    """The rows of all parts, if they are known without reading them."""
-    numbers = [part.num_rows() for part in parts if part.num_rows is not None]
-    return sum(numbers) if len(numbers) == len(parts) else None
-
-
-def is_from_beginning(source: Source) -> bool:
-    """Whether a file of the source can only be read from its beginning."""
-    return any(part.read_ranges is None for part in source.parts)
-
-
 class _Blocks:
     """Blocks of the rows of parts.
 
@@ -157,8 +147,7 @@ class _Blocks:
         self._parts = parts
         self._used = used
         self._most = max(1, _MOST_OF_A_BLOCK * num_rows // NUM_BLOCKS)
-        self._size = sum(part.size for part in parts)
-        self._rows_per_byte = in_all / max(1, self._size)
+        self._rows_per_byte = in_all / max(1, sum(part.size for part in parts))
 
     def read(self, bounds: tuple[float, float], share: float) -> Iterator[Entry]:
         """Yield the entries of all blocks.
@@ -167,23 +156,14 @@ class _Blocks:
             bounds: where the content begins and ends that counts, as shares of all of it.
             share: of this content that is read.
         """
-        first, last = (bound * self._size for bound in bounds)
-        distance = (last - first) / NUM_BLOCKS
-        starts = [first + block * distance for block in range(NUM_BLOCKS)]
-        blocks = [(start, start + share * distance) for start in starts]
+        of_parts = ranges_at_places(self._parts, share, NUM_BLOCKS, bounds)
         before = 0
-        for index, part in enumerate(self._parts):
-            end = before + part.size
-            ranges = [
-                (max(0.0, start - before), min(part.size, stop - before))
-                for start, stop in blocks
-                if start < end and stop > before
-            ]
+        for index, (part, ranges) in enumerate(zip(self._parts, of_parts, strict=True)):
             if ranges:
                 file = SourceFile(part.name, "row", before)
                 for row_number, row in self._read(part, ranges):
                     yield Entry(file, row_number, row, index)
-            before = end
+            before += part.size
 
     def _read(self, part: Part, ranges: Ranges) -> NumberedRows:
         """The rows of a part that begin in these ranges, or as many from its beginning."""
