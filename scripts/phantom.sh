@@ -24,6 +24,9 @@ library="$venv/phantom"
 
 # What needs torch is installed without its needs, as torch is: its own would bring 2.7 GB of nvidia-*. Theirs are here.
 needs=("typing-extensions>=4.13" "setuptools>=77,<82" sympy networkx einops termcolor wheel pytest pytest-xdist)
+# transformers' lowest version reads images with torchvision, of the release that belongs to torch's.
+with_images=torchvision
+[ "$end" = lowest ] || with_images=""
 with_torch="^(torch|accelerate|bitsandbytes|hqq|peft)[=>]"
 
 fail() {
@@ -73,6 +76,7 @@ install_packages() {
     pip_install "${needs[@]}" $(grep -Ev "$with_torch" <<<"$required")
     # hqq without kernels of its own.
     DISABLE_CUDA=1 pip_install --no-deps --no-build-isolation $(grep -E "$with_torch" <<<"$required" | grep -v '^torch')
+    [ -z "$with_images" ] || pip_install --no-deps "$with_images==0.$(($(cut -d. -f2 <<<"$torch") + 15)).*"
 }
 
 site_packages() {
@@ -118,7 +122,7 @@ for tool in cc nm readelf; do
 done
 base="$(find_python $(candidates))"
 required="$(requirements)"
-state="$base ${FSDP_QLORA_PHANTOM_TORCH:-} ${needs[*]} $required"
+state="$base ${FSDP_QLORA_PHANTOM_TORCH:-} ${needs[*]} $with_images $required"
 # The index may have newer versions on another day.
 [ "$end" = lowest ] || state+=" $(date +%F)"
 step packages "$state" install_packages get_headers

@@ -149,6 +149,9 @@ OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "packed": packed_attention,
     "nonzero": lambda d: (drawn(64).to(d) > 0).nonzero(),
     "a mask as an index": lambda d: drawn(64).to(d)[drawn(64).to(d) > 0],
+    "gradient of what a mask scatters": lambda d: with_gradients(
+        lambda x: drawn(64).to(d).masked_scatter(drawn(64).to(d) > 0, x), drawn(64).to(d)
+    ),
     "convolution without cuDNN": lambda d: F.conv2d(
         drawn(1, 3, 8, 8).to(d), drawn(4, 3, 2, 2).to(d)
     ),

@@ -40,6 +40,7 @@ SPECIAL: dict[str, Way] = {
     **dict.fromkeys(NATIVE, native),
     **dict.fromkeys(EMPTY, uninitialized),
     "multinomial": cpu_alone,  # looks for probabilities that are none
+    "masked_scatter_backward": cpu_alone,  # counts the entries of its mask
 }
 
 
