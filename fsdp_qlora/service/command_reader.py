@@ -31,6 +31,7 @@ from fsdp_qlora.service.parsed_requests import ParsedRequests
 from fsdp_qlora.service.records import QueuedRequest, Records
 from fsdp_qlora.service.sampling import Drawing, SampleRequest, read_sample_request
 from fsdp_qlora.service.saved_weights import SAMPLER_WEIGHTS, SavedWeights, unnamed_sampler
+from fsdp_qlora.service.sent_images import NO_BASE_IMAGES, BaseImages
 from fsdp_qlora.service.train_request import TrainRequest, parse_train_request
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
@@ -57,6 +58,7 @@ class Base(NamedTuple):
     tokenizer: str
     """A folder, or a name on the hub."""
     limits: Limits
+    images: BaseImages = NO_BASE_IMAGES
 
 
 class WantedSample(NamedTuple):
@@ -67,9 +69,13 @@ class WantedSample(NamedTuple):
     request: SampleRequest
 
     def is_alike(self, other: "WantedSample") -> bool:
-        """Whether both have the same weights and sampling settings."""
+        """Whether both have the same weights and sampling settings, and both or none images.
+
+        The tokens of a text may stand for images that nobody has sent.
+        """
         same_weights = self.sampler["path"] == other.sampler["path"] and self.base == other.base
-        return same_weights and self.drawing == other.drawing
+        same_kind = bool(self.request.images) == bool(other.request.images)
+        return same_weights and same_kind and self.drawing == other.drawing
 
     @property
     def base(self) -> str | None:
@@ -155,7 +161,8 @@ class CommandReader:
         message = self.parsed.take(name)
         if message is None:
             message = parse_train_request(self.records.body(name))
-        return TrainRequest.read(message, self.bases[0].limits)
+        base = self.bases[0]
+        return TrainRequest.read(message, base.limits, base.images)
 
     def _create(self, model: str, request: types.CreateModelRequest) -> AdapterSettings:
         lora = request.lora_config
@@ -249,8 +256,9 @@ class CommandReader:
         if path is not None:
             self.weights.folder_of(path)
             self.weights.note_sampling(path)
-        base = 0 if path is not None else self.base_named(str(sampler.get("base")))
-        drawing, own = read_sample_request(queued.id, request, self.bases[base].limits)
+        number = 0 if path is not None else self.base_named(str(sampler.get("base")))
+        base = self.bases[number]
+        drawing, own = read_sample_request(queued.id, request, base.limits, base.images)
         return WantedSample(sampler, drawing, own)
 
     def samples_trained_base(self, sampler: str) -> bool:

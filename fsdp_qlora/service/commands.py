@@ -94,6 +94,14 @@ class Sample:
     checked: str | None = None
     """The model that the weights are of, if these answers show whether the server uses them."""
 
+    @property
+    def image_contents(self) -> dict[str, np.ndarray]:
+        """The bytes of the prompts' images by their names."""
+        contents = dict[str, np.ndarray]()
+        for request in self.requests:
+            contents |= request.images.contents
+        return contents
+
 
 @dataclass(frozen=True)
 class DropModel:

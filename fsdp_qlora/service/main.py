@@ -19,10 +19,9 @@ import uvicorn
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
+from fsdp_qlora.data.batches.rows import join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.longest_rows import longest_of_table
-from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.device import free_gpu_memory
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
@@ -69,6 +68,7 @@ from fsdp_qlora.service.sampler import RequestSampler
 from fsdp_qlora.service.sampling import Drawing
 from fsdp_qlora.service.scheduler import Scheduler
 from fsdp_qlora.service.served_adapters import ServedAdapters
+from fsdp_qlora.service.served_images import ServedImages
 from fsdp_qlora.service.training import RequestTargets, RequestTrainer
 from fsdp_qlora.service.worker import Worker
 from fsdp_qlora.training.loop import gc_frozen
@@ -244,11 +244,16 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
         batching=config.batching,
         context_length=config.longest_row,
     )
-    no_data = RunData(NO_ROWS, np.arange(0), NO_ROWS)
     targets = RequestTargets()
-    trainer = build_trainer(
-        config, Plan(placed, no_data, schedule, warmup_steps=0), ranks, control, targets
-    )
+    images = ServedImages(config, plan)
+    with images.trial() as rows_with_images:
+        trainer = build_trainer(
+            config,
+            Plan(placed, rows_with_images, schedule, warmup_steps=0),
+            ranks,
+            control,
+            targets,
+        )
     # A pass of the largest request that is allowed: a lack of memory shows now, not in a request.
     if ranks.device.type == "cuda":
         row = np.zeros(config.longest_row, np.int32)
@@ -265,6 +270,7 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
         RequestTrainer(adapters, targets),
         RequestSampler(adapters, placed, limits.vocabulary, beat),
         limits,
+        images,
     )
 
 
@@ -291,7 +297,8 @@ def _described(base: FetchedBase, worker: Worker) -> Base:
     config = base.config
     here = Path(base.config.model_name).expanduser()
     names = [*dict.fromkeys(filter(None, (config.base_name, config.model_name, here.name)))]
-    return Base(names, str(here.resolve()) if here.is_dir() else config.model_name, worker.limits)
+    tokenizer = str(here.resolve()) if here.is_dir() else config.model_name
+    return Base(names, tokenizer, worker.limits, worker.images.base)
 
 
 def _sample_server(worker: Worker, config: TrainConfig, options: ServeOptions) -> SampleServer:

@@ -8,7 +8,9 @@ import numpy as np
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.service.sent_images import BaseImages, SentImage, SequenceImages, SequenceReader
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.utils.errors import UserError
 
@@ -70,21 +72,43 @@ class Limits:
         return tokens
 
 
-def prompt_tokens(request: types.SampleRequest, limits: Limits) -> np.ndarray:
-    """The prompt's tokens, int32. Raises UserError if it has other things, or an unknown token."""
-    texts = [chunk for chunk in request.prompt.chunks if isinstance(chunk, types.EncodedTextChunk)]
-    if len(texts) < len(request.prompt.chunks):
-        raise UserError("Prompts of other things than tokens are not served.")
+def prompt_of(
+    request: types.SampleRequest, limits: Limits, images: BaseImages
+) -> tuple[np.ndarray, SequenceImages]:
+    """The prompt's tokens, int32, and its images. Raises UserError if it cannot be read."""
+    pieces = [_piece(chunk) for chunk in request.prompt.chunks]
+    reader = SequenceReader(images, limits.context_length)
+    tokens, shown = reader.read(pieces, "The prompt")
+    if shown:
+        reader.refuse_image_tokens(pieces, "The prompt")
+    return limits.check(tokens, "The prompt"), shown
+
+
+def _piece(chunk: types.ModelInputChunk) -> np.ndarray | SentImage:
+    if isinstance(chunk, types.ImageChunk):
+        return SentImage(chunk.data, chunk.expected_tokens)
+    if isinstance(chunk, types.ImageAssetPointerChunk):
+        raise UserError(
+            "The prompt has an image_asset_pointer, and this service reads no files or addresses "
+            "for its clients: send the image itself, as an ImageChunk."
+        )
+    if not isinstance(chunk, types.EncodedTextChunk):
+        raise UserError(f"The prompt has {chunk.type}, and only tokens and images are served.")
     try:
-        tokens = np.array([token for chunk in texts for token in chunk.tokens], np.int32)
+        return np.array(chunk.tokens, np.int32)
     except OverflowError as error:
         raise UserError("The prompt has a token that is no 32-bit number.") from error
-    return limits.check(tokens, "The prompt")
 
 
-def rows_to_score(prompts: Sequence[Sequence[int]]) -> TokenizedRows:
-    """A row for each prompt, whose tokens are targets but for the first."""
-    return rows_of_tokens([np.array(prompt, np.int32) for prompt in prompts])
+def rows_to_score(
+    prompts: Sequence[Sequence[int]], images: Sequence[RowImages] = ()
+) -> TokenizedRows:
+    """A row for each prompt, whose tokens are targets but for the first.
+
+    images: of each prompt, of one row; empty if no prompt has any.
+    """
+    shown = join_images(images, [1] * len(images)) if images else NO_IMAGES
+    return rows_of_tokens([np.array(prompt, np.int32) for prompt in prompts], shown)
 
 
 class PromptScores(NamedTuple):
@@ -119,10 +143,11 @@ def encode_samples(answers: Sequence[Completion], scores: PromptScores) -> bytes
     return answer.SerializeToString()
 
 
-def rows_of_tokens(rows: Sequence[np.ndarray]) -> TokenizedRows:
-    """Rows whose tokens are all learned, but for the first of each."""
+def rows_of_tokens(rows: Sequence[np.ndarray], images: RowImages = NO_IMAGES) -> TokenizedRows:
+    """Rows whose tokens are all learned, but for the first of each, with their images."""
     lengths = [len(row) for row in rows]
     learned = np.concatenate([np.arange(length) > 0 for length in lengths])
     ids = np.concatenate(rows).astype(np.int32)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    return TokenizedRows(ids, learned, offsets, np.arange(len(rows), dtype=np.int64))
+    numbers = np.arange(len(rows), dtype=np.int64)
+    return TokenizedRows(ids, learned, offsets, numbers, images=images)

@@ -139,7 +139,9 @@ class RequestSampler:
         wanted = [(number, each) for number, each in enumerate(requests) if each.scores]
         if not wanted:
             return {}
-        table = rows_to_score([each.prompt for _, each in wanted])
+        table = rows_to_score(
+            [each.prompt for _, each in wanted], [each.images.row for _, each in wanted]
+        )
         forward = self.adapters.trainer.forward
         logps = token_logprobs(forward, table)
         # One pass for all of them, with as many tokens as the largest request asks for.
@@ -182,10 +184,17 @@ class RequestSampler:
             stops,
             options,
             KeptWeights(plan.decoded > 0, plan.stays),
+            trainer.collator.image_inputs,
         )
         # A sample depends on its request's seed and its number alone, whatever is answered with it.
         seeds = [derive_seed("sample", each.seed, sample) for each, sample in asked]
         with kept_gathered(trainer.model) if plan.gathered else contextlib.nullcontext():
             prompts = [each.prompt for each, _ in asked]
-            answers = iter(generator.answer_all(prompts, plan.at_a_time, self.beat, seeds))
+            # All prompts have images, or none has.
+            images = [each.images.row for each, _ in asked if each.images]
+            answers = iter(
+                generator.answer_all(
+                    prompts, plan.at_a_time, self.beat, seeds, images=images or None
+                )
+            )
         return [list(itertools.islice(answers, each.num_samples)) for each in requests]

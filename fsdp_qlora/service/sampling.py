@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tinker import types
 
-from fsdp_qlora.service.messages import Limits, prompt_tokens
+from fsdp_qlora.service.messages import Limits, prompt_of
+from fsdp_qlora.service.sent_images import NO_SENT_IMAGES, BaseImages, SequenceImages
 from fsdp_qlora.training.generation.sampling import SamplingOptions
 from fsdp_qlora.utils.errors import UserError
 
@@ -16,6 +17,8 @@ MAX_SAMPLES = 1024
 _MAX_TOP = 1024
 # Numbers that are found of the prompts of requests that are answered together: 256 MiB of float32.
 MAX_PROMPT_VALUES = 2**26
+# Bytes of images of requests that are answered together.
+_MAX_IMAGE_BYTES = 2**27
 # Tokens and texts that end an answer. Each text is looked for at each token.
 _MAX_STOPS = 1024
 _MAX_STOP_TEXTS = 64
@@ -64,6 +67,8 @@ class SampleRequest:
     """The number of most likely tokens to find in each place of the prompt."""
     last: int | None
     """The number of last tokens of the prompt to score; None for all."""
+    images: SequenceImages = NO_SENT_IMAGES
+    """Those of the prompt."""
 
 
 class SampleGroup:
@@ -79,11 +84,15 @@ class SampleGroup:
         num_tokens = sum(len(each.prompt) for each in scored)
         top = max((each.top for each in scored), default=0)
         num_samples = sum(each.num_samples for each in together)
-        return num_samples <= MAX_SAMPLES and prompt_values(num_tokens, top) <= MAX_PROMPT_VALUES
+        return (
+            num_samples <= MAX_SAMPLES
+            and prompt_values(num_tokens, top) <= MAX_PROMPT_VALUES
+            and sum(each.images.num_bytes for each in together) <= _MAX_IMAGE_BYTES
+        )
 
 
 def read_sample_request(
-    name: str, request: types.SampleRequest, limits: Limits
+    name: str, request: types.SampleRequest, limits: Limits, base_images: BaseImages
 ) -> tuple[Drawing, SampleRequest]:
     """Check a request and fill in its defaults.
 
@@ -95,7 +104,7 @@ def read_sample_request(
     for field in _NOT_SERVED:
         if getattr(request, field):
             raise UserError(f"{field} is not served.")
-    prompt = prompt_tokens(request, limits)
+    prompt, images = prompt_of(request, limits, base_images)
     params = request.sampling_params
     max_new = _max_new_tokens(params, limits.context_length + 1 - len(prompt))
     _check_counts(request, len(prompt))
@@ -113,6 +122,7 @@ def read_sample_request(
         scores=bool(request.prompt_logprobs or request.topk_prompt_logprobs),
         top=request.topk_prompt_logprobs,
         last=request.prompt_logprobs_last_n,
+        images=images,
     )
     return drawing, own
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,9 +13,17 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.service.losses import LOSSES, Loss
 from fsdp_qlora.service.messages import Limits, rows_of_tokens
+from fsdp_qlora.service.sent_images import (
+    NO_BASE_IMAGES,
+    BaseImages,
+    SentImage,
+    SequenceImages,
+    SequenceReader,
+)
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
@@ -43,9 +51,18 @@ class TrainRequest:
     """The input tokens of all datums, int32 [positions]."""
     inputs: dict[str, np.ndarray]
     """Targets and the loss's tensors, by name: int64 or float32 [positions, K]."""
+    images: RowImages = NO_IMAGES
+    """Those of the datums."""
+    contents: dict[str, np.ndarray] = field(default_factory=dict)
+    """The files' bytes by their hexadecimal names, uint8."""
 
     @classmethod
-    def read(cls, message: pb.ForwardBackwardRequest, limits: Limits) -> "TrainRequest":
+    def read(
+        cls,
+        message: pb.ForwardBackwardRequest,
+        limits: Limits,
+        base_images: BaseImages = NO_BASE_IMAGES,
+    ) -> "TrainRequest":
         """Check the request. Raises UserError if it cannot be computed."""
         loss = LOSSES.get(message.loss_fn)
         if loss is None:
@@ -62,22 +79,29 @@ class TrainRequest:
             raise UserError(
                 f"The loss {message.loss_fn} has a setting that is not finite: {shown(given)}."
             )
-        _check_sizes(message, limits)
-        parts = list[np.ndarray]()
-        datums = list[dict[str, np.ndarray]]()
-        for number, datum in enumerate(message.data):
-            tokens = limits.check(_tokens(datum.model_input, f"Datum {number}"), f"Datum {number}")
-            datums.append(_read_inputs(datum, number, (message.loss_fn, loss), len(tokens), limits))
-            parts.append(tokens)
-        if not parts:
+        if not message.data:
             raise UserError("The request has no data.")
+        width = _check_sizes(message, limits)
+        tokens, images = _read_sequences(message, limits, base_images)
+        if any(images):
+            # Only now is it known how many tokens stand for images.
+            limits.check_targets(sum(map(len, tokens)), width)
+        datums = [
+            _read_inputs(datum, number, (message.loss_fn, loss), len(ids), limits)
+            for number, (datum, ids) in enumerate(zip(message.data, tokens, strict=True))
+        ]
+        contents = dict[str, np.ndarray]()
+        for own in images:
+            contents |= own.contents
         return cls(
             loss=message.loss_fn,
             config=dict(loss.config) | given,
             forward_only=message.forward_only,
             shapes=[datum["target_tokens"].shape for datum in datums],
-            tokens=np.concatenate(parts).astype(np.int32),
+            tokens=np.concatenate(tokens).astype(np.int32),
             inputs=_joined(datums),
+            images=join_images([own.row for own in images], [1] * len(images)),
+            contents=contents,
         )
 
     @functools.cached_property
@@ -90,7 +114,7 @@ class TrainRequest:
         """A row for each datum: its tokens, and one behind them."""
         parts = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
         # A row's targets are its next tokens, so the last one needs a token behind it.
-        return rows_of_tokens([np.append(part, np.int32(0)) for part in parts])
+        return rows_of_tokens([np.append(part, np.int32(0)) for part in parts], self.images)
 
     @functools.cached_property
     def values(self) -> dict[str, np.ndarray]:
@@ -154,28 +178,58 @@ def parse_train_request(body: bytes) -> pb.ForwardBackwardRequest:
         raise UserError("The body is no ForwardBackwardRequest.") from error
 
 
-def _tokens(chunks: Sequence[pb.Chunk], what: str) -> np.ndarray:
-    kinds = {chunk.WhichOneof("chunk") for chunk in chunks}
-    other = kinds - {"encoded_text"}
-    if other:
-        raise UserError(
-            f"{what} has {next(iter(other)) or 'an empty chunk'}, and only tokens are served."
-        )
-    try:
-        return np.concatenate(
-            [
-                np.zeros(0, np.int32),
-                *(np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in chunks),
-            ]
-        )
-    except ValueError as error:
-        raise UserError(f"{what} has tokens that are no 32-bit numbers.") from error
+def _read_sequences(
+    message: pb.ForwardBackwardRequest, limits: Limits, base_images: BaseImages
+) -> tuple[list[np.ndarray], list[SequenceImages]]:
+    """The tokens of each datum, and its images. Raises UserError."""
+    reader = SequenceReader(base_images, limits.context_length)
+    sent = [
+        _pieces(datum.model_input, f"Datum {number}") for number, datum in enumerate(message.data)
+    ]
+    tokens = list[np.ndarray]()
+    images = list[SequenceImages]()
+    for number, pieces in enumerate(sent):
+        ids, own = reader.read(pieces, f"Datum {number}")
+        tokens.append(limits.check(ids, f"Datum {number}"))
+        images.append(own)
+    if any(images):
+        for number, pieces in enumerate(sent):
+            reader.refuse_image_tokens(pieces, f"Datum {number}")
+    return tokens, images
 
 
-def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
+def _pieces(chunks: Sequence[pb.Chunk], what: str) -> list[np.ndarray | SentImage]:
+    pieces = list[np.ndarray | SentImage]()
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind == "image":
+            pieces.append(_sent_image(chunk.image, what))
+        elif kind == "encoded_text":
+            try:
+                pieces.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+            except ValueError as error:
+                raise UserError(f"{what} has tokens that are no 32-bit numbers.") from error
+        else:
+            raise UserError(
+                f"{what} has {kind or 'an empty chunk'}, and only tokens and images are served."
+            )
+    return pieces
+
+
+def _sent_image(image: pb.ImageChunk, what: str) -> SentImage:
+    if image.HasField("override_dimensions"):
+        raise UserError(f"{what}: override_dimensions of an image is not served.")
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return SentImage(image.data, expected)
+
+
+def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> int:
     """Refuse a request that is too large, by the sizes that it names.
 
     No array has been made by then.
+
+    Returns:
+        The maximum targets of a token.
     """
     if len(message.data) > _MAX_DATUMS:
         raise UserError(
@@ -195,6 +249,7 @@ def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
         if "target_tokens" in datum.loss_fn_inputs:
             width = max(width, *datum.loss_fn_inputs["target_tokens"].shape[1:2], 0)
     limits.check_targets(positions, width)
+    return width
 
 
 def _read_inputs(

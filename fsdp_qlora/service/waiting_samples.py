@@ -56,7 +56,8 @@ class WaitingSamples:
             beside = self._read_other(other)
             if beside is None:
                 continue
-            looked_at += len(beside.request.prompt)
+            # As much memory as the bytes of images take.
+            looked_at += len(beside.request.prompt) + beside.request.images.num_bytes // 8
             if looked_at > _MAX_LOOKED_AT:
                 return
             if not beside.is_alike(wanted) or not group.has_room_for(beside.request):

@@ -18,6 +18,8 @@ from fsdp_qlora.service.commands import (
 )
 from fsdp_qlora.service.messages import Limits, rows_to_score
 from fsdp_qlora.service.sampler import RequestSampler
+from fsdp_qlora.service.served_images import ServedImages
+from fsdp_qlora.service.train_request import TrainRequest
 from fsdp_qlora.service.training import RequestTrainer
 from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.training.forward import token_logprobs
@@ -31,6 +33,7 @@ class Worker:
     sampling: RequestSampler
     limits: Limits
     """The limits by which rank 0 has checked the requests."""
+    images: ServedImages
     models: dict[str, AdapterState] = field(default_factory=dict)
 
     @property
@@ -57,11 +60,14 @@ class Worker:
             case DropModel():
                 self._drop(command)
             case ForwardBackward():
-                return [self._forward_backward(command)]
+                assert command.request is not None  # as it has been sent
+                with self.images.at_hand(command.request.contents):
+                    return [self._forward_backward(command, command.request)]
             case OptimStep():
                 return [self._optim_step(command)]
             case Sample():
-                return self.sampling.sample(command)
+                with self.images.at_hand(command.image_contents):
+                    return self.sampling.sample(command)
         return []
 
     def recover(self) -> list[str]:
@@ -98,10 +104,9 @@ class Worker:
         if self.adapters.active is self.models.pop(command.model, None):
             self.adapters.active = None
 
-    def _forward_backward(self, command: ForwardBackward) -> bytes:
-        assert command.request is not None  # as it has been sent
+    def _forward_backward(self, command: ForwardBackward, request: TrainRequest) -> bytes:
         adapter = self.models[command.model]
-        return self.training.forward_backward(adapter, command.request, command.seq)
+        return self.training.forward_backward(adapter, request, command.seq)
 
     def _optim_step(self, command: OptimStep) -> bytes:
         metrics = self.training.optim_step(self.models[command.model], command.params)

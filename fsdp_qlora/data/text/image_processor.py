@@ -6,7 +6,7 @@ It writes the places of images into a text, and makes the pixels for a model.
 import inspect
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,24 @@ class ImageProcessor:
     """The processor of a model folder, loaded when the first row shows an image.
 
     Threads may share it.
+
+    Args:
+        load: gives an image by its name, as Pillow's in RGB.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, load: Callable[[bytes], Any] = load) -> None:
         self.folder = folder
         self.name = name
+        self._load = load
         # The processor's fast tokenizer may raise "Already borrowed" where two threads call it.
         self._lock = threading.RLock()
 
     @classmethod
-    def find(cls, folder: Path, name: str) -> "ImageProcessor | None":
+    def find(
+        cls, folder: Path, name: str, load: Callable[[bytes], Any] = load
+    ) -> "ImageProcessor | None":
         """None if the folder of the model `name` has no such processor, as with a model of text."""
-        return cls(folder, name) if _files(folder) else None
+        return cls(folder, name, load) if _files(folder) else None
 
     @property
     def identity(self) -> list[str]:
@@ -142,6 +148,19 @@ class ImageProcessor:
         num_tokens = sum(text.count(shown) for text in written for shown in filter(None, tokens))
         return [*_replace(row, token, iter(written))], count, num_values, num_tokens
 
+    def tokens_for(self, images: Sequence[Any]) -> tuple[list[list[int]], int]:
+        """The tokens that stand for each image, and how many numbers the processor makes of all.
+
+        Raises BadRow: the processor refuses an image.
+        """
+        places = [Segment(self._processor.image_token, learned=False)] * len(images)
+        segments, _, num_values, _ = self.expand(places, images)
+        # What is written for an image is between two empty texts.
+        written = [segment.text for segment in segments if segment.text]
+        with self._lock:
+            ids = self._processor.tokenizer(written, add_special_tokens=False)["input_ids"]
+        return ids, num_values
+
     @cached_property
     def model_ids(self) -> tuple[int, ...]:
         """The tokens at which the model looks for an image, a video or sound."""
@@ -158,7 +177,7 @@ class ImageProcessor:
 
     def outputs_of(self, names: Iterable[bytes]) -> dict[str, torch.Tensor]:
         """The processor's outputs for the images of a row, by their names in the store."""
-        images = [*map(load, names)]
+        images = [*map(self._load, names)]
         outputs = self._call(self._processor.image_token * len(images), images)
         return {name: outputs[name] for name in self._names[1]}
 

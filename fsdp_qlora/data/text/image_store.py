@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from fsdp_qlora.utils.files import cache_folder, read_named
 
 # For others Pillow may start a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# Those that strangers may send: fewer decoders read what they have made.
+_SENT_FORMATS = ("PNG", "JPEG")
 # How reasons begin. The cache tells by them that a row may be readable in another start.
 UNREADABLE = ("the image", "an image in the row")
 
@@ -53,9 +55,8 @@ def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
         content = read_named(image, most_row_bytes()) if isinstance(image, Path) else image
         pixels = _decode(content, most_pixels)
     except Exception as error:  # Pillow raises many kinds
-        reason = getattr(error, "strerror", None) or _said(error) or type(error).__name__
-        raise BadRow(f"{where} cannot be read, or is no image ({reason})") from error
-    name = hashlib.blake2b(content, digest_size=16).digest()
+        raise _unreadable(where, error) from error
+    name = name_of(content)
     path = _path(name)
     # Each thread of each process has a draft of its own: several may keep the same image, and the
     # last replaces the others with the same content.
@@ -75,13 +76,29 @@ def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
     return name, pixels
 
 
+def name_of(content: bytes) -> bytes:
+    """The name of an image: 16 bytes of a hash of what is in its file."""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def read_sent(content: bytes, most_pixels: int) -> Any:
+    """An image that a stranger has sent, PNG or JPEG, as Pillow's in RGB. Nothing is kept.
+
+    Raises BadRow.
+    """
+    try:
+        return _decode(content, most_pixels, _SENT_FORMATS)
+    except Exception as error:  # Pillow raises many kinds
+        raise _unreadable(UNREADABLE[1], error) from error
+
+
 def load(name: bytes) -> Any:
     """A kept image, as Pillow's in RGB. Raises RankError if it is not what it was."""
     path = _path(name)
     try:
         content = read_named(path, most_row_bytes())
         # A link leads to the user's file, which may be another one now.
-        is_same = hashlib.blake2b(content, digest_size=16).digest() == name
+        is_same = name_of(content) == name
         reason = "" if is_same else "it has changed"
     except OSError as error:
         reason = str(error.strerror)
@@ -106,6 +123,11 @@ def are_as_kept(names: Iterable[bytes]) -> bool:
         return False
 
 
+def _unreadable(where: str, error: Exception) -> BadRow:
+    reason = getattr(error, "strerror", None) or _said(error) or type(error).__name__
+    return BadRow(f"{where} cannot be read, or is no image ({reason})")
+
+
 def _said(error: Exception) -> str:
     """The start of an error's message without addresses of objects.
 
@@ -114,7 +136,9 @@ def _said(error: Exception) -> str:
     return " ".join(re.sub(r"<\S+ object at 0x\w+>", "", str(error)).split())[:100]
 
 
-def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
+def _decode(
+    content: bytes, most_pixels: float = math.inf, formats: Sequence[str] = _FORMATS
+) -> Any:
     """The pixels of an image.
 
     Raises ValueError, before they are decoded if they are too many, and many kinds of Pillow's.
@@ -124,7 +148,7 @@ def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
 
     # of bombs, which are bounded here, and of odd tags
     warnings.filterwarnings("ignore", module="PIL")
-    with Pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
+    with Pillow.open(io.BytesIO(content), formats=formats) as image:
         # Opening reads the header alone: a few KiB may unpack to more than the memory.
         if image.width * image.height > most_pixels:
             most = most_row_bytes() // 3e6
