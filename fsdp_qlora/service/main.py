@@ -156,8 +156,11 @@ def _load_and_work(
     for worker in workers:
         worker.sampling.free = free
         # A request is refused by the limits of rank 0, so they must be those of the fullest rank.
-        least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()
-        worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
+        own = [worker.limits.targets_at_once, worker.limits.image_values]
+        targets, values = gather_numbers(own, _BY_GLOO).amin(0).tolist()
+        worker.limits = dataclasses.replace(
+            worker.limits, targets_at_once=int(targets), image_values=int(values)
+        )
     if opened is not None:
         sample_server = None
         if options.rollout_url is not None:
@@ -232,6 +235,7 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
     plan = placed.model
     ranks = placed.model.machine.ranks
     size = config.batch_size
+    images = ServedImages(config, plan)
     mesh = base.load().mesh
     schedule = Schedule(
         num_rows=1,
@@ -245,7 +249,6 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
         context_length=config.longest_row,
     )
     targets = RequestTargets()
-    images = ServedImages(config, plan)
     with images.trial() as rows_with_images:
         trainer = build_trainer(
             config,
@@ -264,7 +267,7 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
         name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS
     }
     adapters = AdapterStore(trainer, mesh, result_form(config, plan), options)
-    limits = _limits(config, placed)
+    limits = _limits(config, placed, images)
     beat = functools.partial(control.heartbeat.beat, 0, "compute")
     return Worker(
         RequestTrainer(adapters, targets),
@@ -274,10 +277,11 @@ def _loaded(base: FetchedBase, control: Control) -> Worker:
     )
 
 
-def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
+def _limits(config: TrainConfig, placed: PlacedModel, images: ServedImages) -> Limits:
     """The limits of a request.
 
-    It may have as many targets at once as fit into half of what the loaded model leaves.
+    It may have as many targets at once, and as many values of images, as fit into half of what the
+    loaded model leaves.
     """
     plan = placed.model
     machine = plan.machine
@@ -289,7 +293,8 @@ def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
     targets = free // 2 // (_HIDDEN_COPIES * hidden_bytes)
     tokens = config.batch_size * config.longest_row
     vocabulary = plan.meta.model.get_input_embeddings().num_embeddings
-    return Limits(vocabulary, config.longest_row - 1, tokens, max(tokens, targets))
+    values = int(free // 2 / images.value_bytes)
+    return Limits(vocabulary, config.longest_row - 1, tokens, max(tokens, targets), values)
 
 
 def _described(base: FetchedBase, worker: Worker) -> Base:

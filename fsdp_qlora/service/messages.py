@@ -34,6 +34,8 @@ class Limits:
     """The maximum number of targets of a micro-batch. A token may have several, and its hidden
     state is in memory once for each.
     """
+    image_values: int = 0
+    """The maximum number of values that the processor makes of the images of a micro-batch."""
 
     def check(self, tokens: np.ndarray, what: str) -> np.ndarray:
         if not 0 < len(tokens) <= self.context_length:
@@ -62,6 +64,20 @@ class Limits:
                 "all). Send fewer."
             )
 
+    def check_images(self, num_tokens: int, num_values: int, what: str) -> None:
+        """Refuse a sequence with images if there is no memory for micro-batches of its kind.
+
+        Args:
+            num_tokens: of the sequence.
+            num_values: of its images.
+        """
+        at_once = -(-num_values * self.tokens_at_once // num_tokens)
+        if at_once > self.image_values:
+            raise UserError(
+                f"{what} has images of {num_values:,} values, and there is no memory to compute "
+                f"{self.tokens_at_once:,} tokens of that kind at a time. Send smaller images."
+            )
+
     def check_known(self, tokens: np.ndarray, what: str) -> np.ndarray:
         bad = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
         if len(bad):
@@ -81,6 +97,7 @@ def prompt_of(
     tokens, shown = reader.read(pieces, "The prompt")
     if shown:
         reader.refuse_image_tokens(pieces, "The prompt")
+        limits.check_images(len(tokens), shown.num_values, "The prompt")
     return limits.check(tokens, "The prompt"), shown
 
 

@@ -153,9 +153,14 @@ class Scheduler:
 
     # --- for the server's threads ---
 
-    def _command_for_server(self, request: QueuedRequest) -> Sample:
-        """The command of a request for samples. Raises UserError or others."""
+    def _command_for_server(self, request: QueuedRequest) -> Sample | None:
+        """The command of a request for samples; None if the ranks draw them, since its prompt has
+        images, and servers are asked with tokens. Raises UserError or others.
+        """
         wanted = self.samples.read(request)
+        if wanted.request.images:
+            self.queue.add(request)
+            return None
         self._refuse_if_ignored(wanted)
         return self.reader.sampling(wanted)
 

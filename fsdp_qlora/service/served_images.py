@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdp_qlora.data.content import most_row_bytes
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import read_sent
+from fsdp_qlora.planning.image_memory import image_bytes
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.service.messages import rows_of_tokens
 from fsdp_qlora.service.sent_images import BaseImages, SentImage, SequenceReader
@@ -24,6 +26,7 @@ log = logging.getLogger("fsdp_qlora")
 
 _TRIED = (224, 224, 3)  # pixels in RGB of the image that is tried at the start
 _NUM_TOKENS = 8  # of text around it
+_MILLION = 10**6
 
 
 class ServedImages:
@@ -34,14 +37,21 @@ class ServedImages:
 
     Args:
         config: of the base.
+        plan: of the base, whose weights are not loaded.
 
     Attributes:
         base: what the base makes of images.
+        value_bytes: for each value that the processor makes of images, an estimate.
     """
 
     def __init__(self, config: TrainConfig, plan: ModelPlan) -> None:
         self._contents: Mapping[str, np.ndarray] = {}
         self.base = self._base(config, plan)
+        self.value_bytes = math.inf
+        if self.base.processor is not None:
+            towers = plan.meta.parts.towers.values()
+            needed = image_bytes(towers, _MILLION, keeps_inputs_only=False)
+            self.value_bytes = sum(needed) / _MILLION
 
     def _base(self, config: TrainConfig, plan: ModelPlan) -> BaseImages:
         name = config.model_name

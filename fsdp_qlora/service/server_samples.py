@@ -25,7 +25,8 @@ class ServerSamples:
 
     Args:
         queue: of requests for samples alone.
-        read: gives a request's command. Raises UserError or others.
+        read: gives a request's command; None if it is not for the server after all. Raises
+            UserError or others.
         done: is called with a request and its answers, in a thread.
         fail: is called with a request and the reason, in a thread.
     """
@@ -35,7 +36,7 @@ class ServerSamples:
         server: SampleServer,
         queue: RequestQueue,
         *,
-        read: Callable[[QueuedRequest], Sample],
+        read: Callable[[QueuedRequest], Sample | None],
         done: Callable[[QueuedRequest, list[Completion]], object],
         fail: Callable[[QueuedRequest, str], object],
     ) -> None:
@@ -61,6 +62,8 @@ class ServerSamples:
             command = self._read(request)
         except Exception as error:
             self._fail(request, reason_of(error, "read"))
+            return
+        if command is None:
             return
         [wanted] = command.requests
         answers: list[Completion | None] = [None] * wanted.num_samples

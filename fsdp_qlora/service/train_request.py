@@ -191,6 +191,7 @@ def _read_sequences(
     for number, pieces in enumerate(sent):
         ids, own = reader.read(pieces, f"Datum {number}")
         tokens.append(limits.check(ids, f"Datum {number}"))
+        limits.check_images(len(ids), own.num_values, f"Datum {number}")
         images.append(own)
     if any(images):
         for number, pieces in enumerate(sent):

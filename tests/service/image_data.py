@@ -122,6 +122,13 @@ class PlainWithImages(Plain):
         logits = self.model(**self.inputs(datum.model_input.chunks)).logits[0]
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
+    def scores(self, prompt: types.ModelInput) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of a prompt's tokens behind the first, and of all tokens at each."""
+        inputs = self.inputs(prompt.chunks)
+        with torch.no_grad():
+            likely = self.model(**inputs).logits[0].log_softmax(-1)
+        return likely[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0], likely
+
 
 def opened(chunk: types.ImageChunk) -> Any:
     import io

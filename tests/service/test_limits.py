@@ -146,3 +146,24 @@ def test_odd_numbers_of_requests_are_refused_and_used_ones_answered(service):
         assert service.ask("optim_step", {"seq_id": number, **step})[0] == 400, number
     assert "error" not in model.step()
     assert service.outcome("optim_step", {"seq_id": 1, **step})["metrics"]
+
+
+def test_a_model_of_text_refuses_images_in_one_sentence(service):
+    chunk = {"type": "image", "data": "AAAA", "format": "png"}
+    sampled = service.outcome(
+        "asample",
+        {
+            "base_model": service.model,
+            "prompt": {"chunks": [chunk]},
+            "sampling_params": {"max_tokens": 1},
+        },
+    )
+    model = ServedModel(service)
+
+    def show(message: Any) -> None:
+        message.data[0].model_input.add().image.data = b"an image"
+
+    ending = f"has an image, and {service.model} takes text alone: serve a model for images."
+    assert sampled["error"] == f"The prompt {ending}"
+    assert model.train(show)["error"] == f"Datum 0 {ending}"
+    assert "error" not in model.train()

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def _said(error: Exception) -> str:
 
 
 def _decode(
-    content: bytes, most_pixels: float = math.inf, formats: Sequence[str] = _FORMATS
+    content: bytes, most_pixels: float = math.inf, formats: tuple[str, ...] = _FORMATS
 ) -> Any:
     """The pixels of an image.
 
