@@ -68,7 +68,7 @@ class SampleRequest:
     last: int | None
     """The number of last tokens of the prompt to score; None for all."""
     images: SequenceImages = NO_SENT_IMAGES
-    """Those of the prompt."""
+    """The images of the prompt."""
 
 
 class SampleGroup:

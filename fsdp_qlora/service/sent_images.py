@@ -22,7 +22,7 @@ class SentImage(NamedTuple):
     """An image as a client sends it."""
 
     content: bytes
-    """What is in its file, PNG or JPEG."""
+    """The bytes of its file, PNG or JPEG."""
     expected_tokens: int | None
     """How many tokens the client takes it for."""
 

@@ -52,7 +52,7 @@ class TrainRequest:
     inputs: dict[str, np.ndarray]
     """Targets and the loss's tensors, by name: int64 or float32 [positions, K]."""
     images: RowImages = NO_IMAGES
-    """Those of the datums."""
+    """The images of the datums."""
     contents: dict[str, np.ndarray] = field(default_factory=dict)
     """The files' bytes by their hexadecimal names, uint8."""
 
